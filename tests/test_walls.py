@@ -1,0 +1,69 @@
+"""The checks of the walls between the packages hold, and they notice when one is broken."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+BREAKS = {
+    "composer_time/time.py": ("import torch\n", "composer_time.time -> torch"),
+    "composer_events/event.py": (
+        "import composer_algorithms\n",
+        "composer_events is not allowed to import composer_algorithms",
+    ),
+    "composer_optim/decoupled.py": ("import composer_algorithms\n", "composer_optim is not allowed to import"),
+    "composer_dist/env.py": (
+        "def f():\n    from composer_events import Event\n    return Event\n",
+        "composer_dist is not allowed to import",
+    ),
+}
+
+
+@pytest.fixture
+def lint_floors(root, tmp_path):
+    """Return a function that checks the import floors of a copy of all packages."""
+    for source in [*root.glob("packages/*/src/*"), *root.glob("apps/*/src/*")]:
+        shutil.copytree(source, tmp_path / source.name)
+
+    def lint():
+        lint_imports = [f"{sys.prefix}/bin/lint-imports", "--no-cache", "--config", str(root / "pyproject.toml")]
+        # The copies come first on the path, so they are what is read.
+        run = subprocess.run(
+            lint_imports, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}
+        )
+        return run.returncode, run.stdout + run.stderr
+
+    return lint
+
+
+def test_each_package_imports_only_floors_below_its_own(lint_floors):
+    status, said = lint_floors()
+    assert status == 0, said
+
+
+@pytest.mark.parametrize("file", BREAKS)
+def test_an_import_through_a_wall_is_named(lint_floors, tmp_path, file):
+    line, named = BREAKS[file]
+    with (tmp_path / file).open("a") as source:
+        source.write(line)
+    status, said = lint_floors()
+    assert status == 1
+    assert named in " ".join(said.split())
+
+
+@pytest.mark.parametrize("package", ["composer_time", "composer_events"])
+def test_the_lowest_floors_load_neither_torch_nor_numpy(package):
+    check = f"import sys, {package}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_undeclared_imports_are_named(root, tmp_path):
+    package = tmp_path / "composer-time"
+    shutil.copytree(root / "packages/composer-time", package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / "src/composer_time/time.py").open("a") as source:
+        source.write("import torch\n")
+    run = subprocess.run([f"{sys.prefix}/bin/deptry", "src"], cwd=package, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "'torch' imported but" in run.stdout + run.stderr
