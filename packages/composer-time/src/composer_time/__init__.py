@@ -1,0 +1,42 @@
+"""What time it is in training: lengths, their units, and the clock that a training loop advances.
+
+`Time` is a length (`'10ep'`, `'500ba'`, `'1h30m'`), `TimeUnit` what it is counted in, and `Timestamp` the place that a
+run has reached. `ensure_time` turns what users write into a `Time`. `StringEnum` and `Serializable` are the two small
+bases that the packages above share. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+from composer_time.serializable import Serializable
+from composer_time.string_enum import StringEnum
+from composer_time.time import Time, ensure_time
+from composer_time.time_unit import TimeUnit
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from composer_time.timestamp import Timestamp
+
+__all__ = [
+    "Time",
+    "TimeUnit",
+    "Timestamp",
+    "ensure_time",
+    "StringEnum",
+    "Serializable",
+]
+
+__version__: str
+
+
+def __getattr__(name: str) -> object:
+    """Load on first use what costs most to import: `Timestamp` brings datetime, and the version the metadata."""
+    if name == "Timestamp":
+        from composer_time.timestamp import Timestamp as value
+    elif name == "__version__":
+        from importlib.metadata import version
+
+        value = version("composer-time")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

@@ -1,0 +1,308 @@
+"""Lengths of training."""
+
+from __future__ import annotations
+
+import math
+from types import GenericAlias
+
+from composer_time._timestring import GRAMMAR, parse_timestring, parse_wall_clock
+from composer_time.serializable import Serializable
+from composer_time.time_unit import TimeUnit
+
+__all__ = ["Time", "TimeUnit", "ensure_time"]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Generic, TypeVar
+
+    TValue = TypeVar("TValue", int, float)
+
+    class _Subscriptable(Serializable, Generic[TValue]): ...
+else:
+
+    class _Subscriptable(Serializable):
+        """Stand in for `typing.Generic`, so that `Time[int]` can be written without importing typing."""
+
+        __slots__ = ()
+        __class_getitem__ = classmethod(GenericAlias)
+
+
+class Time(_Subscriptable["TValue"]):
+    """Hold a length of training: a value and the unit that it is counted in.
+
+    Immutable and hashable. Lengths of one unit add, subtract and compare, also with a plain number (taken in the same
+    unit) and with a time string. Lengths of different units do not, not even with `==`: that raises `RuntimeError`,
+    since how many batches make an epoch is not known here. Multiplying by a number or by a `'dur'` scales a length and
+    cuts it to a whole number; dividing one length by another gives their ratio as a `'dur'`.
+
+    Args:
+        value: An `int`; for `TimeUnit.DURATION` any finite number.
+        unit: A `TimeUnit`, or its value or name as a string: `'ep'`, `'epoch'`.
+
+    Raises:
+        ValueError: If `unit` is not the name of a unit, or a duration is not finite.
+        TypeError: If the value of any unit but `TimeUnit.DURATION` is not an `int`.
+
+    Example:
+        >>> Time(10, "ep") - 1 == "9ep"
+        True
+        >>> Time.from_timestring("10ep") * "0.25dur"
+        Time(2, TimeUnit.EPOCH)
+        >>> str(Time(3, "ba") / Time(4, "ba"))
+        '0.75dur'
+    """
+
+    __slots__ = ("_unit", "_value")
+
+    _value: TValue
+    _unit: TimeUnit
+
+    def __init__(self, value: TValue, unit: TimeUnit | str) -> None:
+        if type(unit) is not TimeUnit:
+            unit = TimeUnit(unit)
+        if type(value) is not int or unit is TimeUnit.DURATION:
+            value = _checked_value(value, unit)
+        self._value = value
+        self._unit = unit
+
+    @property
+    def value(self) -> TValue:
+        """How many of the unit: a `float` for `TimeUnit.DURATION`, otherwise an `int`."""
+        return self._value
+
+    @property
+    def unit(self) -> TimeUnit:
+        """What the value counts."""
+        return self._unit
+
+    @staticmethod
+    def from_iteration(iteration: int) -> Time[int]:
+        """Return a length in iterations."""
+        return Time(iteration, TimeUnit.ITERATION)
+
+    @staticmethod
+    def from_epoch(epoch: int) -> Time[int]:
+        """Return a length in epochs."""
+        return Time(epoch, TimeUnit.EPOCH)
+
+    @staticmethod
+    def from_batch(batch: int) -> Time[int]:
+        """Return a length in batches."""
+        return Time(batch, TimeUnit.BATCH)
+
+    @staticmethod
+    def from_sample(sample: int) -> Time[int]:
+        """Return a length in samples."""
+        return Time(sample, TimeUnit.SAMPLE)
+
+    @staticmethod
+    def from_token(token: int) -> Time[int]:
+        """Return a length in tokens."""
+        return Time(token, TimeUnit.TOKEN)
+
+    @staticmethod
+    def from_duration(duration: float) -> Time[float]:
+        """Return a fraction of the whole training."""
+        return Time(duration, TimeUnit.DURATION)
+
+    @staticmethod
+    def from_timedelta(timestring: str) -> Time[int]:
+        """Return the seconds in a wall-clock length such as `'1h20m40s'`.
+
+        Raises:
+            ValueError: If the text is of another form or a part is out of its range.
+            TypeError: If it is not a string.
+        """
+        return Time(parse_wall_clock(timestring), TimeUnit.SECOND)
+
+    @staticmethod
+    def from_timestring(timestring: str) -> Time[Any]:
+        """Return the length that a time string stands for.
+
+        A time string is a number and a unit (`'10ep'`, `'3e10tok'`, `'0.5dur'`; in any case, with or without blanks
+        around the number) or a wall-clock length (`'1h20m40s'`). The text that `str` gives of a `Time` reads as an
+        equal one.
+
+        Raises:
+            ValueError: If the text is outside the grammar, which the message then shows.
+            TypeError: If it is not a string, or a fraction of a unit that counts whole things.
+
+        Example:
+            >>> Time.from_timestring("1_000ba")
+            Time(1000, TimeUnit.BATCH)
+            >>> Time.from_timestring("1h20m40s")
+            Time(4840, TimeUnit.SECOND)
+        """
+        return Time(*parse_timestring(timestring))
+
+    @staticmethod
+    def from_input(i: Time[Any] | str | float, default_int_unit: TimeUnit | str | None = None) -> Time[Any]:
+        """Return a `Time` for whatever may stand for one.
+
+        Args:
+            i: A `Time` (returned as it is), a time string, or a number.
+            default_int_unit: What a number counts.
+
+        Raises:
+            RuntimeError: If `i` is none of these, or a number with no unit to go by.
+            ValueError: If a string is not a time string.
+            TypeError: If a number is a fraction of a unit that counts whole things.
+        """
+        if isinstance(i, Time):
+            return i
+        if isinstance(i, str):
+            return Time.from_timestring(i)
+        if not isinstance(i, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass anything
+            raise RuntimeError(
+                f"{i!r} is of type {type(i).__name__} and cannot be read as a Time. Pass a Time. {GRAMMAR}"
+            )
+        if default_int_unit is None:
+            raise RuntimeError(f"{i!r} is a number without a unit. Write the unit, such as '{i}ep'. {GRAMMAR}")
+        return Time(i, default_int_unit)
+
+    def to_timestring(self) -> str:
+        """Return the text that `from_timestring` reads as an equal length: `'5ep'`, `'0.5dur'`, `'6sec'`."""
+        return f"{self._value}{self._unit.value}"
+
+    def __str__(self) -> str:
+        return self.to_timestring()
+
+    def __repr__(self) -> str:
+        return f"Time({self._value!r}, {self._unit})"
+
+    def __reduce__(self) -> tuple[type[Time[TValue]], tuple[TValue, TimeUnit]]:
+        return Time, (self._value, self._unit)
+
+    def __int__(self) -> int:
+        return int(self._value)
+
+    def __float__(self) -> float:
+        return float(self._value)
+
+    def __hash__(self) -> int:
+        return hash((self._value, self._unit))
+
+    def __eq__(self, other: object) -> bool:
+        value = self._comparable(other)
+        return value if value is NotImplemented else self._value == value
+
+    def __lt__(self, other: Time[Any] | str | float) -> bool:
+        value = self._comparable(other)
+        return value if value is NotImplemented else self._value < value
+
+    def __le__(self, other: Time[Any] | str | float) -> bool:
+        value = self._comparable(other)
+        return value if value is NotImplemented else self._value <= value
+
+    def __gt__(self, other: Time[Any] | str | float) -> bool:
+        value = self._comparable(other)
+        return value if value is NotImplemented else self._value > value
+
+    def __ge__(self, other: Time[Any] | str | float) -> bool:
+        value = self._comparable(other)
+        return value if value is NotImplemented else self._value >= value
+
+    def __add__(self, other: Time[Any] | str | float) -> Time[TValue]:
+        return Time(self._value + self._operand(other), self._unit)
+
+    def __radd__(self, other: str | float) -> Time[TValue]:
+        return self + other
+
+    def __sub__(self, other: Time[Any] | str | float) -> Time[TValue]:
+        return Time(self._value - self._operand(other), self._unit)
+
+    def __rsub__(self, other: str | float) -> Time[TValue]:
+        return Time(self._operand(other) - self._value, self._unit)
+
+    def __neg__(self) -> Time[TValue]:
+        return Time(-self._value, self._unit)
+
+    def __pos__(self) -> Time[TValue]:
+        return self
+
+    def __mod__(self, other: Time[Any] | str | float) -> Time[TValue]:
+        return Time(self._value % self._operand(other), self._unit)
+
+    def __mul__(self, other: Time[Any] | str | float) -> Time[Any]:
+        if isinstance(other, (int, float)):
+            return _truncated(self._value * other, self._unit)
+        factor = Time.from_input(other)
+        if TimeUnit.DURATION not in (self._unit, factor._unit):
+            raise RuntimeError(
+                f"{self!r} * {factor!r} has no meaning: one side has to be a number or a 'dur'. Multiply by a number, "
+                "or by a fraction of training such as '0.5dur'."
+            )
+        return _truncated(self._value * factor._value, factor._unit if self._unit is TimeUnit.DURATION else self._unit)
+
+    def __rmul__(self, other: str | float) -> Time[Any]:
+        return self * other
+
+    def __truediv__(self, other: Time[Any] | str | float) -> Time[Any]:
+        if not isinstance(other, (int, float)):
+            return Time(self._value / self._operand(other), TimeUnit.DURATION)
+        if isinstance(self._value, int) and isinstance(other, int):
+            quotient = abs(self._value) // abs(other)  # exact where the float quotient is not, from 2**53 on
+            return Time(quotient if (self._value < 0) == (other < 0) else -quotient, self._unit)
+        return _truncated(self._value / other, self._unit)
+
+    def _operand(self, other: Any) -> Any:
+        """Return the value of an operand, which must be counted in this length's unit."""
+        if type(other) is int:
+            return other
+        operand = Time.from_input(other, self._unit)
+        if operand._unit is not self._unit:
+            raise RuntimeError(
+                f"{self!r} and {operand!r} are counted in different units, {self._unit.value!r} and "
+                f"{operand._unit.value!r}, and cannot be compared or combined. Give both in one unit."
+            )
+        return operand._value
+
+    def _comparable(self, other: object) -> Any:
+        """Return the value of an operand of a comparison, or `NotImplemented` if it is nothing like a length."""
+        return self._operand(other) if isinstance(other, (Time, str, int, float)) else NotImplemented
+
+
+def ensure_time(maybe_time: Time[Any] | str | float, int_unit: TimeUnit | str) -> Time[Any]:
+    """Return a `Time` for a `Time`, a time string or a number.
+
+    Args:
+        maybe_time: A `Time` (returned as it is), a time string, or a number.
+        int_unit: What a number counts.
+
+    Raises:
+        RuntimeError: If `maybe_time` is of any other kind.
+        ValueError: If a string is not a time string.
+        TypeError: If a number is a fraction of a unit that counts whole things.
+
+    Example:
+        >>> ensure_time(3, "ep"), ensure_time("20ba", "ep")
+        (Time(3, TimeUnit.EPOCH), Time(20, TimeUnit.BATCH))
+    """
+    return Time.from_input(maybe_time, int_unit)
+
+
+def _checked_value(value: Any, unit: TimeUnit) -> Any:
+    """Return the value in the type that its unit holds."""
+    if unit is TimeUnit.DURATION:
+        try:
+            fraction = float(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"Time value {value!r} is not a number, and 'dur' takes one. {GRAMMAR}") from error
+        if not math.isfinite(fraction):
+            raise ValueError(f"Time value {value!r} is not a length: a duration has to be finite. {GRAMMAR}")
+        return fraction
+    if not isinstance(value, int):
+        raise TypeError(
+            f"Time value {value!r} is of type {type(value).__name__}, and {unit.value!r} counts whole things: it takes "
+            f"an int. Convert the value with int(...), or count in 'dur'. {GRAMMAR}"
+        )
+    return int(value)  # a bool, whose text would not be a time string
+
+
+def _truncated(value: float, unit: TimeUnit) -> Time[Any]:
+    """Return a length whose value is cut, towards zero, to what its unit can hold."""
+    if unit is not TimeUnit.DURATION and isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value!r} is not a length in {unit.value!r}. Scale by a finite number.")
+        value = int(value)
+    return Time(value, unit)

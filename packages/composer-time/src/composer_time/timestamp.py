@@ -1,0 +1,335 @@
+"""The clock of a training run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from operator import attrgetter
+
+from composer_time._timestamp_fields import CLOCKS, COUNTERS, NO_TIME, checked_clock, checked_state, plain_count
+from composer_time.serializable import Serializable
+from composer_time.time import Time
+from composer_time.time_unit import TimeUnit
+
+__all__ = ["Timestamp"]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Unpack
+
+    from composer_time._timestamp_fields import Fields
+
+
+class Timestamp(Serializable):
+    """Say how far a training run has come, in every unit at once.
+
+    The loop never changes a `Timestamp`: `to_next_batch`, `to_next_epoch` and `to_next_iteration` return new ones. It
+    compares with a `Time` or a time string by the counter of that unit, so that `timestamp < '10ep'` asks whether
+    fewer than ten epochs are done. Two timestamps are equal if everything in them is; they have no order and no hash.
+
+    Counters take an `int`, or a `Time` or time string of their own unit.
+
+    Args:
+        iteration: Iterations done.
+        epoch: Epochs done.
+        batch: Batches done.
+        sample: Samples seen.
+        token: Tokens seen.
+        epoch_in_iteration: Epochs done in this iteration.
+        token_in_iteration: Tokens seen in this iteration.
+        batch_in_epoch: Batches done in this epoch.
+        sample_in_epoch: Samples seen in this epoch.
+        token_in_epoch: Tokens seen in this epoch.
+        total_wct: Wall-clock time trained.
+        iteration_wct: Wall-clock time trained in this iteration.
+        epoch_wct: Wall-clock time trained in this epoch.
+        batch_wct: Wall-clock time that the last batch took.
+
+    Raises:
+        ValueError: If a counter is given in another unit, or as text that is not a time string.
+        TypeError: If an argument is of the wrong kind.
+
+    Example:
+        >>> timestamp = Timestamp(epoch=1, batch=100).to_next_batch(samples=32)
+        >>> timestamp.batch, timestamp.sample
+        (Time(101, TimeUnit.BATCH), Time(32, TimeUnit.SAMPLE))
+        >>> timestamp < "2ep"
+        True
+    """
+
+    # Plain ints and timedeltas: the loop advances and compares a timestamp at every step, and Time objects are made
+    # only for those who read a counter.
+    __slots__ = tuple(f"_{name}" for name in (*COUNTERS, *CLOCKS))
+
+    def __init__(
+        self,
+        iteration: int | Time[int] | str = 0,
+        epoch: int | Time[int] | str = 0,
+        batch: int | Time[int] | str = 0,
+        sample: int | Time[int] | str = 0,
+        token: int | Time[int] | str = 0,
+        epoch_in_iteration: int | Time[int] | str = 0,
+        token_in_iteration: int | Time[int] | str = 0,
+        batch_in_epoch: int | Time[int] | str = 0,
+        sample_in_epoch: int | Time[int] | str = 0,
+        token_in_epoch: int | Time[int] | str = 0,
+        total_wct: timedelta = NO_TIME,
+        iteration_wct: timedelta = NO_TIME,
+        epoch_wct: timedelta = NO_TIME,
+        batch_wct: timedelta = NO_TIME,
+    ) -> None:
+        self._iteration = plain_count("iteration", iteration, TimeUnit.ITERATION)
+        self._epoch = plain_count("epoch", epoch, TimeUnit.EPOCH)
+        self._batch = plain_count("batch", batch, TimeUnit.BATCH)
+        self._sample = plain_count("sample", sample, TimeUnit.SAMPLE)
+        self._token = plain_count("token", token, TimeUnit.TOKEN)
+        self._epoch_in_iteration = plain_count("epoch_in_iteration", epoch_in_iteration, TimeUnit.EPOCH)
+        self._token_in_iteration = plain_count("token_in_iteration", token_in_iteration, TimeUnit.TOKEN)
+        self._batch_in_epoch = plain_count("batch_in_epoch", batch_in_epoch, TimeUnit.BATCH)
+        self._sample_in_epoch = plain_count("sample_in_epoch", sample_in_epoch, TimeUnit.SAMPLE)
+        self._token_in_epoch = plain_count("token_in_epoch", token_in_epoch, TimeUnit.TOKEN)
+        self._total_wct = checked_clock("total_wct", total_wct)
+        self._iteration_wct = checked_clock("iteration_wct", iteration_wct)
+        self._epoch_wct = checked_clock("epoch_wct", epoch_wct)
+        self._batch_wct = checked_clock("batch_wct", batch_wct)
+
+    @property
+    def iteration(self) -> Time[int]:
+        """Iterations done."""
+        return Time(self._iteration, TimeUnit.ITERATION)
+
+    @property
+    def epoch(self) -> Time[int]:
+        """Epochs done."""
+        return Time(self._epoch, TimeUnit.EPOCH)
+
+    @property
+    def batch(self) -> Time[int]:
+        """Batches done."""
+        return Time(self._batch, TimeUnit.BATCH)
+
+    @property
+    def sample(self) -> Time[int]:
+        """Samples seen."""
+        return Time(self._sample, TimeUnit.SAMPLE)
+
+    @property
+    def token(self) -> Time[int]:
+        """Tokens seen."""
+        return Time(self._token, TimeUnit.TOKEN)
+
+    @property
+    def epoch_in_iteration(self) -> Time[int]:
+        """Epochs done in this iteration; the one counter that may be set."""
+        return Time(self._epoch_in_iteration, TimeUnit.EPOCH)
+
+    @epoch_in_iteration.setter
+    def epoch_in_iteration(self, epoch_in_iteration: int | Time[int] | str) -> None:
+        self._epoch_in_iteration = plain_count("epoch_in_iteration", epoch_in_iteration, TimeUnit.EPOCH)
+
+    @property
+    def token_in_iteration(self) -> Time[int]:
+        """Tokens seen in this iteration."""
+        return Time(self._token_in_iteration, TimeUnit.TOKEN)
+
+    @property
+    def batch_in_epoch(self) -> Time[int]:
+        """Batches done in this epoch."""
+        return Time(self._batch_in_epoch, TimeUnit.BATCH)
+
+    @property
+    def sample_in_epoch(self) -> Time[int]:
+        """Samples seen in this epoch."""
+        return Time(self._sample_in_epoch, TimeUnit.SAMPLE)
+
+    @property
+    def token_in_epoch(self) -> Time[int]:
+        """Tokens seen in this epoch."""
+        return Time(self._token_in_epoch, TimeUnit.TOKEN)
+
+    @property
+    def total_wct(self) -> timedelta:
+        """Wall-clock time trained."""
+        return self._total_wct
+
+    @property
+    def iteration_wct(self) -> timedelta:
+        """Wall-clock time trained in this iteration."""
+        return self._iteration_wct
+
+    @property
+    def epoch_wct(self) -> timedelta:
+        """Wall-clock time trained in this epoch."""
+        return self._epoch_wct
+
+    @property
+    def batch_wct(self) -> timedelta:
+        """Wall-clock time that the last batch took."""
+        return self._batch_wct
+
+    def get(self, unit: TimeUnit | str) -> Time[int]:
+        """Return how far the run has come in one unit.
+
+        Args:
+            unit: A unit or its name. `TimeUnit.SECOND` gives the whole seconds of `total_wct`.
+
+        Raises:
+            ValueError: If the unit is `TimeUnit.DURATION` or unknown.
+        """
+        unit = TimeUnit(unit)
+        return Time(self._reading(unit), unit)
+
+    def to_next_batch(
+        self,
+        samples: int | Time[int] | str = 0,
+        tokens: int | Time[int] | str = 0,
+        duration: timedelta | None = None,
+    ) -> Timestamp:
+        """Return the timestamp after one more batch.
+
+        Args:
+            samples: How many samples the batch held.
+            tokens: How many tokens the batch held.
+            duration: How long it took; `None` for no time at all.
+        """
+        samples = plain_count("samples", samples, TimeUnit.SAMPLE)
+        tokens = plain_count("tokens", tokens, TimeUnit.TOKEN)
+        after = self._after(duration)
+        after._batch += 1
+        after._batch_in_epoch += 1
+        after._sample += samples
+        after._sample_in_epoch += samples
+        after._token += tokens
+        after._token_in_epoch += tokens
+        after._token_in_iteration += tokens
+        return after
+
+    def to_next_epoch(self, duration: timedelta | None = None) -> Timestamp:
+        """Return the timestamp after the end of an epoch, where all that is counted within an epoch starts at zero.
+
+        Args:
+            duration: The wall-clock time since the last batch; `None` for no time at all.
+        """
+        after = self._after(duration)
+        after._epoch += 1
+        after._epoch_in_iteration += 1
+        after._batch_in_epoch = after._sample_in_epoch = after._token_in_epoch = 0
+        after._epoch_wct = after._batch_wct = NO_TIME
+        return after
+
+    def to_next_iteration(self, duration: timedelta | None = None) -> Timestamp:
+        """Return the timestamp after the end of an iteration, where all that is counted within it starts at zero.
+
+        Args:
+            duration: The wall-clock time since the last batch; `None` for no time at all.
+        """
+        after = self._after(duration)
+        after._iteration += 1
+        after._epoch_in_iteration = after._token_in_iteration = 0
+        after._batch_in_epoch = after._sample_in_epoch = after._token_in_epoch = 0
+        after._iteration_wct = after._epoch_wct = after._batch_wct = NO_TIME
+        return after
+
+    def copy(self, **overrides: Unpack[Fields]) -> Timestamp:
+        """Return a copy in which some counters or clocks are replaced.
+
+        Args:
+            overrides: Arguments of the constructor; `None` keeps the present value.
+
+        Example:
+            >>> Timestamp(epoch=2, batch=30).copy(batch="31ba").batch
+            Time(31, TimeUnit.BATCH)
+        """
+        fields = self.state_dict()
+        fields.update((name, value) for name, value in overrides.items() if value is not None)
+        return Timestamp(**fields)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every counter as an `int` and every clock as a `datetime.timedelta`, by constructor name."""
+        return {name: getattr(self, f"_{name}") for name in (*COUNTERS, *CLOCKS)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, all of it or, where something does not fit, nothing.
+
+        The clocks and the three counters of iterations may be missing, as they are in old checkpoints, and then stay
+        as they are.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+
+        Raises:
+            KeyError: If another counter is missing.
+            ValueError: If a counter is in another unit.
+            TypeError: If an entry is of the wrong kind.
+        """
+        for name, value in checked_state(state).items():
+            setattr(self, f"_{name}", value)
+
+    def __repr__(self) -> str:
+        return f"Timestamp({', '.join(f'{name}={value!r}' for name, value in self.state_dict().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Timestamp):
+            return self.state_dict() == other.state_dict()
+        time = _comparable(other)
+        return NotImplemented if time is None else self._reading(time.unit) == time.value
+
+    # Loading a state changes a timestamp.
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # the data model's way to say "unhashable"
+
+    def __lt__(self, other: Time[Any] | str) -> bool:
+        time = _comparable(other)
+        return NotImplemented if time is None else self._reading(time.unit) < time.value
+
+    def __le__(self, other: Time[Any] | str) -> bool:
+        time = _comparable(other)
+        return NotImplemented if time is None else self._reading(time.unit) <= time.value
+
+    def __gt__(self, other: Time[Any] | str) -> bool:
+        time = _comparable(other)
+        return NotImplemented if time is None else self._reading(time.unit) > time.value
+
+    def __ge__(self, other: Time[Any] | str) -> bool:
+        time = _comparable(other)
+        return NotImplemented if time is None else self._reading(time.unit) >= time.value
+
+    def _reading(self, unit: TimeUnit) -> int:
+        """Return the counter that goes with a unit."""
+        read = _READ.get(unit)
+        if read is not None:
+            return read(self)
+        if unit is TimeUnit.SECOND:
+            return int(self._total_wct.total_seconds())
+        raise ValueError(
+            f"a Timestamp has no counter for {unit.value!r}, a fraction of a whole that it does not know. Multiply "
+            "the length of training by the fraction first, as in Time(10, 'ep') * '0.5dur'."
+        )
+
+    def _after(self, duration: timedelta | None) -> Timestamp:
+        """Return a copy whose clocks have gone on, without checking again what this one was checked for."""
+        after = object.__new__(Timestamp)
+        after._iteration = self._iteration
+        after._epoch = self._epoch
+        after._batch = self._batch
+        after._sample = self._sample
+        after._token = self._token
+        after._epoch_in_iteration = self._epoch_in_iteration
+        after._token_in_iteration = self._token_in_iteration
+        after._batch_in_epoch = self._batch_in_epoch
+        after._sample_in_epoch = self._sample_in_epoch
+        after._token_in_epoch = self._token_in_epoch
+        duration = NO_TIME if duration is None else checked_clock("duration", duration)
+        after._total_wct = self._total_wct + duration
+        after._iteration_wct = self._iteration_wct + duration
+        after._epoch_wct = self._epoch_wct + duration
+        after._batch_wct = duration
+        return after
+
+
+_READ = {unit: attrgetter(f"_{name}") for name, unit in COUNTERS.items() if "_in_" not in name}
+
+
+def _comparable(other: object) -> Time[Any] | None:
+    """Return what a timestamp compares with as a `Time`, and `None` for anything else."""
+    if not isinstance(other, (Time, str)):
+        return None
+    return Time.from_input(other)  # pyright: ignore[reportUnknownArgumentType]  # isinstance cannot say Time[Any]
