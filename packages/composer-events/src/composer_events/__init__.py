@@ -1,0 +1,157 @@
+"""What happens when in training, and who may act on it.
+
+A training loop tells an `Engine` of each `Event`; the engine runs the `Algorithm`s that match it and the `Callback`s
+that listen to it, all of which share one `State`. `DataSpec` and `Evaluator` say what the loop needs to know about
+data, `Logger` and `LoggerDestination` where logged values go. Names load on first use, and none of them imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_events.algorithm import Algorithm as Algorithm
+    from composer_events.batch_helpers import batch_get as batch_get
+    from composer_events.batch_helpers import batch_set as batch_set
+    from composer_events.callback import Callback as Callback
+    from composer_events.data_spec import DataSpec as DataSpec
+    from composer_events.data_spec import default_split_batch as default_split_batch
+    from composer_events.data_spec import ensure_data_spec as ensure_data_spec
+    from composer_events.engine import Engine as Engine
+    from composer_events.engine import Trace as Trace
+    from composer_events.engine import Traces as Traces
+    from composer_events.evaluator import Evaluator as Evaluator
+    from composer_events.evaluator import ensure_evaluator as ensure_evaluator
+    from composer_events.event import Event as Event
+    from composer_events.formatting import format_name_with_dist as format_name_with_dist
+    from composer_events.formatting import format_name_with_dist_and_time as format_name_with_dist_and_time
+    from composer_events.formatting import partial_format as partial_format
+    from composer_events.hparams import convert_flat_dict_to_nested_dict as convert_flat_dict_to_nested_dict
+    from composer_events.hparams import convert_nested_dict_to_flat_dict as convert_nested_dict_to_flat_dict
+    from composer_events.hparams import extract_hparams as extract_hparams
+    from composer_events.intervals import create_interval_scheduler as create_interval_scheduler
+    from composer_events.intervals import evaluate_periodically as evaluate_periodically
+    from composer_events.iter_helpers import IteratorFileStream as IteratorFileStream
+    from composer_events.iter_helpers import ensure_tuple as ensure_tuple
+    from composer_events.iter_helpers import iterate_with_callback as iterate_with_callback
+    from composer_events.iter_helpers import map_collection as map_collection
+    from composer_events.log_values import format_log_data_value as format_log_data_value
+    from composer_events.logger import Logger as Logger
+    from composer_events.logger_destination import LoggerDestination as LoggerDestination
+    from composer_events.passes import AlgorithmPass as AlgorithmPass
+    from composer_events.profiler_action import ProfilerAction as ProfilerAction
+    from composer_events.serializable import Serializable as Serializable
+    from composer_events.state import State as State
+    from composer_events.types import JSON as JSON
+    from composer_events.types import Batch as Batch
+    from composer_events.types import BreakEpochException as BreakEpochException
+    from composer_events.types import MemoryFormat as MemoryFormat
+    from composer_events.types import TrainerMode as TrainerMode
+    from composer_events.warnings import NoEffectWarning as NoEffectWarning
+    from composer_events.warnings import NotIntendedUseWarning as NotIntendedUseWarning
+    from composer_events.warnings import VersionedDeprecationWarning as VersionedDeprecationWarning
+
+_HOME = {
+    "Event": "composer_events.event",
+    "Engine": "composer_events.engine",
+    "Trace": "composer_events.engine",
+    "Traces": "composer_events.engine",
+    "AlgorithmPass": "composer_events.passes",
+    "Algorithm": "composer_events.algorithm",
+    "Callback": "composer_events.callback",
+    "Serializable": "composer_events.serializable",
+    "State": "composer_events.state",
+    "DataSpec": "composer_events.data_spec",
+    "default_split_batch": "composer_events.data_spec",
+    "ensure_data_spec": "composer_events.data_spec",
+    "Evaluator": "composer_events.evaluator",
+    "ensure_evaluator": "composer_events.evaluator",
+    "create_interval_scheduler": "composer_events.intervals",
+    "evaluate_periodically": "composer_events.intervals",
+    "Logger": "composer_events.logger",
+    "LoggerDestination": "composer_events.logger_destination",
+    "format_log_data_value": "composer_events.log_values",
+    "format_name_with_dist": "composer_events.formatting",
+    "format_name_with_dist_and_time": "composer_events.formatting",
+    "partial_format": "composer_events.formatting",
+    "extract_hparams": "composer_events.hparams",
+    "convert_nested_dict_to_flat_dict": "composer_events.hparams",
+    "convert_flat_dict_to_nested_dict": "composer_events.hparams",
+    "ProfilerAction": "composer_events.profiler_action",
+    "batch_get": "composer_events.batch_helpers",
+    "batch_set": "composer_events.batch_helpers",
+    "IteratorFileStream": "composer_events.iter_helpers",
+    "ensure_tuple": "composer_events.iter_helpers",
+    "iterate_with_callback": "composer_events.iter_helpers",
+    "map_collection": "composer_events.iter_helpers",
+    "Batch": "composer_events.types",
+    "BreakEpochException": "composer_events.types",
+    "JSON": "composer_events.types",
+    "MemoryFormat": "composer_events.types",
+    "TrainerMode": "composer_events.types",
+    "NoEffectWarning": "composer_events.warnings",
+    "NotIntendedUseWarning": "composer_events.warnings",
+    "VersionedDeprecationWarning": "composer_events.warnings",
+}
+
+__all__ = [
+    "Event",
+    "Engine",
+    "Trace",
+    "Traces",
+    "AlgorithmPass",
+    "Algorithm",
+    "Callback",
+    "Serializable",
+    "State",
+    "DataSpec",
+    "default_split_batch",
+    "ensure_data_spec",
+    "Evaluator",
+    "ensure_evaluator",
+    "create_interval_scheduler",
+    "evaluate_periodically",
+    "Logger",
+    "LoggerDestination",
+    "format_log_data_value",
+    "format_name_with_dist",
+    "format_name_with_dist_and_time",
+    "partial_format",
+    "extract_hparams",
+    "convert_nested_dict_to_flat_dict",
+    "convert_flat_dict_to_nested_dict",
+    "ProfilerAction",
+    "batch_get",
+    "batch_set",
+    "IteratorFileStream",
+    "ensure_tuple",
+    "iterate_with_callback",
+    "map_collection",
+    "Batch",
+    "BreakEpochException",
+    "JSON",
+    "MemoryFormat",
+    "TrainerMode",
+    "NoEffectWarning",
+    "NotIntendedUseWarning",
+    "VersionedDeprecationWarning",
+    "__version__",
+]
+
+__version__: str
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # reading the metadata costs more than importing all of the above
+
+        value = version("composer-events")
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,39 @@
+"""Call an algorithm or a callback so that an exception says whose it is."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from composer_events.event import Event
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+
+def call_hook(
+    kind: str,
+    hook: object,
+    function: Callable[[Event, State, Logger], Any],
+    event: Event,
+    state: State,
+    logger: Logger,
+) -> Any:
+    """Call a method of an algorithm or a callback, the hook, and return what it returns."""
+    try:
+        return function(event, state, logger)
+    except Exception as error:
+        blame(error, kind, hook, event, state)
+        raise
+
+
+def blame(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
+    """Add to an exception, whose type stays what it is, which hook or pass raised it and when."""
+    when = ""
+    with suppress(Exception):  # a state without a proper timestamp must not hide what went wrong
+        when = f" (epoch {int(state.timestamp.epoch)}, batch {int(state.timestamp.batch)})"
+    name = hook.__name__ if isinstance(hook, FunctionType) else type(hook).__name__
+    error.add_note(f"raised by {kind} {name} on {event}{when}")

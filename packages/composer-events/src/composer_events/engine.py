@@ -1,0 +1,302 @@
+"""The engine: at each event it runs the algorithms that match and the callbacks that listen."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from composer_events._calling import blame, call_hook
+from composer_events._closing import Closer
+from composer_events._default_order import DefaultOrder
+from composer_events._legacy import adopt_algorithms
+from composer_events._listeners import ENTRANCES, Listeners, listening
+from composer_events._observer import Observer
+from composer_events._open_callbacks import claim, claim_added
+from composer_events._pass_arguments import parse_passes
+from composer_events._requirements import check_requirements
+from composer_events.event import Event
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.passes import DEFAULT_PASSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from composer_events.algorithm import Algorithm
+    from composer_events.callback import Callback
+    from composer_events.passes import AlgorithmPass
+    from composer_events.state import State
+
+__all__ = ["Engine", "Trace", "Traces"]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one algorithm did on one event.
+
+    Attributes:
+        name: Its class.
+        event: The event.
+        exit_code: What its `apply` returned.
+        order: Its place among the algorithms of the event, from 0.
+        run: Whether it ran.
+    """
+
+    name: str = ""
+    event: Event | None = None
+    exit_code: int | None = None
+    order: int | None = None
+    run: bool = False
+
+
+Traces: TypeAlias = OrderedDict[str, Trace]
+"""What the algorithms did on an event, in the order in which they ran, by `'<algorithm>/<event>'`."""
+
+
+class Engine:
+    """Run algorithms and callbacks at the events of a training loop.
+
+    On `Event.INIT` logger destinations act first, then the other callbacks, then algorithms. On every other event
+    algorithms act first, then callbacks, then logger destinations. Which callback listens to which event is worked
+    out when the list of callbacks changes, so over a `State` an event without listeners costs a look-up.
+
+    An exception of an algorithm or a callback ends the event and reaches the caller as it is, with a note about who
+    raised it and when.
+
+    Args:
+        state: The training state. Any object will do that has `algorithms`, `callbacks` (lists), `timestamp`,
+            `dataloader` and `max_duration`.
+        logger: Passed to algorithms and callbacks. By default one over the logger destinations among the callbacks.
+        algorithm_passes: Functions of `(algorithms, event)` that order the matched algorithms, besides the default
+            ones: a pass, a pass with the index at which it is inserted, such as `(f, 0)`, or a list of these.
+        algorithms: Appended to `state.algorithms`, which is where they belong. An older spelling, which warns.
+
+    Attributes:
+        state: The training state.
+        logger: The logger.
+        algorithm_passes: The passes in the order in which they are applied.
+
+    Raises:
+        ValueError: If `algorithm_passes` is none of the accepted kinds.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from composer_time import Timestamp
+        >>> from composer_events import Callback, Engine
+        >>> class Greet(Callback):
+        ...     def epoch_start(self, state, logger):
+        ...         print(f"epoch {state.timestamp.epoch.value}")
+        >>> state = SimpleNamespace(
+        ...     algorithms=[], callbacks=[Greet()], timestamp=Timestamp(), dataloader=[1, 2], max_duration="1ep"
+        ... )
+        >>> engine = Engine(state)
+        >>> engine.run_event("epoch_start")
+        epoch 0
+        OrderedDict()
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        state: State,
+        logger: Logger | None = None,
+        algorithm_passes: AlgorithmPass
+        | tuple[AlgorithmPass, int]
+        | Sequence[AlgorithmPass | tuple[AlgorithmPass, int]]
+        | None = None,
+        *,
+        algorithms: Algorithm | Sequence[Algorithm] | None = None,
+    ) -> None:
+        self.state = state
+        self.algorithm_passes: list[AlgorithmPass] = list(DEFAULT_PASSES)
+        for algorithm_pass, index in parse_passes(algorithm_passes):
+            self.register_pass(algorithm_pass, index)
+        if algorithms is not None:
+            adopt_algorithms(state, algorithms)
+        if logger is None:
+            logger = Logger(state, [place for place in state.callbacks if isinstance(place, LoggerDestination)])
+        self.logger = logger
+        self._observer = Observer()
+        self._default_passes = list(DEFAULT_PASSES)
+        self._default_order = DefaultOrder()
+        self._listeners = Listeners(state)
+        self._closer = Closer(state, logger)
+        self._has_begun = False
+
+    def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
+        """Add a pass.
+
+        Args:
+            algorithm_pass: A function of `(algorithms, event)` that returns the algorithms to run, in order.
+            index: Its place in `algorithm_passes`; -1 is the end.
+        """
+        if index == -1:
+            self.algorithm_passes.append(algorithm_pass)
+        else:
+            self.algorithm_passes.insert(index, algorithm_pass)
+
+    def run_event(self, event: Event | str) -> Traces:
+        """Run the algorithms that match and the callbacks that listen.
+
+        Args:
+            event: The event, or its name.
+
+        Returns:
+            What each algorithm did, in the order in which they ran. Empty if none did.
+
+        Raises:
+            ValueError: If no event has that name.
+            RuntimeError: If the engine is closed, or on `Event.INIT` if a callback is in use already.
+            AssertionError: If the state lacks the dataloader or the duration that the event needs.
+        """
+        if not isinstance(event, Event):
+            event = Event(event)
+        state, listeners = self.state, self._listeners
+        # The way of most events in most runs, and it is taken many times for each batch: nobody wants to know.
+        if (
+            state is listeners.watched_state
+            and listeners.callbacks.version == listeners.version
+            and event not in listeners.by_event
+            and not listeners.algorithms
+            and state.dataloader is not None
+            and state.max_duration is not None
+            and getattr(state, "profiler", None) is None
+            and not self._observer.writes_debug_lines
+            and not self._closer.is_closed
+        ):
+            return OrderedDict()
+        return self._run(event)
+
+    def run_marker_only_event(self, event: Event | str) -> None:
+        """Show an event to the profiler and run nothing, for a half of a pair that does not really happen.
+
+        Args:
+            event: The event, or its name.
+
+        Raises:
+            RuntimeError: If the engine is closed.
+        """
+        event = Event(event)
+        self._refuse_if_closed(event)
+        self._observer.finish_marker(event, self.state)
+        self._observer.start_marker(event, self.state)
+
+    @property
+    def is_closed(self) -> bool:
+        """Answer whether the engine runs no more events."""
+        return self._closer.is_closed
+
+    def close(self) -> None:
+        """Call `close` and then `post_close` of every callback. The second time it does nothing.
+
+        Errors of callbacks are logged and not raised, so that each gets its turn; one whose `close` failed gets no
+        `post_close`. A `KeyboardInterrupt` is raised once all had theirs. The persistent workers of the dataloaders,
+        evaluators' included, are ended.
+        """
+        self._closer.close()
+
+    def __del__(self) -> None:
+        closer = getattr(self, "_closer", None)  # the constructor may have failed before
+        # While the interpreter ends, modules are half gone, and the hook at its exit has closed everything before.
+        if closer is not None and not sys.is_finalizing():
+            closer.close()
+
+    def _run(self, event: Event) -> Traces:
+        self._refuse_if_closed(event)
+        state, observer = self.state, self._observer
+        is_observed = observer.is_needed(state)
+        if is_observed:
+            observer.finish_marker(event, state)
+            observer.write(event, state, "event")
+        if state.dataloader is None or state.max_duration is None:
+            check_requirements(event, state)
+        if event is Event.INIT:
+            traces = self._run_init(event, is_observed)
+        else:
+            traces = self._run_algorithms(event, is_observed)
+            self._run_callbacks(self._listeners_to(event), event, is_observed)
+        if event in ENTRANCES:
+            # A hook may just have set a method on a callback, which no list tells.
+            self._listeners = Listeners(self.state)
+        if is_observed:
+            observer.start_marker(event, state)
+        return traces
+
+    def _run_init(self, event: Event, is_observed: bool) -> Traces:
+        self._claim_callbacks()
+        claimed = tuple(self.state.callbacks)
+        for loggers_act in (True, False):
+            # Looked up for each group, because a logger may bring callbacks with it.
+            group = [c for c in self.state.callbacks if isinstance(c, LoggerDestination) is loggers_act]
+            self._run_callbacks(listening(group, event), event, is_observed)
+            claimed = claim_added(self.state.callbacks, claimed)
+        return self._run_algorithms(event, is_observed)
+
+    def _run_algorithms(self, event: Event, is_observed: bool) -> Traces:
+        traces: Traces = OrderedDict()
+        if not self.state.algorithms or not (matched := self._matching(event)):
+            return traces
+        call = self._observer.call if is_observed else call_hook
+        event_name = str(event)
+        for order, algorithm in enumerate(self._in_order(matched, event)):
+            exit_code = call("algorithm", algorithm, algorithm.apply, event, self.state, self.logger)
+            traces[f"{algorithm}/{event_name}"] = Trace(algorithm.__class__.__name__, event, exit_code, order, True)
+        if traces and _takes_traces(self.logger):
+            self.logger.log_traces({f"algorithm_traces/{t.name}/{event_name}": int(t.run) for t in traces.values()})
+        return traces
+
+    def _matching(self, event: Event) -> Sequence[Algorithm]:
+        """Ask every algorithm once, before any of them acts."""
+        matched: list[Algorithm] = []
+        for algorithm in self.state.algorithms:
+            try:
+                if algorithm.match(event, self.state):
+                    matched.append(algorithm)
+            except Exception as error:
+                blame(error, "algorithm", algorithm, event, self.state)
+                raise
+        return matched
+
+    def _in_order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+        is_default = self.algorithm_passes == self._default_passes
+        for algorithm_pass in (self._default_order,) if is_default else self.algorithm_passes:
+            try:
+                matched = algorithm_pass(matched, event)
+            except Exception as error:
+                blame(error, "pass", algorithm_pass, event, self.state)
+                raise
+        return matched
+
+    def _run_callbacks(self, callbacks: Iterable[Callback], event: Event, is_observed: bool) -> None:
+        call = self._observer.call if is_observed else call_hook
+        for callback in callbacks:
+            call("callback", callback, callback.run_event, event, self.state, self.logger)
+
+    def _listeners_to(self, event: Event) -> Sequence[Callback]:
+        if not self._listeners.is_current(self.state, event):
+            self._listeners = Listeners(self.state)
+        return self._listeners.by_event.get(event, ())
+
+    def _claim_callbacks(self) -> None:
+        try:
+            claim(self.state.callbacks)
+        except RuntimeError:
+            # What a second engine would close is at work elsewhere. After a second INIT it is at work here.
+            if not self._has_begun:
+                self._closer.stand_down()
+            raise
+        self._has_begun = True
+
+    def _refuse_if_closed(self, event: Event) -> None:
+        if self._closer.is_closed:
+            raise RuntimeError(
+                f"The engine was already closed and therefore cannot run {event}. Make a new Trainer (or Engine) to "
+                f"train on; a closed one has given up its loggers' files and connections."
+            )
+
+
+def _takes_traces(logger: object) -> bool:
+    # Only our own Logger can be asked; whatever else is used as one is simply told.
+    return not isinstance(logger, Logger) or logger.takes("log_traces")

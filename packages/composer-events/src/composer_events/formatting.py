@@ -1,0 +1,123 @@
+"""File and run names with placeholders for what is known only while training."""
+
+from __future__ import annotations
+
+import os
+from string import Formatter
+from typing import TYPE_CHECKING, Any, Final
+
+from composer_events._ranks import get_global_rank, get_world_size
+
+if TYPE_CHECKING:
+    from composer_time import Timestamp
+
+__all__ = ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"]
+
+_MAX_FIELDS: Final = 10_000
+
+# By placeholder: the value of a process that trains alone, and the variables that the usual launchers set, the
+# standard one first (torchrun says GROUP_RANK where others say NODE_RANK).
+_LOCAL_VARIABLES: Final = {
+    "local_rank": (0, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")),
+    "local_world_size": (1, ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")),
+    "node_rank": (0, ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")),
+}
+
+_COUNTERS: Final = ("epoch", "batch", "batch_in_epoch", "sample", "sample_in_epoch", "token", "token_in_epoch")
+_CLOCKS: Final = ("total_wct", "epoch_wct", "batch_wct")
+
+
+def partial_format(template: str, *args: Any, **kwargs: Any) -> str:
+    """Fill in the placeholders that are known and leave the others as they are.
+
+    Apart from that it is `str.format`: `{}`, `{0}`, `{name}`, attributes, indices, conversions and format
+    specifications work, and doubled braces give one brace. A placeholder whose value does not take its specification,
+    such as text for `{epoch:04d}`, stays as it is too.
+
+    Args:
+        template: The text with placeholders.
+        *args: Values of the positional placeholders.
+        **kwargs: Values of the named placeholders.
+
+    Raises:
+        ValueError: If a brace of `template` is not closed or not opened.
+        RuntimeError: If `template` has more than 10000 placeholders.
+
+    Example:
+        >>> partial_format("{run}/ep{epoch:04d}-{}.pt", "last", epoch=7)
+        '{run}/ep0007-last.pt'
+    """
+    formatter, parts, position = Formatter(), list[str](), 0
+    for count, (literal, name, spec, conversion) in enumerate(formatter.parse(template)):
+        if count >= _MAX_FIELDS:
+            raise RuntimeError(
+                f"The template {template[:40]!r}... has more than {_MAX_FIELDS} placeholders, so it was probably "
+                f"built by accident. Shorten it."
+            )
+        parts.append(literal)
+        if name is None:
+            continue
+        # `{}` takes the next positional value, `{.attribute}` and `{[index]}` do so too.
+        numbered = f"{position}{name}" if name == "" or name[0] in ".[" else name
+        position += numbered is not name
+        try:
+            value, _ = formatter.get_field(numbered, args, kwargs)
+            value = formatter.convert_field(value, conversion or "") if conversion else value
+            parts.append(format(value, partial_format(spec or "", *args, **kwargs)))
+        except (KeyError, IndexError, TypeError, ValueError):
+            parts.append(f"{{{name}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}")
+    return "".join(parts)
+
+
+def format_name_with_dist(format_str: str, run_name: str, **extra_format_kwargs: Any) -> str:
+    """Fill in the run's name and which of its processes this is.
+
+    Args:
+        format_str: May use `{run_name}`, `{rank}`, `{local_rank}`, `{world_size}`, `{local_world_size}` and
+            `{node_rank}`. A number that the launcher does not tell leaves its placeholder as it is.
+        run_name: Name of the run.
+        **extra_format_kwargs: Further values by name.
+
+    Example:
+        >>> format_name_with_dist("{run_name}/{name}-of-{batch}", "plum", name="loss")
+        'plum/loss-of-{batch}'
+    """
+    return partial_format(format_str, run_name=run_name, **_rank_variables(), **extra_format_kwargs)
+
+
+def format_name_with_dist_and_time(
+    format_str: str, run_name: str, timestamp: Timestamp, **extra_format_kwargs: Any
+) -> str:
+    """Fill in the run's name, which of its processes this is, and what time it is in training.
+
+    Args:
+        format_str: May use what `format_name_with_dist` knows, the counters `{epoch}`, `{batch}`,
+            `{batch_in_epoch}`, `{sample}`, `{sample_in_epoch}`, `{token}`, `{token_in_epoch}`, and the seconds
+            `{total_wct}`, `{epoch_wct}`, `{batch_wct}`.
+        run_name: Name of the run.
+        timestamp: The time in training.
+        **extra_format_kwargs: Further values by name.
+
+    Example:
+        >>> from composer_time import Timestamp
+        >>> format_name_with_dist_and_time("{run_name}-ba{batch}.pt", "plum", Timestamp(batch=12))
+        'plum-ba12.pt'
+    """
+    times: dict[str, int | float] = {name: int(getattr(timestamp, name)) for name in _COUNTERS}
+    times.update({name: getattr(timestamp, name).total_seconds() for name in _CLOCKS})
+    return format_name_with_dist(format_str, run_name, **times, **extra_format_kwargs)
+
+
+def _rank_variables() -> dict[str, int]:
+    """Return what can be said for sure about this process and the others."""
+    rank, world_size = get_global_rank(), get_world_size()
+    known = {"rank": rank, "world_size": world_size}
+    for name, (alone, variables) in _LOCAL_VARIABLES.items():
+        told = next((value for value in map(os.environ.get, variables) if value and value.isdecimal()), None)
+        if told is not None:
+            known[name] = int(told)
+        elif world_size == 1:
+            known[name] = alone
+    if "node_rank" not in known and "local_world_size" in known:
+        known["node_rank"] = rank // known["local_world_size"]
+    return known

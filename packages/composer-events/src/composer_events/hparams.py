@@ -1,0 +1,133 @@
+"""Hyperparameters as plain values that a logger can keep, nested or flat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, cast
+
+__all__ = ["convert_flat_dict_to_nested_dict", "convert_nested_dict_to_flat_dict", "extract_hparams"]
+
+_SEPARATOR = "/"
+_MISSING = object()
+
+
+def extract_hparams(locals_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce the arguments of a constructor to names and scalars.
+
+    Call it first thing in `__init__`, before there are other local variables.
+
+    Args:
+        locals_dict: What `locals()` returned. `self`, names that start with an underscore, and classes whose
+            metaclass is `type` are left out.
+
+    Returns:
+        By name: a number, a string, a boolean or `None` as it is; the value of an `Enum`'s member;
+        `{class name: local_hparams}` for an object that has `local_hparams`; and the name of its class for any other.
+        A list, tuple or dict has its elements reduced likewise, except that a container in it is only its class's
+        name. Tuples become lists.
+
+    Example:
+        >>> class Doubler:
+        ...     def __init__(self, width, rates=(0.1, 0.2), seed=None):
+        ...         self.local_hparams = extract_hparams(locals())
+        >>> Doubler(3).local_hparams
+        {'width': 3, 'rates': [0.1, 0.2], 'seed': None}
+        >>> extract_hparams({"model": Doubler(3), "callbacks": [object()]})
+        {'model': {'Doubler': {'width': 3, 'rates': [0.1, 0.2], 'seed': None}}, 'callbacks': ['object']}
+    """
+    return {
+        name: _reduced(value)
+        for name, value in locals_dict.items()
+        if not name.startswith("_") and name != "self" and type(value) is not type
+    }
+
+
+def _reduced(value: Any) -> Any:
+    if not hasattr(value, "local_hparams"):
+        if isinstance(value, list | tuple):
+            return [_reduced_element(element) for element in cast("list[Any] | tuple[Any, ...]", value)]
+        if isinstance(value, dict):
+            return {key: _reduced_element(element) for key, element in cast("dict[Any, Any]", value).items()}
+    return _reduced_element(value)
+
+
+def _reduced_element(value: Any) -> Any:
+    own = getattr(value, "local_hparams", _MISSING)
+    if own is not _MISSING:
+        return {type(value).__name__: own}
+    if isinstance(value, Enum):  # before strings and numbers: a member may be one of them as well
+        return value.value
+    if value is None or isinstance(value, int | float | str):  # a bool is an int
+        return value
+    return type(value).__name__
+
+
+def convert_nested_dict_to_flat_dict(d: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join the keys of dicts within dicts with `/`.
+
+    Args:
+        d: Not changed. A dict without entries is kept as a value, so that nothing is lost.
+        prefix: Comes before each name, with a `/` between, unless it is empty.
+
+    Raises:
+        ValueError: If two entries get the same name.
+
+    Example:
+        >>> convert_nested_dict_to_flat_dict({"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "seed": 1})
+        {'optimizer/lr': 0.1, 'optimizer/betas': [0.9, 0.95], 'seed': 1}
+    """
+    flat: dict[str, Any] = {}
+    for path, value in _leaves(d, (prefix,) if prefix else ()):
+        name = _SEPARATOR.join(path)
+        if name in flat:
+            raise ValueError(
+                f"two entries of d are called {name!r} when their keys are joined with {_SEPARATOR!r}. Keys may "
+                f"contain {_SEPARATOR!r} where the joined names differ: rename one of the two."
+            )
+        flat[name] = value
+    return flat
+
+
+def _leaves(nested: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in nested.items():
+        here = (*path, str(key))  # what extract_hparams makes of a dict has that dict's keys, numbers too
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(cast("Mapping[str, Any]", value), here)
+        else:
+            yield here, value
+
+
+def convert_flat_dict_to_nested_dict(d: Mapping[str, Any]) -> dict[str, Any]:
+    """Split names at each `/` into dicts within dicts: the inverse of `convert_nested_dict_to_flat_dict`.
+
+    Args:
+        d: Not changed. Values are kept as they are.
+
+    Raises:
+        ValueError: If a name has a value and is also the beginning of others, such as `a` beside `a/b`.
+
+    Example:
+        >>> convert_flat_dict_to_nested_dict({"optimizer/lr": 0.1, "optimizer/eps": 1e-8, "seed": 1})
+        {'optimizer': {'lr': 0.1, 'eps': 1e-08}, 'seed': 1}
+    """
+    nested: dict[str, Any] = {}
+    branches: dict[tuple[str, ...], dict[str, Any]] = {(): nested}  # those made here, never a value that is a dict
+    for name, value in d.items():
+        path = tuple(name.split(_SEPARATOR))
+        for depth in range(1, len(path)):
+            if path[:depth] not in branches:
+                branches[path[:depth]] = {}
+                _put(branches[path[: depth - 1]], path[:depth], branches[path[:depth]])
+        _put(branches[path[:-1]], path, value)
+    return nested
+
+
+def _put(branch: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    if path[-1] in branch:
+        name = _SEPARATOR.join(path)
+        raise ValueError(
+            f"{name!r} has a value in d and is also the beginning of other names ({name + _SEPARATOR!r}...). A name "
+            f"is one or the other: rename it."
+        )
+    branch[path[-1]] = value

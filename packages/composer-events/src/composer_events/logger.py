@@ -1,0 +1,178 @@
+"""What algorithms, callbacks and the loop log through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from composer_events._overrides import overrides
+from composer_events.formatting import format_name_with_dist
+from composer_events.iter_helpers import ensure_tuple
+from composer_events.logger_destination import LoggerDestination
+
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+__all__ = ["Logger"]
+
+_VERBS: Final = ("log_hyperparameters", "log_metrics", "log_table", "log_images", "log_traces", "upload_file")
+
+
+class Logger:
+    """Hand each value to the destinations that take values of its kind, and keep nothing.
+
+    Which destination takes what is worked out once, so logging what nobody takes costs a look-up.
+
+    Args:
+        state: The training state; its batch count is the default `step`.
+        destinations: One destination, several, or none.
+
+    Attributes:
+        destinations: The destinations, as a tuple. Assign one, a sequence, a set or `None` to change them.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from composer_time import Timestamp
+        >>> class Show(LoggerDestination):
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, metrics)
+        >>> logger = Logger(SimpleNamespace(timestamp=Timestamp(batch=3)), Show())
+        >>> logger.log_metrics({"loss": 0.5})
+        3 {'loss': 0.5}
+    """
+
+    def __init__(
+        self,
+        state: State,
+        destinations: LoggerDestination | Sequence[LoggerDestination] | Set[LoggerDestination] | None = None,
+    ) -> None:
+        self._state = state
+        self.destinations = destinations
+
+    @property
+    def destinations(self) -> tuple[LoggerDestination, ...]:
+        """The places that values and files go to."""
+        return self._destinations
+
+    @destinations.setter
+    def destinations(
+        self, destinations: LoggerDestination | Sequence[LoggerDestination] | Set[LoggerDestination] | None
+    ) -> None:
+        several = tuple(destinations) if isinstance(destinations, Set) else destinations
+        self._destinations: tuple[LoggerDestination, ...] = ensure_tuple(several)
+        self._takers = {
+            verb: tuple(place for place in self._destinations if overrides(place, LoggerDestination, verb))
+            for verb in _VERBS
+        }
+
+    def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
+        """Log the settings of the run.
+
+        Args:
+            parameters: By name.
+        """
+        for destination in self._takers["log_hyperparameters"]:
+            destination.log_hyperparameters(parameters)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log numbers measured at one step.
+
+        Args:
+            metrics: By name. Tensors may stay on their device: a destination that reads them moves them.
+            step: The count of batches that they belong to; by default the state's.
+        """
+        if takers := self._takers["log_metrics"]:
+            step = self._current_batch() if step is None else step
+            for destination in takers:
+                destination.log_metrics(metrics, step)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Log a table.
+
+        Args:
+            columns: Names of the columns.
+            rows: A list of cells for each row.
+            name: Name of the table.
+            step: The count of batches that it belongs to; by default the state's.
+        """
+        if takers := self._takers["log_table"]:
+            step = self._current_batch() if step is None else step
+            for destination in takers:
+                destination.log_table(columns, rows, name, step)
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = True,
+    ) -> None:
+        """Log images.
+
+        Args:
+            images: An array, a tensor, or a sequence of them; each an image or a stack of images.
+            name: Name of the group of images.
+            channels_last: Whether channels are the last axis, not the one before height and width.
+            step: The count of batches that they belong to; by default the state's.
+            masks: Segmentation masks by name, as many as images.
+            mask_class_labels: Names of the classes in the masks.
+            use_table: Whether to show the images in a table, where the destination can.
+        """
+        if takers := self._takers["log_images"]:
+            step = self._current_batch() if step is None else step
+            for destination in takers:
+                destination.log_images(images, name, channels_last, step, masks, mask_class_labels, use_table)
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        """Log notes on what the run did.
+
+        Args:
+            traces: By name.
+        """
+        for destination in self._takers["log_traces"]:
+            destination.log_traces(traces)
+
+    def upload_file(self, remote_file_name: str, file_path: str | Path, *, overwrite: bool = False) -> None:
+        """Hand a file to the destinations that keep files.
+
+        Args:
+            remote_file_name: Name of the copy. Like `file_path` it may use the variables of
+                `format_name_with_dist`, such as `{run_name}` and `{rank}`.
+            file_path: Where the file is. It may be changed or deleted as soon as this returns.
+            overwrite: Whether a file of that name may be replaced.
+        """
+        if takers := self._takers["upload_file"]:
+            remote_file_name = format_name_with_dist(remote_file_name, self._state.run_name)
+            file_path = Path(format_name_with_dist(str(file_path), self._state.run_name))
+            for destination in takers:
+                destination.upload_file(
+                    state=self._state, remote_file_name=remote_file_name, file_path=file_path, overwrite=overwrite
+                )
+
+    def takes(self, method: str) -> bool:
+        """Answer whether any destination takes what a method of this logger logs.
+
+        Ask before going to some length for a value, such as rendering an image.
+
+        Args:
+            method: Name of the method, such as `'log_images'`.
+
+        Raises:
+            ValueError: If the logger has no such method.
+        """
+        if method not in self._takers:
+            raise ValueError(f"method={method!r} logs nothing. The methods that do are {', '.join(self._takers)}.")
+        return bool(self._takers[method])
+
+    def has_file_upload_destination(self) -> bool:
+        """Answer whether any destination says that it keeps files."""
+        return any(destination.can_upload_files() for destination in self._destinations)
+
+    def _current_batch(self) -> int:
+        return self._state.timestamp.batch.value

@@ -1,0 +1,197 @@
+"""Passes: functions that put the algorithms that matched an event in the order in which they act."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_events.warnings import NotIntendedUseWarning
+
+__all__ = [
+    "AlgorithmPass",
+    "DEFAULT_PASSES",
+    "set_filo_order",
+    "sort_by_precedence",
+    "sort_by_surgery_rank",
+    "sort_fused_layernorm_last",
+    "sort_low_precision_layernorm_last",
+    "sort_selective_backprop_first",
+    "sort_to_back",
+    "sort_to_front",
+    "warn_if_multiple_loss_interpolation",
+]
+
+AlgorithmPass: TypeAlias = "Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]"
+"""Takes the algorithms that matched an event, and the event. Returns them in order; it may drop or add some."""
+
+
+def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Reverse the order on events whose name begins with `AFTER_`: what was done first is undone last.
+
+    Args:
+        algorithms: The algorithms that matched.
+        event: The event.
+    """
+    return list(reversed(algorithms)) if event.name.startswith("AFTER_") else list(algorithms)
+
+
+def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Heed `Algorithm.runs_before` and `Algorithm.runs_after`, and keep the order of all others as far as that goes.
+
+    On events whose name begins with `AFTER_` the relation is turned round. So MixUp, which `runs_before` label
+    smoothing, mixes targets before they are smoothed, and the targets are restored before MixUp asks for a loss.
+
+    Args:
+        algorithms: The algorithms that matched.
+        event: The event.
+
+    Raises:
+        ValueError: If algorithms want to be before one another in a circle.
+    """
+    if not any(map(_asks_for_precedence, algorithms)):
+        return list(algorithms)
+    if event.name.startswith("AFTER_"):
+        return _in_precedence(algorithms[::-1], event)[::-1]
+    return _in_precedence(algorithms, event)
+
+
+def _in_precedence(algorithms: Sequence[Algorithm], event: Event) -> list[Algorithm]:
+    waiting, ordered = list(algorithms), list["Algorithm"]()
+    while waiting:
+        free = [i for i, one in enumerate(waiting) if not any(_precedes(o, one) for o in waiting if o is not one)]
+        if not free:
+            names = ", ".join(type(algorithm).__name__ for algorithm in waiting)
+            raise ValueError(
+                f"The algorithms {names} cannot be put in order on {event}: their runs_before and runs_after lead in "
+                f"a circle. Take one of these names out, or use fewer of the algorithms together."
+            )
+        ordered.append(waiting.pop(free[0]))
+    return ordered
+
+
+def sort_selective_backprop_first(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Put algorithms that must see the batch as it was loaded, such as SelectiveBackprop, first.
+
+    Args:
+        algorithms: The algorithms that matched.
+        event: The event.
+    """
+    del event  # on every event alike
+    return _stable_partition(algorithms, lambda a: _class_says(a, "runs_first") or _is_named(a, "SelectiveBackprop"))
+
+
+def sort_by_surgery_rank(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """On `Event.INIT`, where models are rebuilt, sort by `Algorithm.surgery_rank`.
+
+    Args:
+        algorithms: The algorithms that matched.
+        event: The event.
+    """
+    if event is not Event.INIT:
+        return list(algorithms)
+    return sorted(algorithms, key=lambda algorithm: _class_value(algorithm, "surgery_rank", Algorithm.surgery_rank))
+
+
+def sort_low_precision_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Put algorithms that convert what the others have made, such as LowPrecisionLayerNorm, last.
+
+    Args:
+        algorithms: The algorithms that matched.
+        event: The event.
+    """
+    del event  # on every event alike
+    names = ("LowPrecisionLayerNorm", "LowPrecisionGroupNorm")
+    return _stable_partition(algorithms, lambda a: not (_class_says(a, "runs_last") or _is_named(a, *names)))
+
+
+sort_fused_layernorm_last = sort_low_precision_layernorm_last
+"""An older name of `sort_low_precision_layernorm_last`."""
+
+
+def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Warn if several algorithms would blend the loss, each as if it were the only one. The order stays.
+
+    Args:
+        algorithms: The algorithms that matched.
+        event: The event.
+    """
+    blending = [type(a).__name__ for a in algorithms if getattr(a, "interpolate_loss", False)]
+    if len(blending) > 1:
+        warnings.warn(
+            f"{' and '.join(blending)} all have interpolate_loss=True on {event}. Each blends the loss as if it were "
+            f"the only one, so the result is none of their losses. Set it on one of them at most.",
+            NotIntendedUseWarning,
+            stacklevel=2,
+        )
+    return algorithms
+
+
+def sort_to_front(list_to_sort: Sequence[Any], cls: type | tuple[type, ...]) -> Sequence[Any]:
+    """Return the sequence with all instances of a class first, otherwise in the order it had.
+
+    Args:
+        list_to_sort: Any objects.
+        cls: A class, or several as a tuple.
+
+    Example:
+        >>> sort_to_front([1, "a", 2, "b"], str)
+        ['a', 'b', 1, 2]
+    """
+    return _stable_partition(list_to_sort, lambda item: isinstance(item, cls))
+
+
+def sort_to_back(list_to_sort: Sequence[Any], cls: type | tuple[type, ...]) -> Sequence[Any]:
+    """Return the sequence with all instances of a class last, otherwise in the order it had.
+
+    Args:
+        list_to_sort: Any objects.
+        cls: A class, or several as a tuple.
+
+    Example:
+        >>> sort_to_back([1, "a", 2, "b"], int)
+        ['a', 'b', 1, 2]
+    """
+    return _stable_partition(list_to_sort, lambda item: not isinstance(item, cls))
+
+
+# The reversal comes before the sorts: after them it would turn "first" into "last" on every AFTER_ event. What must be
+# first or last says so about every event, which is why ranks, the rule of one event, come before.
+DEFAULT_PASSES: Final[tuple[AlgorithmPass, ...]] = (
+    set_filo_order,
+    sort_by_precedence,
+    sort_by_surgery_rank,
+    sort_selective_backprop_first,
+    sort_low_precision_layernorm_last,
+    warn_if_multiple_loss_interpolation,
+)
+
+
+def _stable_partition(items: Sequence[Any], is_early: Callable[[Any], bool]) -> list[Any]:
+    return sorted(items, key=lambda item: not is_early(item))
+
+
+# What an algorithm asks for is read from its class, so that the order depends on nothing but the classes.
+
+
+def _class_value(algorithm: object, attribute: str, default: Any) -> Any:
+    return getattr(algorithm.__class__, attribute, default)
+
+
+def _class_says(algorithm: object, attribute: str) -> bool:
+    return _class_value(algorithm, attribute, False) is True
+
+
+def _is_named(algorithm: object, *names: str) -> bool:
+    return any(base.__name__ in names for base in algorithm.__class__.__mro__)
+
+
+def _asks_for_precedence(algorithm: object) -> bool:
+    return bool(_class_value(algorithm, "runs_before", ()) or _class_value(algorithm, "runs_after", ()))
+
+
+def _precedes(first: object, second: object) -> bool:
+    before, after = _class_value(first, "runs_before", ()), _class_value(second, "runs_after", ())
+    return _is_named(second, *before) or _is_named(first, *after)
