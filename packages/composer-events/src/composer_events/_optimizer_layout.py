@@ -1,0 +1,166 @@
+"""An optimizer's state by the names of the parameters, which outlive the optimizer's own numbering."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+from composer_events._model_layout import canonical_name, sharded_options, unwrapped
+from composer_events._ranks import any_rank
+from composer_events._sharding import is_sharded
+
+__all__ = ["get_optimizer_state", "set_optimizer_state"]
+
+
+def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None) -> dict[str, Any]:
+    """Collect an optimizer's state, parameters by name.
+
+    An optimizer that has not stepped yet has no state, and gets none: torch's own function would step it to make
+    some, and leave Adam's step count at 1.
+
+    Args:
+        model: Owns the names.
+        optimizer: A torch optimizer; the state of any other object is given as it is.
+        state_dict_type: `'full'` gathers a sharded state on rank 0's host, other ranks get nothing; `'sharded'` gives
+            every rank its shard on the host. Every rank must call this with both.
+    """
+    if is_sharded(model) and optimizer.state:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return cast(
+            "dict[str, Any]", get_optimizer_state_dict(model, optimizer, options=sharded_options(state_dict_type))
+        )
+    saved: dict[str, Any] = optimizer.state_dict()
+    if "param_groups" not in saved:
+        return saved
+    return _with_names(saved, _names_of_groups(model, optimizer))
+
+
+def set_optimizer_state(
+    model: Any,
+    optimizer: Any,
+    saved: Mapping[str, Any],
+    state_dict_type: str | None,
+    *,
+    strict: bool = True,
+    broadcast: bool = False,
+) -> None:
+    """Load what `get_optimizer_state` gave, or an optimizer's own `state_dict`.
+
+    Args:
+        model: Owns the names.
+        optimizer: Changed in place.
+        saved: Parameters by name, or by number in the order of the groups. Not changed.
+        state_dict_type: As it was when saving.
+        strict: Whether parameters that are missing or too many are an error; otherwise they are passed over.
+        broadcast: Whether rank 0 alone has the state of a sharded model.
+
+    Raises:
+        KeyError: Under `strict`, naming a parameter that only one of the two sides has.
+        ValueError: If the numbers of parameters differ and the saved ones have no names.
+    """
+    has_state = bool(saved.get("state"))
+    if broadcast:
+        has_state = any_rank(has_state)
+        if not has_state and not saved:
+            return  # rank 0 has the settings of an optimizer that had not stepped, and nothing to hand on
+    if is_sharded(model) and has_state:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        named: Any = _with_names(saved, _names_of_groups(model, optimizer)) if _is_numbered(saved) else dict(saved)
+        options = sharded_options(state_dict_type, strict=strict, broadcast=broadcast)
+        set_optimizer_state_dict(model, optimizer, named, options=options)
+    elif "param_groups" not in saved or _is_numbered(saved):
+        optimizer.load_state_dict(dict(saved))
+    else:
+        optimizer.load_state_dict(_with_numbers(model, optimizer, saved, strict=strict))
+
+
+def _names_of_groups(model: Any, optimizer: Any) -> list[list[str]]:
+    names: dict[int, str] = {}
+    for name, parameter in unwrapped(model).named_parameters():
+        names.setdefault(id(parameter), canonical_name(name))
+    # A parameter that the model does not have keeps its place as its name.
+    return [
+        [names.get(id(parameter), f"param_groups.{g}.{i}") for i, parameter in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _is_numbered(saved: Mapping[str, Any]) -> bool:
+    groups: Sequence[Mapping[str, Any]] = saved.get("param_groups", ())
+    return any(isinstance(parameter, int) for group in groups for parameter in group["params"])
+
+
+def _with_names(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group) for group in names]:
+        raise ValueError(
+            f"The saved optimizer state has parameter groups of {[len(group['params']) for group in groups]} "
+            f"parameters, and the optimizer has groups of {[len(group) for group in names]}. Build the optimizer as "
+            f"it was when the checkpoint was written, or load the weights only."
+        )
+    name_of = {
+        number: name
+        for group, group_names in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
+    }
+    state: Mapping[Any, Any] = saved["state"]
+    return {
+        **saved,
+        "state": {name_of.get(key, key): value for key, value in state.items()},
+        "param_groups": [
+            {**group, "params": list(group_names)} for group, group_names in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def _with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    saved_state: dict[Any, Any] = {_canonical(key): value for key, value in saved["state"].items()}
+    group_of: dict[str, Mapping[str, Any]] = {
+        canonical_name(name): group for group in saved["param_groups"] for name in group["params"]
+    }
+    names = _names_as_saved(model, optimizer, group_of)
+    if strict:
+        _refuse_mismatch([name for group in names for name in group], group_of)
+    # What the checkpoint does not have stays as it is.
+    own: Mapping[str, Any] = optimizer.state_dict()
+
+    state = {key: value for key, value in saved_state.items() if key not in group_of}
+    groups: list[dict[str, Any]] = []
+    for own_group, group_names in zip(own["param_groups"], names, strict=True):
+        settings = next((group_of[name] for name in group_names if name in group_of), own_group)
+        groups.append({**settings, "params": own_group["params"]})
+        for number, name in zip(own_group["params"], group_names, strict=True):
+            if name in saved_state:
+                state[number] = saved_state[name]
+            elif name not in group_of and number in own["state"]:
+                state[number] = own["state"][number]
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def _names_as_saved(model: Any, optimizer: Any, known: Collection[str]) -> list[list[str]]:
+    # Tied weights have several names, and the checkpoint may know them by another one than the model gives first.
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(canonical_name(name))
+    chosen = {names[0]: next((name for name in names if name in known), names[0]) for names in aliases.values()}
+    return [[chosen.get(name, name) for name in group] for group in _names_of_groups(model, optimizer)]
+
+
+def _canonical(key: Any) -> Any:
+    return canonical_name(key) if isinstance(key, str) else key
+
+
+def _refuse_mismatch(current: Collection[str], saved: Collection[str]) -> None:
+    advice = "Restore the model and the optimizer that the checkpoint was written with, or load the weights only."
+    if unsaved := sorted(set(current) - set(saved)):
+        raise KeyError(
+            f"The parameter {unsaved[0]!r} ({len(unsaved)} in all) is optimized now, and the saved optimizer state "
+            f"does not have it. {advice}"
+        )
+    if unknown := sorted(set(saved) - set(current)):
+        raise KeyError(
+            f"The saved optimizer state has the parameter {unknown[0]!r} ({len(unknown)} in all), which is not "
+            f"optimized now. {advice}"
+        )

@@ -1,0 +1,140 @@
+"""What `State` answers about how its model is spread over ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+__all__ = ["ShardingAnswers", "is_ddp", "is_sharded"]
+
+# 'local' is the legacy type, which the layer of checkpoints still reads.
+_STATE_DICT_TYPES: Final = (None, "full", "sharded", "local")
+
+
+def is_ddp(model: object) -> bool:
+    """Answer whether the model is wrapped in `DistributedDataParallel`."""
+    parallel = sys.modules.get("torch.nn.parallel")
+    return parallel is not None and isinstance(model, parallel.DistributedDataParallel)
+
+
+def is_sharded(model: Any) -> bool:
+    """Answer whether any part of the model is sharded with FSDP, either version."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not hasattr(model, "modules"):  # nobody can have sharded a model without importing it
+        return False
+    return any(isinstance(part, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for part in model.modules())
+
+
+class ShardingAnswers:
+    """The part of `State` that reads the parallelism configuration.
+
+    A configuration is any object with the attributes `fsdp`, `fsdp2` and `tp`, each of them `None` or an object with
+    the settings as attributes.
+    """
+
+    model: Any
+    tp_config: Any
+    device_mesh: Any
+    _fsdp_config: Any
+    _fsdp2_config: Any
+
+    def _set_parallelism(self, parallelism_config: Any, save_metrics: bool) -> None:
+        self._fsdp_config = getattr(parallelism_config, "fsdp", None)
+        self._fsdp2_config = getattr(parallelism_config, "fsdp2", None)
+        self.tp_config = getattr(parallelism_config, "tp", None)
+        self.device_mesh = None
+        # Building the device mesh, and refusing what only the model's parameters tell, is composer-fsdp's.
+        _check_state_dict_type(self.fsdp_config, save_metrics)
+        _check_tensor_parallelism(self.tp_config, self.fsdp_config, self.load_monolith_rank0_only)
+
+    @property
+    def fsdp_config(self) -> Any:
+        """The FSDP settings, those of version 2 first; `None` without sharding."""
+        return self._fsdp_config if self._fsdp2_config is None else self._fsdp2_config
+
+    @fsdp_config.setter
+    def fsdp_config(self, fsdp_config: Any) -> None:
+        # By name: the classes belong to a package on a floor above.
+        names = {base.__name__ for base in type(fsdp_config).__mro__}
+        if "FSDP2Config" in names:
+            self._fsdp2_config = fsdp_config
+        elif "FSDPConfig" in names:
+            self._fsdp_config = fsdp_config
+        else:
+            raise TypeError(
+                f"fsdp_config={fsdp_config!r} is a {type(fsdp_config).__name__!r}, neither an FSDPConfig nor an "
+                f"FSDP2Config. Build one of them from your settings first."
+            )
+
+    @property
+    def fsdp_config_version(self) -> int:
+        """2 or 1 for the version of FSDP that is configured, 0 for none."""
+        if self._fsdp2_config is not None:
+            return 2
+        return 0 if self._fsdp_config is None else 1
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether any part of the model is sharded by now."""
+        return is_sharded(self.model)
+
+    @property
+    def fsdp_device_mesh(self) -> Any:
+        """The mesh that the model is spread over, under its older name."""
+        return self.device_mesh
+
+    @property
+    def fsdp_state_dict_type(self) -> str | None:
+        """`'full'` or `'sharded'`: how weights and optimizer state are saved. `None` where nothing is sharded."""
+        if not self.fsdp_enabled:
+            return None
+        return getattr(self.fsdp_config, "state_dict_type", None) or "full"
+
+    @property
+    def fsdp_sharded_state_dict_enabled(self) -> bool:
+        """Whether every rank saves its own shard."""
+        return self.fsdp_config is not None and self.fsdp_state_dict_type == "sharded"
+
+    @property
+    def load_monolith_rank0_only(self) -> bool:
+        """Whether only rank 0 reads a checkpoint and the other ranks receive it."""
+        config = self.fsdp_config
+        if config is None or (getattr(config, "state_dict_type", None) or "full") != "full":
+            return False
+        if self.fsdp_config_version == 1 and not getattr(config, "auto_wrap", True):
+            return False
+        return bool(getattr(config, "load_monolith_rank0_only", False))
+
+    @property
+    def is_model_ddp(self) -> bool:
+        """Whether the model is wrapped in `DistributedDataParallel`."""
+        return is_ddp(self.model)
+
+
+def _check_state_dict_type(fsdp_config: Any, save_metrics: bool) -> None:
+    kind: object = getattr(fsdp_config, "state_dict_type", None)
+    if kind not in _STATE_DICT_TYPES:
+        raise ValueError(
+            f"state_dict_type={kind!r} of the FSDP settings is not a way to save a sharded model. Use 'full', one "
+            f"checkpoint on rank 0, or 'sharded', one part on each rank."
+        )
+    if kind == "sharded" and save_metrics:
+        raise ValueError(
+            "save_metrics=True does not go with state_dict_type='sharded', since metrics are not sharded. Use "
+            "save_metrics=False, or state_dict_type='full'."
+        )
+
+
+def _check_tensor_parallelism(tp_config: Any, fsdp_config: Any, load_monolith_rank0_only: bool) -> None:
+    if tp_config is None:
+        return
+    if fsdp_config is None:
+        raise ValueError(
+            f"The parallelism configuration has tp={tp_config!r} and no FSDP settings, and tensor parallelism works "
+            f"only together with FSDP. Give FSDP settings too, or leave tp out."
+        )
+    if load_monolith_rank0_only:
+        raise ValueError(
+            "load_monolith_rank0_only=True does not go with tensor parallelism, where no rank holds whole parameters "
+            "to pass on. Leave one of the two out."
+        )

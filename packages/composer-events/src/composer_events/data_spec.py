@@ -1,0 +1,175 @@
+"""What a training loop needs to know of a dataloader."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, cast
+
+from composer_events._counting import count_samples, count_tokens
+from composer_events._ranks import get_world_size
+from composer_events._splitting import default_split_batch, split_batch_by_count
+
+__all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count"]
+
+# Its name in the releases of Composer that counted microbatches.
+_num_microbatches_split_batch = split_batch_by_count
+
+
+class DataSpec:
+    """A dataloader together with how its batches are transformed, cut and counted.
+
+    Args:
+        dataloader: Any iterable of batches.
+        num_samples: How many samples an epoch has, on all ranks together. Read from a `DataLoader` whose dataset has
+            a length when `None`.
+        num_tokens: How many tokens an epoch has.
+        batch_transforms: Called with each whole batch, still on the host; returns the batch to train with.
+        microbatch_transforms: The same for each microbatch, already on the device.
+        split_batch: Called as `split_batch(batch, microbatch_size)`; returns the microbatches.
+        get_num_samples_in_batch: Answers how many samples a batch has, a float where a rank holds part of one.
+        get_num_tokens_in_batch: Answers how many tokens a batch has: a number, or a dict with the key `total` and,
+            if it differs, `loss_generating`.
+        device_transforms: The older name of `microbatch_transforms`. Deprecated.
+
+    Raises:
+        ValueError: If the `DataLoader` has been iterated over with persistent workers, or if there are several ranks
+            and its sampler would give every rank the same samples.
+
+    Example:
+        >>> spec = DataSpec([["a", "b", "c"]], split_batch=lambda batch, size: [batch[:size], batch[size:]])
+        >>> [spec.split_batch(batch, 2) for batch in spec.dataloader]
+        [[['a', 'b'], ['c']]]
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        num_samples: int | None = None,
+        num_tokens: int | None = None,
+        batch_transforms: Callable[[Any], Any] | None = None,
+        microbatch_transforms: Callable[[Any], Any] | None = None,
+        split_batch: Callable[[Any, int | float], Sequence[Any]] | None = None,
+        get_num_samples_in_batch: Callable[[Any], int | float] | None = None,
+        get_num_tokens_in_batch: Callable[[Any], int | dict[str, int]] | None = None,
+        *,
+        device_transforms: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if device_transforms is not None:
+            microbatch_transforms = _renamed_transforms(device_transforms, microbatch_transforms)
+        self.dataloader: Any = dataloader
+        self.num_tokens = num_tokens
+        self.batch_transforms = batch_transforms or _unchanged
+        self.microbatch_transforms = microbatch_transforms or _unchanged
+        self.split_batch = split_batch or default_split_batch
+        self.get_num_samples_in_batch: Callable[[Any], int | float] = get_num_samples_in_batch or count_samples
+        self._count_tokens = get_num_tokens_in_batch or self._default_get_num_tokens_in_batch
+        self.num_samples = num_samples
+        if _is_torch_dataloader(dataloader):
+            _refuse_active_iterator(dataloader)
+            _refuse_undistributed(dataloader)
+            if num_samples is None:
+                self.num_samples = _length_or_none(cast(Any, dataloader).dataset)
+
+    def get_num_tokens_in_batch(self, batch: Any, token_type: str = "total") -> int:
+        """Count the tokens of one kind in a batch.
+
+        Args:
+            batch: As the dataloader yields it.
+            token_type: `'total'`, or `'loss_generating'` for those that enter the loss. A count that is one number
+                stands for every kind.
+
+        Raises:
+            ValueError: If the count is a dict without that kind, or neither a number nor a dict.
+        """
+        count: Any = self._count_tokens(batch)
+        if isinstance(count, int):
+            return count
+        if not isinstance(count, Mapping):
+            raise ValueError(
+                f"get_num_tokens_in_batch returned {count!r} of type {type(count).__name__!r}. It returns a whole "
+                f"number, or a dict of whole numbers with the key 'total'."
+            )
+        counts = cast("Mapping[str, int]", count)
+        if token_type not in counts:
+            raise ValueError(
+                f"token_type={token_type!r} is not among the kinds of tokens that get_num_tokens_in_batch counts: "
+                f"{sorted(counts)}. Add it to the dict that it returns."
+            )
+        return counts[token_type]
+
+    def _default_get_num_tokens_in_batch(self, batch: Any) -> int:
+        dataset = getattr(self.dataloader, "dataset", None)
+        max_sequence_length: int | None = getattr(dataset, "max_seq_len", None)
+        # Samples are counted only where the answer needs them.
+        num_samples = 0 if max_sequence_length is None else self.get_num_samples_in_batch(batch)
+        return count_tokens(batch, max_sequence_length, num_samples)
+
+
+def ensure_data_spec(dataloader: Any) -> DataSpec:
+    """Wrap a dataloader, or the keyword arguments of a `DataSpec` in a dict; give a `DataSpec` back as it is."""
+    if isinstance(dataloader, DataSpec):
+        return dataloader
+    if isinstance(dataloader, dict):
+        return DataSpec(**cast("dict[str, Any]", dataloader))
+    return DataSpec(dataloader)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _renamed_transforms(old: Callable[[Any], Any], new: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    if new is not None:
+        raise ValueError(
+            f"device_transforms={old!r} and microbatch_transforms={new!r} are two names of one thing. Pass only "
+            f"microbatch_transforms."
+        )
+    warnings.warn(
+        "DataSpec(device_transforms=...) is now microbatch_transforms=...; the old name goes with release 1.0.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return old
+
+
+def _is_torch_dataloader(dataloader: object) -> bool:
+    # Whoever holds a DataLoader has imported this module.
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(dataloader, data.DataLoader)
+
+
+def _refuse_active_iterator(dataloader: Any) -> None:
+    if dataloader._iterator is not None:  # set only where persistent workers are at work
+        raise ValueError(
+            f"The dataloader {dataloader!r} has an active iterator: its persistent workers have already begun to read "
+            f"samples. Make a new DataLoader, or do not iterate over this one before training."
+        )
+
+
+def _refuse_undistributed(dataloader: Any) -> None:
+    world_size = get_world_size()
+    if world_size == 1:
+        return
+    data = sys.modules["torch.utils.data"]
+    if isinstance(dataloader.dataset, data.IterableDataset):
+        return
+    from torch.utils.data.distributed import DistributedSampler
+
+    samplers = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None), dataloader.batch_sampler)
+    if not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise ValueError(
+            f"The dataloader's sampler is a {type(dataloader.sampler).__name__!r}, so each of the {world_size} ranks "
+            f"would read every sample. Pass sampler=DistributedSampler(dataset) from torch.utils.data.distributed to "
+            f"the DataLoader, or the result of composer.utils.dist.get_sampler(dataset)."
+        )
+
+
+def _length_or_none(dataset: object) -> int | None:
+    if not isinstance(dataset, Sized):
+        return None
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch datasets may have a __len__ that only says it has none
+        return None

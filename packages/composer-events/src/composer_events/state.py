@@ -1,0 +1,330 @@
+"""What a training loop, its algorithms and its callbacks share."""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from composer_events._data_source import DataSource
+from composer_events._entry_points import to_device, to_precision
+from composer_events._kept_list import KeptList, SteppingList
+from composer_events._loading import load_all, load_model, load_optimizers
+from composer_events._model_layout import get_model_state
+from composer_events._optimizer_layout import get_optimizer_state
+from composer_events._ranks import get_global_rank
+from composer_events._sharding import ShardingAnswers
+from composer_events._state_dict import SERIALIZED_ATTRIBUTES, build_state_dict, named_by_class
+from composer_events._watched_list import WatchedList
+from composer_events.batch_helpers import batch_get, batch_set
+from composer_time import Serializable, Time, Timestamp, TimeUnit, ensure_time
+
+if TYPE_CHECKING:
+    from composer_events.algorithm import Algorithm
+    from composer_events.callback import Callback
+    from composer_events.evaluator import Evaluator
+
+__all__ = ["State"]
+
+
+class State(DataSource, ShardingAnswers, Serializable):
+    """Everything about a run that algorithms and callbacks may read and change.
+
+    What changes at every batch is a plain attribute: `timestamp`, `previous_timestamp` (`None` before the first batch
+    is done), `eval_timestamp`, `predict_timestamp`, `batch`, `outputs`, `loss`, `model`. `batch` is the whole batch
+    from `Event.AFTER_DATALOADER` on, and a microbatch between `Event.BEFORE_FORWARD` and `Event.AFTER_BACKWARD`. Other
+    attributes may be added freely.
+
+    `optimizers`, `schedulers`, `algorithms`, `callbacks` and `evaluators` are lists that keep their identity:
+    assigning one object or several replaces their contents.
+
+    Args:
+        model: The model to train, wrapped or not.
+        rank_zero_seed: The seed of rank 0; the others add their rank.
+        run_name: Generated when `None`. Give one where several ranks train together, which have to agree on it.
+        device: A device object or its name. What `composer-dist` finds best when `None`.
+        max_duration: How long to train: epochs, a timestring or a `Time`.
+        device_train_microbatch_size: How many samples go through the model at a time on each rank.
+        auto_microbatching: Whether the loop lowers that number when the device runs out of memory.
+        train_dataloader: What `fit` trains on, also while `dataloader` is another one.
+        evaluators: One or several.
+        dataloader: What the loop reads from now.
+        dataloader_label: Its name, such as `'train'`, which is also the default here.
+        dataloader_len: Batches in an epoch; -1 asks the dataloader.
+        dataset_state: Where to resume the dataset, given to it as soon as there is one that can be resumed.
+        dataset_resumption: Which datasets have been resumed.
+        precision: A precision or its name, `'fp32'` when `None`.
+        precision_config: Settings of the precision.
+        optimizers: One or several.
+        scaler: The gradient scaler.
+        save_metrics: Whether metrics go into checkpoints.
+        algorithms: One or several.
+        callbacks: One or several, loggers included.
+        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`.
+        grad_accum: Into how many microbatches each batch is cut, where a loop still counts them.
+        deepspeed_config: The settings of DeepSpeed, if it trains the model.
+
+    Example:
+        >>> state = State(model=None, rank_zero_seed=7, max_duration="2ep", dataloader=[1, 2, 3])
+        >>> state.dataloader_len, state.get_elapsed_duration()
+        (Time(3, TimeUnit.BATCH), Time(0.0, TimeUnit.DURATION))
+    """
+
+    optimizers: KeptList[SteppingList] = KeptList()
+    schedulers: KeptList[SteppingList] = KeptList()
+    algorithms: KeptList[WatchedList[Algorithm]] = KeptList()
+    callbacks: KeptList[WatchedList[Callback]] = KeptList()
+    evaluators: KeptList[WatchedList[Evaluator]] = KeptList()
+
+    def __init__(
+        self,
+        model: Any,
+        rank_zero_seed: int,
+        run_name: str | None = None,
+        device: Any = None,
+        *,
+        max_duration: int | str | Time[Any] | None = None,
+        device_train_microbatch_size: int | float | None = None,
+        auto_microbatching: bool = False,
+        train_dataloader: Iterable[Any] | None = None,
+        evaluators: Evaluator | Sequence[Evaluator] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        dataloader_label: str | None = None,
+        dataloader_len: int | Time[int] = -1,
+        dataset_state: dict[str, Any] | None = None,
+        dataset_resumption: dict[str, Any] | None = None,
+        precision: Any = None,
+        precision_config: dict[str, Any] | None = None,
+        optimizers: Any = None,
+        scaler: Any = None,
+        save_metrics: bool = False,
+        algorithms: Algorithm | Sequence[Algorithm] | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        parallelism_config: Any = None,
+        grad_accum: int | None = None,
+        deepspeed_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.model: Any = model
+        self.rank_zero_seed = rank_zero_seed
+        self.run_name = run_name or _new_run_name()
+        self.device: Any = to_device(device)
+        self.load_path: str | None = None
+        self.profiler: Any = None
+        self.max_duration = max_duration
+        self.iteration_length = None
+
+        self.device_train_microbatch_size = device_train_microbatch_size
+        self.auto_microbatching = auto_microbatching
+        self.grad_accum = grad_accum
+        self.precision = precision
+        self._precision_config = precision_config
+        self.scaler: Any = scaler
+        self.deepspeed_config = deepspeed_config
+        self._set_parallelism(parallelism_config, save_metrics)
+
+        self.__dict__.update(optimizers=SteppingList(), schedulers=SteppingList())
+        self.__dict__.update(algorithms=WatchedList(), callbacks=WatchedList(), evaluators=WatchedList())
+        self.optimizers = optimizers
+        self.algorithms = algorithms
+        self.callbacks = callbacks
+        self.evaluators = evaluators
+
+        self._begin_at_zero()
+        self.save_metrics = save_metrics
+        self.serialized_attributes: list[str] = list(SERIALIZED_ATTRIBUTES)
+
+        self.dataset_state = dataset_state
+        self.dataset_resumption: dict[str, Any] = {} if dataset_resumption is None else dataset_resumption
+        self._train_dataloader = train_dataloader
+        if dataloader is not None and dataloader_label is None:
+            dataloader_label = "train"
+        self.set_dataloader(dataloader, dataloader_label, dataloader_len)
+
+    def _begin_at_zero(self) -> None:
+        self.timestamp = Timestamp()
+        self.previous_timestamp: Timestamp | None = None
+        self.eval_timestamp = Timestamp()
+        self.predict_timestamp = Timestamp()
+
+        torch: Any = sys.modules.get("torch")
+        self.batch: Any = None
+        self.outputs: Any = None if torch is None else torch.empty(0)
+        self.loss: Any = None if torch is None else torch.empty(0)
+
+        self.train_metrics: dict[str, Any] | None = {}
+        self.eval_metrics: dict[str, dict[str, Any]] = {}
+        self.train_metric_values: dict[str, Any] = {}
+        self.eval_metric_values: dict[str, Any] = {}
+        self.total_loss_dict: dict[str, Any] = {}
+        self.metric_outputs: dict[str, Any] = {}
+        self.fsdp_modules: dict[str, Any] = {}
+        self.automicrobatch_fsdp_hook_handles: list[Any] = []
+
+    @property
+    def seed(self) -> int:
+        """The seed of this rank."""
+        return self.rank_zero_seed + get_global_rank()
+
+    @property
+    def max_duration(self) -> Time[Any] | None:
+        """How long to train. A bare number counts epochs.
+
+        Raises:
+            ValueError: If a part of training is assigned, such as `'0.5dur'`.
+        """
+        return self._max_duration
+
+    @max_duration.setter
+    def max_duration(self, max_duration: int | str | Time[Any] | None) -> None:
+        duration = None if max_duration is None else ensure_time(max_duration, TimeUnit.EPOCH)
+        if duration is not None and duration.unit is TimeUnit.DURATION:
+            raise ValueError(
+                f"max_duration={max_duration!r} is a part of training, and what it is a part of is what max_duration "
+                f"has to say. Give a length such as '10ep', '500ba' or '1000000tok'."
+            )
+        self._max_duration = duration
+
+    @property
+    def iteration_length(self) -> Time[Any] | None:
+        """How many epochs or tokens make an iteration; `None` for no iterations.
+
+        Raises:
+            NotImplementedError: If a length in another unit is assigned.
+        """
+        return self._length_of_iteration
+
+    @iteration_length.setter
+    def iteration_length(self, iteration_length: str | Time[Any] | None) -> None:
+        length = None if iteration_length is None else ensure_time(iteration_length, TimeUnit.EPOCH)
+        if length is not None and length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN):
+            raise NotImplementedError(
+                f"iteration_length={iteration_length!r} is neither in epochs nor in tokens, the units in which "
+                f"iterations are counted. Give a length such as '2ep' or '1000000tok'."
+            )
+        self._length_of_iteration = length
+
+    _iteration_length = iteration_length  # its name before it was public
+
+    def get_elapsed_duration(self) -> Time[float] | None:
+        """Answer which part of training is done, `None` without a `max_duration`. A run of length 0 is all done."""
+        if self._max_duration is None:
+            return None
+        if self._max_duration.value == 0:
+            return Time(1.0, TimeUnit.DURATION)
+        return cast("Time[float]", self.timestamp.get(self._max_duration.unit) / self._max_duration)
+
+    def stop_training(self) -> None:
+        """End training after the current batch; its events and evaluations still take place."""
+        if self._max_duration is None or self._max_duration.unit is TimeUnit.EPOCH:
+            self.max_duration = self.timestamp.batch
+        else:
+            self.max_duration = self.timestamp.get(self._max_duration.unit)
+
+    def batch_get_item(self, key: Any) -> Any:
+        """Read a part of the batch; see `batch_get`."""
+        return batch_get(self.batch, key)
+
+    def batch_set_item(self, key: Any, value: Any) -> None:
+        """Replace a part of the batch; see `batch_set`."""
+        self.batch = batch_set(self.batch, key, value)
+
+    @property
+    def precision(self) -> Any:
+        """The numerical precision. A name is turned into one if `composer-dist` is installed."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        self._precision = to_precision(precision)
+
+    @property
+    def precision_config(self) -> dict[str, Any] | None:
+        """The settings of the precision."""
+        return self._precision_config
+
+    @property
+    def deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed trains the model."""
+        return self.deepspeed_config is not None
+
+    @property
+    def deepspeed_model(self) -> Any:
+        """The model, if DeepSpeed trains it."""
+        return self.model if self.deepspeed_enabled else None
+
+    @property
+    def current_metrics(self) -> dict[str, dict[str, Any]]:
+        """All metrics by label: `train_metrics` under `train`, and `eval_metrics`. An older name, kept until 1.0."""
+        return {"train": self.train_metrics or {}, **self.eval_metrics}
+
+    def get_model_state_dict(self) -> dict[str, Any]:
+        """Collect the weights by name, without the prefixes of wrappers. Every rank must call this."""
+        return get_model_state(self.model, self.fsdp_state_dict_type)
+
+    def get_optim_state_dict(self) -> dict[str, Any]:
+        """Collect the state of each optimizer by its class, parameters by name. Every rank must call this."""
+        state_dict_type = self.fsdp_state_dict_type
+        return {
+            name: get_optimizer_state(self.model, optimizer, state_dict_type)
+            for name, optimizer in named_by_class(self.optimizers)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect what a run needs to go on.
+
+        Weights and optimizer state are named by parameter; schedulers, callbacks, the scaler and the timestamp by
+        class, the second of a class as `Name#1`; algorithms are a list of pairs in the order of `algorithms`.
+        `integrations` and `metadata` are for readers of the checkpoint. Every rank must call this.
+        """
+        return build_state_dict(self)
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        logger: Any = None,
+        strict: bool = False,
+        exclude_algorithms: Sequence[str] | None = None,
+        algorithm_passes: Sequence[Any] | None = None,
+    ) -> None:
+        """Go on where `state_dict` was called. Every rank must call this.
+
+        Args:
+            state: What `state_dict` gave, in this release or any since 0.7.
+            logger: Passed to algorithms that are applied because the weights depend on them.
+            strict: Whether weights that are missing or too many are an error.
+            exclude_algorithms: Class names of algorithms not to apply.
+            algorithm_passes: The engine's passes, which order those algorithms. The default ones when `None`.
+
+        Raises:
+            RuntimeError: If weights do not fit the model.
+            KeyError: If the optimizer has a parameter that the saved one had not, or the other way round.
+            ValueError: If an algorithm that the weights depend on cannot be applied.
+        """
+        load_all(self, state, logger, strict, exclude_algorithms, algorithm_passes)
+
+    def load_model_state(
+        self,
+        state_dict: dict[str, Any],
+        logger: Any,
+        strict: bool,
+        exclude_algorithms: Sequence[str] | None = None,
+        algorithm_passes: Sequence[Any] | None = None,
+    ) -> None:
+        """Load the weights only, after the algorithms that they depend on; see `load_state_dict`."""
+        load_model(self, state_dict, logger, strict, exclude_algorithms, algorithm_passes)
+
+    def load_optim_state(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load the state of the optimizers only, those that the checkpoint has. Every rank must call this.
+
+        Args:
+            state_dict: With the key `optimizers`, as `state_dict` gave it.
+            strict: Whether parameters that are missing or too many are an error.
+        """
+        load_optimizers(self, state_dict, strict)
+
+
+def _new_run_name() -> str:
+    # The operating system's randomness, so that no seed decides the name and no draw changes the seed.
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
