@@ -1,0 +1,140 @@
+"""Which rank am I, on what device, and how do the processes of a run reach each other.
+
+- `env`: this process's number and how many there are. It does not import torch.
+- `dist`: the same, with the collectives, `initialize_dist`, `get_sampler` and waiting for a node's first process: all
+  that Composer's users know as `composer.utils.dist`.
+- `devices`, `precision`, `reproducibility`: where tensors live, in which format a model computes, and seeds.
+- `strategy`: what a training loop asks of the way in which a model is spread.
+- `wrapping`: whether a model is wrapped for several ranks.
+- `ports`: a TCP port that is free.
+- `testing`: a function in several processes, for tests.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_dist.devices import Device as Device
+    from composer_dist.devices import DeviceCPU as DeviceCPU
+    from composer_dist.devices import DeviceGPU as DeviceGPU
+    from composer_dist.devices import DeviceHPU as DeviceHPU
+    from composer_dist.devices import DeviceMPS as DeviceMPS
+    from composer_dist.devices import DeviceNeuron as DeviceNeuron
+    from composer_dist.devices import DeviceTPU as DeviceTPU
+    from composer_dist.devices import get_device as get_device
+    from composer_dist.devices import is_hpu_installed as is_hpu_installed
+    from composer_dist.devices import is_xla_installed as is_xla_installed
+    from composer_dist.env import MissingEnvironmentError as MissingEnvironmentError
+    from composer_dist.env import get_global_rank as get_global_rank
+    from composer_dist.env import get_local_rank as get_local_rank
+    from composer_dist.env import get_local_world_size as get_local_world_size
+    from composer_dist.env import get_node_rank as get_node_rank
+    from composer_dist.env import get_world_size as get_world_size
+    from composer_dist.initialize import initialize_dist as initialize_dist
+    from composer_dist.ports import get_free_tcp_port as get_free_tcp_port
+    from composer_dist.precision import STR_TO_DTYPE as STR_TO_DTYPE
+    from composer_dist.precision import Precision as Precision
+    from composer_dist.precision import get_precision_context as get_precision_context
+    from composer_dist.precision import validate_precision as validate_precision
+    from composer_dist.reproducibility import MAX_SEED as MAX_SEED
+    from composer_dist.reproducibility import configure_deterministic_mode as configure_deterministic_mode
+    from composer_dist.reproducibility import get_random_seed as get_random_seed
+    from composer_dist.reproducibility import get_rng_state as get_rng_state
+    from composer_dist.reproducibility import load_rng_state as load_rng_state
+    from composer_dist.reproducibility import seed_all as seed_all
+    from composer_dist.reproducibility import seed_context as seed_context
+    from composer_dist.sampler import get_sampler as get_sampler
+    from composer_dist.strategy import SingleDevice as SingleDevice
+    from composer_dist.strategy import Strategy as Strategy
+    from composer_dist.wrapping import is_model_ddp as is_model_ddp
+
+_HOME = {
+    "get_world_size": "composer_dist.env",
+    "get_global_rank": "composer_dist.env",
+    "get_local_world_size": "composer_dist.env",
+    "get_local_rank": "composer_dist.env",
+    "get_node_rank": "composer_dist.env",
+    "MissingEnvironmentError": "composer_dist.env",
+    "initialize_dist": "composer_dist.initialize",
+    "get_sampler": "composer_dist.sampler",
+    "Device": "composer_dist.devices",
+    "DeviceCPU": "composer_dist.devices",
+    "DeviceGPU": "composer_dist.devices",
+    "DeviceMPS": "composer_dist.devices",
+    "DeviceTPU": "composer_dist.devices",
+    "DeviceHPU": "composer_dist.devices",
+    "DeviceNeuron": "composer_dist.devices",
+    "get_device": "composer_dist.devices",
+    "is_xla_installed": "composer_dist.devices",
+    "is_hpu_installed": "composer_dist.devices",
+    "get_free_tcp_port": "composer_dist.ports",
+    "STR_TO_DTYPE": "composer_dist.precision",
+    "Precision": "composer_dist.precision",
+    "get_precision_context": "composer_dist.precision",
+    "validate_precision": "composer_dist.precision",
+    "MAX_SEED": "composer_dist.reproducibility",
+    "get_random_seed": "composer_dist.reproducibility",
+    "seed_all": "composer_dist.reproducibility",
+    "configure_deterministic_mode": "composer_dist.reproducibility",
+    "get_rng_state": "composer_dist.reproducibility",
+    "load_rng_state": "composer_dist.reproducibility",
+    "seed_context": "composer_dist.reproducibility",
+    "Strategy": "composer_dist.strategy",
+    "SingleDevice": "composer_dist.strategy",
+    "is_model_ddp": "composer_dist.wrapping",
+}
+__all__ = [
+    "get_world_size",
+    "get_global_rank",
+    "get_local_world_size",
+    "get_local_rank",
+    "get_node_rank",
+    "MissingEnvironmentError",
+    "initialize_dist",
+    "get_sampler",
+    "Device",
+    "DeviceCPU",
+    "DeviceGPU",
+    "DeviceMPS",
+    "DeviceTPU",
+    "DeviceHPU",
+    "DeviceNeuron",
+    "get_device",
+    "is_xla_installed",
+    "is_hpu_installed",
+    "get_free_tcp_port",
+    "STR_TO_DTYPE",
+    "Precision",
+    "get_precision_context",
+    "validate_precision",
+    "MAX_SEED",
+    "get_random_seed",
+    "seed_all",
+    "configure_deterministic_mode",
+    "get_rng_state",
+    "load_rng_state",
+    "seed_context",
+    "Strategy",
+    "SingleDevice",
+    "is_model_ddp",
+    "__version__",
+]
+
+__version__: str
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # reading the metadata costs more than all the rest of this file
+
+        value: object = version("composer-dist")
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

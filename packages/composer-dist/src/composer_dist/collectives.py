@@ -1,0 +1,175 @@
+"""What the ranks tell each other: `torch.distributed`'s collectives, which also work for a process that is alone.
+
+Each function is torch's own where there is a process group of several ranks. Without a group, or in a group of one,
+there is nobody to ask, and the answer is given at once. Without a group although several processes were started, every
+function raises, since going on would silently train several models.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as tdist
+
+from composer_dist.env import get_world_size
+from composer_dist.objects import gather_objects, send_objects
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "is_available",
+    "is_initialized",
+    "barrier",
+    "all_reduce",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_object_list_hpu",
+]
+
+T = TypeVar("T")
+
+_REDUCE_OPERATIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
+
+
+def is_available() -> bool:
+    """Say whether torch was built with its distributed package."""
+    return tdist.is_available()
+
+
+def is_initialized() -> bool:
+    """Say whether there is a process group."""
+    return tdist.is_available() and tdist.is_initialized()
+
+
+def barrier(group: "ProcessGroup | None" = None) -> None:
+    """Wait until every rank is here. Every rank of the group must call this.
+
+    Raises:
+        RuntimeError: If several processes were started and there is no process group.
+    """
+    if not _is_alone(group):
+        tdist.barrier(group=group)
+
+
+def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", group: "ProcessGroup | None" = None) -> None:
+    """Replace the tensor by the reduction over all ranks, in place. Every rank of the group must call this.
+
+    Args:
+        tensor: Of the same shape and dtype on every rank.
+        reduce_operation: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or AVG where the backend has it; in any case.
+        group: The ranks to reduce over. All of them when `None`.
+
+    Raises:
+        ValueError: If there is no such operation.
+        RuntimeError: If several processes were started and there is no process group.
+    """
+    operation = reduce_operation.upper()
+    if operation not in _REDUCE_OPERATIONS:
+        raise ValueError(
+            f"reduce_operation={reduce_operation!r} is not a reduction. Use one of {', '.join(_REDUCE_OPERATIONS)}."
+        )
+    if not _is_alone(group):
+        tdist.all_reduce(tensor, op=getattr(tdist.ReduceOp, operation), group=group)
+
+
+def broadcast(tensor: torch.Tensor, src: int, group: "ProcessGroup | None" = None) -> None:
+    """Replace the tensor by that of global rank `src`, in place. Every rank of the group must call this.
+
+    Raises:
+        RuntimeError: If several processes were started and there is no process group.
+    """
+    if not _is_alone(group):
+        tdist.broadcast(tensor, src=src, group=group)
+
+
+def broadcast_object_list(object_list: list[Any], src: int = 0, group: "ProcessGroup | None" = None) -> None:
+    """Replace the list's items by those of global rank `src`, in place. Every rank of the group must call this.
+
+    The objects travel as pickles, so the ranks must trust each other.
+
+    Args:
+        object_list: The items to send on `src`, what they replace elsewhere.
+        src: The global rank whose items all get.
+        group: The ranks that take part. All of them when `None`.
+
+    Raises:
+        ValueError: On every rank of the group, if `src` is none of them.
+        RuntimeError: If several processes were started and there is no process group.
+    """
+    if is_initialized():
+        _check_source(src, group)
+    if not _is_alone(group):
+        send_objects(object_list, src, group)
+
+
+def all_gather(tensor: torch.Tensor, group: "ProcessGroup | None" = None) -> Sequence[torch.Tensor]:
+    """Return every rank's tensor, in rank order. Every rank of the group must call this.
+
+    Args:
+        tensor: Of the same shape and dtype on every rank.
+        group: The ranks that take part. All of them when `None`.
+
+    Returns:
+        One tensor for each rank of the group; the very `tensor` when this process is alone.
+
+    Raises:
+        RuntimeError: If several processes were started and there is no process group.
+    """
+    if _is_alone(group):
+        return [tensor]
+    size = tdist.get_world_size(group)
+    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
+    tdist.all_gather(gathered, tensor.contiguous(), group=group)  # NCCL takes no others
+    return gathered
+
+
+def all_gather_object(obj: T, group: "ProcessGroup | None" = None) -> list[T]:
+    """Return every rank's object, in rank order. Every rank of the group must call this.
+
+    The objects travel as pickles, so the ranks must trust each other.
+
+    Args:
+        obj: Whatever can be pickled.
+        group: The ranks that take part. All of them when `None`.
+
+    Returns:
+        One object for each rank of the group; the very `obj` when this process is alone.
+
+    Raises:
+        RuntimeError: If several processes were started and there is no process group.
+    """
+    return [obj] if _is_alone(group) else gather_objects(obj, group)
+
+
+def all_gather_object_list_hpu(object_list: list[Any], obj: Any, group: "ProcessGroup | None" = None) -> None:
+    """Fill the list with every rank's object, in place; kept for scripts written for Habana devices."""
+    object_list[:] = all_gather_object(obj, group=group)
+
+
+def _is_alone(group: "ProcessGroup | None") -> bool:
+    """Say whether there is no other rank to talk to, and raise where there is one that cannot be reached."""
+    if is_initialized():
+        return tdist.get_world_size(group) == 1
+    world_size = get_world_size()
+    if world_size == 1:
+        return True
+    raise RuntimeError(
+        f"the world size is {world_size}, but the distributed package is not available or has not been initialized, "
+        "so the ranks cannot reach each other. Call initialize_dist() first, in processes started by the `composer` "
+        "launcher or by torchrun, or unset WORLD_SIZE to train in one process."
+    )
+
+
+def _check_source(src: int, group: "ProcessGroup | None") -> None:
+    """Raise on every member of the group if the rank that shall send is not one of them."""
+    if tdist.get_rank(group) < 0:
+        return  # not a member: there is nothing to receive
+    ranks = tdist.get_process_group_ranks(group)
+    if src not in ranks:
+        raise ValueError(
+            f"src={src!r} is not a rank of the group, which has the global ranks {ranks}. Pass one of them: src counts "
+            "among all ranks, not inside the group."
+        )

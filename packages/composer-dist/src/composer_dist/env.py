@@ -1,0 +1,153 @@
+"""Which of how many processes this is.
+
+Inside a process group torch knows the rank and the world size, and these must not contradict the environment. What
+torch does not know (the place within a node) comes from the variables that the `composer` launcher sets, and where
+those are missing from what torchrun, Slurm or Open MPI set, provided that `RANK` or a process group says that this
+process is one of a run: Slurm sets its variables also for processes that do not know of each other.
+
+Nothing here imports torch: a group that somebody made is found through the package that must have been imported to
+make it.
+"""
+
+import os
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "MissingEnvironmentError",
+    "get_world_size",
+    "get_global_rank",
+    "get_local_world_size",
+    "get_local_rank",
+    "get_node_rank",
+]
+
+SINGLE_RANK = {"NODE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+"""The five variables of a process that is alone."""
+
+_TORCH_ACCESSORS = {"WORLD_SIZE": "get_world_size", "RANK": "get_rank"}
+_OTHER_LAUNCHERS = {
+    "LOCAL_WORLD_SIZE": ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "NODE_RANK": ("GROUP_RANK", "SLURM_NODEID"),  # GROUP_RANK is what torchrun calls it
+}
+
+
+class MissingEnvironmentError(Exception):
+    """A process group exists, but nothing says where in its node this process stands."""
+
+
+def get_world_size() -> int:
+    """Return how many processes train together; 1 when nothing says otherwise.
+
+    Raises:
+        RuntimeError: If `WORLD_SIZE` contradicts the process group.
+        ValueError: If `WORLD_SIZE` is no integer.
+    """
+    return _number("WORLD_SIZE")
+
+
+def get_global_rank(group: "ProcessGroup | None" = None) -> int:
+    """Return this process's number among all, or inside `group` if one is given.
+
+    Args:
+        group: A process group; the answer is then torch's, -1 where this process is not a member.
+
+    Raises:
+        RuntimeError: If `RANK` contradicts the process group.
+        ValueError: If `RANK` is no integer.
+    """
+    if group is not None:
+        return sys.modules["torch.distributed"].get_rank(group)  # there is a group, so somebody has imported it
+    return _number("RANK")
+
+
+def get_local_world_size() -> int:
+    """Return how many of the processes run on this node; 1 when nothing says otherwise.
+
+    Raises:
+        MissingEnvironmentError: If a process group exists and no variable gives the number.
+        ValueError: If `LOCAL_WORLD_SIZE` is no integer.
+    """
+    return _number("LOCAL_WORLD_SIZE")
+
+
+def get_local_rank() -> int:
+    """Return this process's number among those of its node; 0 when nothing says otherwise.
+
+    Raises:
+        MissingEnvironmentError: If a process group exists and no variable gives the number.
+        ValueError: If `LOCAL_RANK` is no integer.
+    """
+    return _number("LOCAL_RANK")
+
+
+def get_node_rank() -> int:
+    """Return the number of this process's node; 0 when nothing says otherwise.
+
+    Raises:
+        MissingEnvironmentError: If a process group exists and no variable gives the number.
+        ValueError: If `NODE_RANK` is no integer.
+    """
+    return _number("NODE_RANK")
+
+
+def _number(variable: str) -> int:
+    """Return the number that a variable stands for, asking in the order torch, environment, other launchers."""
+    tdist = _torch_distributed()
+    if tdist is not None and not tdist.is_available():
+        return int(SINGLE_RANK[variable])
+    initialized = tdist is not None and tdist.is_initialized()
+    text = os.environ.get(variable)
+    if initialized and variable in _TORCH_ACCESSORS:
+        number = getattr(tdist, _TORCH_ACCESSORS[variable])()
+        if text is not None and _integer(variable, text) != number:
+            raise RuntimeError(
+                f"{variable}={text!r} in the environment contradicts torch.distributed, which says {number}. Unset "
+                f"{variable}, or set it to {number} before the process group is made."
+            )
+        return number
+    if text is not None:
+        return _integer(variable, text)
+    # Without a rank the world size is 1, and a place among several on the node would contradict that.
+    from_others = _from_other_launchers(variable) if initialized or "RANK" in os.environ else None
+    if from_others is not None:
+        return from_others
+    if initialized:
+        raise MissingEnvironmentError(
+            f"torch.distributed is initialized, but the environment variable {variable} is not set. Start the "
+            "processes with the `composer` launcher or with torchrun, or set it in every process."
+        )
+    return int(SINGLE_RANK[variable])
+
+
+def _torch_distributed() -> ModuleType | None:
+    """Return torch's package if it is loaded; without it there can be no process group."""
+    return sys.modules.get("torch.distributed")
+
+
+def _integer(variable: str, text: str) -> int:
+    """Return the variable's text as a number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {variable}={text!r} is not an integer. Set it to one, or unset it to train in "
+            "a single process."
+        ) from None
+
+
+def _from_other_launchers(variable: str) -> int | None:
+    """Return what torchrun, Slurm or Open MPI say, or `None`."""
+    for name in _OTHER_LAUNCHERS.get(variable, ()):
+        text = os.environ.get(name, "")
+        if text.isdecimal():  # Slurm also writes '4(x2)', which says nothing about this node
+            return int(text)
+    rank, ranks_per_node = os.environ.get("RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if variable == "NODE_RANK" and rank.isdecimal() and ranks_per_node.isdecimal() and int(ranks_per_node) > 0:
+        return int(rank) // int(ranks_per_node)
+    return None

@@ -1,0 +1,222 @@
+"""The random number generators of a run: seeding them, saving them, and making what is computed repeatable."""
+
+import logging
+import operator
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from composer_dist.collectives import all_gather_object
+from composer_dist.env import get_global_rank, get_world_size
+
+__all__ = [
+    "MAX_SEED",
+    "get_random_seed",
+    "seed_all",
+    "configure_deterministic_mode",
+    "get_rng_state",
+    "load_rng_state",
+    "seed_context",
+]
+
+# The name that `python_log_level` of a Trainer reaches.
+_log = logging.getLogger("composer.utils.reproducibility")
+
+MAX_SEED = 2**32 - 1
+"""The largest seed, which is NumPy's."""
+
+_LONG_CUDA_STATE, _CUDA_STATE = 816, 16  # older torch put 800 unused bytes before seed and offset
+
+
+def get_random_seed() -> int:
+    """Return a seed between 0 and `MAX_SEED`, whatever the generators were seeded with.
+
+    Ranks draw different ones: broadcast that of rank 0 where all need the same.
+    """
+    return random.SystemRandom().randint(0, MAX_SEED)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python, of NumPy if it is installed, and of torch on all devices.
+
+    Ranks should differ in what they draw: rank `r` of a run takes the run's seed plus `r`.
+
+    Args:
+        seed: An integer, which may also be NumPy's or a tensor of one.
+
+    Raises:
+        TypeError: If the seed is no integer.
+        ValueError: If the seed is not between 0 and `MAX_SEED`.
+
+    Example:
+        >>> seed_all(7)
+        >>> first = torch.rand(3)
+        >>> seed_all(7)
+        >>> torch.equal(first, torch.rand(3))
+        True
+    """
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise TypeError(
+            f"Invalid seed: seed={seed!r} is a {type(seed).__name__}, not an integer between 0 and {MAX_SEED}. Pass "
+            "one, such as get_random_seed()."
+        ) from None
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"Invalid seed: seed={seed!r} is not between 0 and {MAX_SEED}. Choose one that is.")
+    _log.info("Setting seed to %d", seed)
+    random.seed(seed)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.random.seed(seed)
+    torch.manual_seed(seed)  # every CUDA, MPS and XPU device included, also those not yet in use
+
+
+def configure_deterministic_mode() -> None:
+    """Make torch use deterministic algorithms only, for the whole process.
+
+    Operations without one raise, and some become slower. Call it before anything runs on a GPU: it sets
+    `CUBLAS_WORKSPACE_CONFIG`, which cuBLAS reads when it starts.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    _log.info("Deterministic mode is on. Training may become slower.")
+
+
+def get_rng_state() -> list[dict[str, Any]]:
+    """Return the state of every rank's generators, in rank order. Every rank must call this.
+
+    Returns:
+        For each rank its states under `python`, `torch`, `numpy` if that is installed, and `cuda` if that is in use:
+            tensors and plain Python values, which `torch.load` reads with `weights_only=True`.
+    """
+    return all_gather_object(_local_state())
+
+
+def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
+    """Restore this rank's generators from what `get_rng_state` returned, perhaps in a run of other ranks.
+
+    A rank beyond the end of the list keeps the state that it has.
+
+    Args:
+        rng_state_dicts: One entry for each rank of the run that saved them.
+
+    Raises:
+        ValueError: If there is no entry at all, or if this rank's has no state of Python or torch.
+
+    Warns:
+        UserWarning: If the number of ranks has changed, or if a device's state is missing or finds no use.
+    """
+    world_size, rank, saved = get_world_size(), get_global_rank(), len(rng_state_dicts)
+    if saved == 0:
+        raise ValueError(
+            f"rng_state_dicts={rng_state_dicts!r} holds no rank's random state. Pass what get_rng_state() returned, "
+            "which has one entry for each rank, or leave the generators as they are."
+        )
+    if rank < saved:
+        _check_state(rng_state_dicts[rank], rank)
+    if world_size != saved:
+        kept = f" Ranks {saved} and up keep their own." if world_size > saved else ""
+        warnings.warn(
+            f"the random state of {saved} ranks is loaded into a run of {world_size}, so what these ranks draw "
+            f"differs from what the saved run would have drawn.{kept} To repeat that run, use {saved} ranks.",
+            stacklevel=2,
+        )
+    if rank < saved:
+        for complaint in _load_local_state(rng_state_dicts[rank]):
+            warnings.warn(complaint, stacklevel=2)
+
+
+@contextmanager
+def seed_context(seed: int) -> Iterator[None]:
+    """Seed this process's generators inside, and give them back as they were, also after an error.
+
+    Example:
+        >>> seed_all(1)
+        >>> with seed_context(2):
+        ...     inside = torch.rand(())
+        >>> after = torch.rand(())
+        >>> seed_all(1)
+        >>> torch.equal(after, torch.rand(()))
+        True
+    """
+    state = _local_state()
+    try:
+        seed_all(seed)
+        yield
+    finally:
+        _load_local_state(state)
+        if "cuda" not in state and torch.cuda.is_available():
+            # CUDA had not been used and has no state to restore; let it start from the seed that it would have had.
+            torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+def _local_state() -> dict[str, Any]:
+    """Return the states of this process's generators."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.random.get_rng_state()}
+    numpy = _numpy()
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)  # an array would need a pickle that torch.load refuses
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _check_state(state: Mapping[str, Any], rank: int) -> None:
+    """Raise if a state lacks what every process has."""
+    missing = [key for key in ("python", "torch") if key not in state]
+    if missing:
+        raise ValueError(
+            f"rng_state_dicts[{rank}] has no {' and no '.join(map(repr, missing))}, only {sorted(state)}. An entry is "
+            "a dict as get_rng_state() returns it for each rank; pass those."
+        )
+
+
+def _load_local_state(state: Mapping[str, Any]) -> list[str]:
+    """Restore this process's generators and return what did not fit."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))  # a trip through JSON makes lists of tuples
+    torch.random.set_rng_state(state["torch"].cpu())
+    complaints: list[str] = []
+    numpy = _numpy()
+    if "numpy" in state and numpy is not None:
+        numpy.random.set_state(tuple(state["numpy"]))
+    elif "numpy" in state:
+        complaints.append("the saved random state of NumPy is not used, because NumPy is not installed here.")
+    cuda_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if "cuda" in state and cuda_in_use:
+        complaints += _load_cuda_state(state["cuda"].cpu())
+    elif "cuda" in state:
+        complaints.append("the saved CUDA random state is not used, because this process does not use CUDA.")
+    elif cuda_in_use:
+        complaints.append("no CUDA random state was saved, so the CUDA generator keeps the state that it has.")
+    return complaints
+
+
+def _load_cuda_state(state: torch.Tensor) -> list[str]:
+    """Restore the current CUDA device's generator, unless the state is of a size that torch does not know."""
+    try:
+        torch.cuda.set_rng_state(state[-_CUDA_STATE:] if state.numel() == _LONG_CUDA_STATE else state)
+    except RuntimeError as error:
+        return [
+            f"the saved CUDA random state of {state.numel()} bytes does not fit this torch and is not used: {error}"
+        ]
+    return []
+
+
+def _numpy() -> ModuleType | None:
+    """Return NumPy if it is installed; torch works without it."""
+    try:
+        import numpy  # optional, and torch has usually loaded it already
+    except ImportError:
+        return None
+    return numpy

@@ -1,0 +1,203 @@
+"""How a model is spread over devices: the one thing of a training loop that knows of other ranks."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from composer_dist.devices import Device
+
+__all__ = ["Strategy", "SingleDevice"]
+
+TNumber = TypeVar("TNumber", int, float)
+_NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """What a training loop asks of the way in which a model is spread.
+
+    A loop prepares once, then runs each step in this order, and never asks which strategy it holds:
+
+        model, optimizers = strategy.prepare(model, optimizers)
+        for batch in loader:
+            for optimizer in optimizers:
+                strategy.zero_grad(optimizer)
+            for index, microbatch in enumerate(microbatches):
+                with strategy.microbatch(is_last=index == len(microbatches) - 1):
+                    strategy.backward(loss_of(model, microbatch))
+            strategy.clip_grad_norm(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                strategy.step(optimizer)
+
+    What each method owes to the loop: after the last microbatch of a step the gradients are the mean over all ranks,
+    norms are those of the whole gradient, and state dicts have the names of the model as it was before `prepare`.
+    """
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer]
+    ) -> tuple[torch.nn.Module, Sequence[Optimizer]]:
+        """Return model and optimizers ready to train, on their devices and perhaps wrapped. Every rank calls this.
+
+        The loop uses what is returned from here on. The optimizers go on to own the parameters of the model returned.
+        """
+        ...
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context in which one microbatch runs forward and backward.
+
+        Args:
+            is_last: Whether this is the step's last microbatch, after which gradients must agree between the ranks.
+                Before it, a strategy may save the communication.
+        """
+        ...
+
+    def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
+        """Add the gradients of a loss, which already has its weight within the batch, to those of the parameters.
+
+        Args:
+            loss: A scalar.
+            create_graph: Keep a graph of the gradients themselves, for methods that differentiate twice.
+        """
+        ...
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale the gradients, in place, so that their joint norm is at most `max_norm`.
+
+        Returns:
+            The norm before, over all ranks' parts, left on its device so that nobody waits for it.
+        """
+        ...
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
+    ) -> Any:
+        """Let an optimizer move the weights.
+
+        Args:
+            optimizer: One that `prepare` returned.
+            closure: Computes loss and gradients anew, for optimizers that want several looks at a batch.
+            scaler: What scaled the losses, which skips the step where a gradient overflowed.
+
+        Returns:
+            What the closure returned, if there was one and it was called.
+        """
+        ...
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of an optimizer's parameters."""
+        ...
+
+    def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
+        """Return, for each of a few counts on the host, its sum over all ranks. Every rank calls this."""
+        ...
+
+    def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the weights under the names that the model had before `prepare`."""
+        ...
+
+    def load_model_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load such weights, in place, and return the names that were missing and those that were not expected.
+
+        Raises:
+            RuntimeError: If `strict` and there are any such names, or if a shape does not fit.
+        """
+        ...
+
+    def optimizer_state_dict(self, model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state, whole, as the optimizer of an unwrapped model has it."""
+        ...
+
+    def load_optimizer_state_dict(
+        self, model: torch.nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        """Load such a state, in place."""
+        ...
+
+
+class SingleDevice:
+    """One process, one device: the whole model where it computes.
+
+    Args:
+        device: Where the model goes.
+
+    Example:
+        >>> from composer_dist import get_device
+        >>> strategy = SingleDevice(get_device("cpu"))
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> model, optimizers = strategy.prepare(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)])
+        >>> with strategy.microbatch(is_last=True):
+        ...     strategy.backward(model(torch.ones(3, 2)).mean())
+        >>> model.weight.grad
+        tensor([[1., 1.]])
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer]
+    ) -> tuple[torch.nn.Module, Sequence[Optimizer]]:
+        """Move the model and the optimizers' states to the device, in place, and return them."""
+        model = self.device.module_to_device(model)
+        for optimizer in optimizers:
+            self.device.optimizer_to_device(optimizer)
+        return model, optimizers
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return a context that does nothing, the same one each time: there is nobody to synchronise with."""
+        return _NOTHING
+
+    def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
+        """Add the gradients of a loss to those of the parameters."""
+        loss.backward(create_graph=create_graph)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale the gradients, in place, to a joint norm of at most `max_norm`, and return the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
+    ) -> Any:
+        """Let an optimizer move the weights, by way of the scaler if one scaled the losses."""
+        step = optimizer.step if scaler is None else partial(scaler.step, optimizer)
+        return step() if closure is None else step(closure=closure)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of an optimizer's parameters."""
+        optimizer.zero_grad()
+
+    def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
+        """Return the counts as they are."""
+        return values
+
+    def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the model's own state dict, which shares the weights' memory."""
+        return model.state_dict()
+
+    def load_model_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load weights, in place, and return the names that were missing and those that were not expected."""
+        keys = model.load_state_dict(state_dict, strict=strict)
+        return keys.missing_keys, keys.unexpected_keys
+
+    def optimizer_state_dict(self, model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's own state dict, which shares the states' memory."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state_dict(
+        self, model: torch.nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        """Load an optimizer's state, in place."""
+        optimizer.load_state_dict(dict(state_dict))
