@@ -1,0 +1,104 @@
+"""A classifier made of any module that turns inputs into logits."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer_models.base import ComposerModel
+from composer_models.losses import soft_cross_entropy
+from composer_models.metrics import CrossEntropy, metrics_by_name
+
+
+class ComposerClassifier(ComposerModel):
+    """A model for batches of the form `(inputs, targets)`, with cross entropy as loss and accuracy as metric.
+
+    Args:
+        module: Turns inputs into logits of shape `(batch, classes, ...)`. If it has an attribute `num_classes`, that
+            one counts.
+        num_classes: How many classes there are, for the metrics that are not given.
+        train_metrics: The metrics of training. Accuracy when `None`.
+        val_metrics: The metrics of evaluation. Cross entropy and accuracy when `None`.
+        loss_fn: Called with logits and targets.
+
+    Raises:
+        ValueError: If metrics are missing and the number of classes is not known.
+
+    Warns:
+        UserWarning: If `num_classes` differs from `module.num_classes`.
+
+    Example:
+        >>> model = ComposerClassifier(torch.nn.Linear(8, 3), num_classes=3)
+        >>> batch = torch.ones(2, 8), torch.tensor([0, 2])
+        >>> model(batch).shape
+        torch.Size([2, 3])
+        >>> list(model.get_metrics(is_train=False))
+        ['CrossEntropy', 'MulticlassAccuracy']
+    """
+
+    num_classes: int | None = None
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        num_classes: int | None = None,
+        train_metrics: Metric | MetricCollection | None = None,
+        val_metrics: Metric | MetricCollection | None = None,
+        loss_fn: Callable[..., Any] = soft_cross_entropy,
+    ) -> None:
+        super().__init__()
+        self.num_classes = _resolve_num_classes(module, num_classes)
+        self.module = module
+        self._loss_fn = loss_fn
+        if train_metrics is None:
+            train_metrics = self._accuracy("train_metrics")
+        if val_metrics is None:
+            val_metrics = MetricCollection([CrossEntropy(), self._accuracy("val_metrics")])
+        self.train_metrics = train_metrics
+        self.val_metrics = val_metrics
+
+    # The annotations are what torch.jit.script compiles by.
+    def forward(self, batch: tuple[Tensor, Any]) -> Tensor:
+        """Compute the logits of the inputs of a batch."""
+        inputs, _ = batch
+        return self.module(inputs)
+
+    def loss(self, outputs: Any, batch: tuple[Any, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Compare logits with the targets of a batch; further arguments go to `loss_fn`."""
+        _, targets = batch
+        return self._loss_fn(outputs, targets, *args, **kwargs)
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
+        """Update one metric with logits and the targets of a batch."""
+        _, targets = batch
+        metric.update(outputs, targets)
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        """Name the metrics of training or of evaluation by their class."""
+        return metrics_by_name(self.train_metrics if is_train else self.val_metrics)
+
+    def _accuracy(self, missing: str) -> Metric:
+        if self.num_classes is None:
+            raise ValueError(
+                f"num_classes=None is not enough for the default of {missing}: pass num_classes, or a module that has "
+                f"an attribute num_classes, or both train_metrics and val_metrics."
+            )
+        return MulticlassAccuracy(num_classes=self.num_classes, average="micro")
+
+
+def _resolve_num_classes(module: torch.nn.Module, num_classes: int | None) -> int | None:
+    own = getattr(module, "num_classes", None)
+    if own is None:
+        return num_classes
+    if num_classes is not None and own != num_classes:
+        warnings.warn(
+            f"num_classes={num_classes} differs from {type(module).__name__}.num_classes={own}, which is used. Leave "
+            f"num_classes out, or build the module for {num_classes} classes.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return own

@@ -1,0 +1,208 @@
+"""Mean average precision of object detection, by COCO's rules."""
+
+import contextlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from composer_models.optional import MissingConditionalImportError
+
+_NAMES = (
+    *("map", "map_50", "map_75", "map_small", "map_medium", "map_large"),
+    *("mar_1", "mar_10", "mar_100", "mar_small", "mar_medium", "mar_large"),
+)
+_PREDICTION_KEYS = ("boxes", "labels", "scores")
+_TARGET_KEYS = ("boxes", "labels")
+
+
+class MAP(Metric):
+    """Mean average precision and recall of bounding boxes.
+
+    Args:
+        class_metrics: Compute both for each class too, which takes no second evaluation.
+        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+        process_group: The ranks to synchronise over. All when `None`.
+        dist_sync_fn: What gathers a tensor from them. torchmetrics' own when `None`.
+
+    Raises:
+        MissingConditionalImportError: If pycocotools is not installed; the extra `coco` brings it.
+
+    Reference:
+        Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014, arXiv:1405.0312.
+    """
+
+    full_state_update = True
+    is_differentiable = False
+    higher_is_better = True
+
+    # One entry for each image. Ranks concatenate what they gather, so the counts say where an image ends. All states
+    # are flat and of the metric's dtype, since that is what torchmetrics makes up for a rank that saw no image.
+    detection_boxes: list[Tensor]
+    detection_scores: list[Tensor]
+    detection_labels: list[Tensor]
+    detection_counts: list[Tensor]
+    groundtruth_boxes: list[Tensor]
+    groundtruth_labels: list[Tensor]
+    groundtruth_counts: list[Tensor]
+
+    def __init__(
+        self,
+        class_metrics: bool = False,
+        dist_sync_on_step: bool = False,
+        process_group: Any | None = None,
+        dist_sync_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step, process_group=process_group, dist_sync_fn=dist_sync_fn)
+        _coco_evaluation()  # so that a missing package shows before anything was evaluated
+        self.class_metrics = class_metrics
+        for kind, keys in (("detection", _PREDICTION_KEYS), ("groundtruth", _TARGET_KEYS)):
+            for key in (*keys, "counts"):
+                self.add_state(f"{kind}_{key}", default=[], dist_reduce_fx="cat")
+
+    def update(self, preds: Sequence[Mapping[str, Tensor]], target: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add the boxes of a batch of images.
+
+        Args:
+            preds: For each image a mapping with `'boxes'` of shape `(detections, 4)` as `x_min, y_min, x_max, y_max`
+                in pixels, and `'scores'` and `'labels'` of shape `(detections,)`.
+            target: For each image a mapping with `'boxes'` and `'labels'`.
+
+        Raises:
+            ValueError: If an entry is missing, is no tensor, has another shape, or differs in length from another one.
+        """
+        if len(preds) != len(target):
+            raise ValueError(
+                f"preds has {len(preds)} images and target {len(target)}: give both for the same images, in order."
+            )
+        for name, images, keys in (("preds", preds, _PREDICTION_KEYS), ("target", target, _TARGET_KEYS)):
+            for index, image in enumerate(images):
+                _check_image(f"{name}[{index}]", image, keys)
+        for image in preds:
+            self._add("detection", image, _PREDICTION_KEYS)
+        for image in target:
+            self._add("groundtruth", image, _TARGET_KEYS)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Evaluate all images.
+
+        Returns:
+            Scalars under `map`, `map_50`, `map_75`, `map_small`, `map_medium`, `map_large`, `mar_1`, `mar_10`,
+            `mar_100`, `mar_small`, `mar_medium` and `mar_large`, -1 where there is nothing to average; and under
+            `map_per_class` and `mar_100_per_class` one value for each class in ascending order, or -1 if
+            `class_metrics` is off.
+        """
+        coco_class, coco_eval_class = _coco_evaluation()
+        detections = self._annotations("detection", _PREDICTION_KEYS)
+        groundtruths = self._annotations("groundtruth", _TARGET_KEYS)
+        image_ids = list(range(len(_values(self.groundtruth_counts))))
+        class_ids = sorted({annotation["category_id"] for annotation in (*detections, *groundtruths)})
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress and its table
+            evaluation = coco_eval_class(
+                _coco(coco_class, groundtruths, image_ids, class_ids),
+                _coco(coco_class, detections, image_ids, class_ids),
+                iouType="bbox",
+            )
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+        results = {name: torch.tensor(float(value)) for name, value in zip(_NAMES, evaluation.stats, strict=True)}
+        return {**results, **self._per_class(evaluation.eval, len(class_ids))}
+
+    def _add(self, kind: str, image: Mapping[str, Tensor], keys: Sequence[str]) -> None:
+        for key in keys:
+            getattr(self, f"{kind}_{key}").append(image[key].detach().to(self.dtype).flatten())
+        labels = image["labels"]
+        # full() is a kernel on the device, tensor() a copy that waits for it.
+        count = torch.full((1,), len(labels), dtype=self.dtype, device=labels.device)
+        getattr(self, f"{kind}_counts").append(count)
+
+    def _annotations(self, kind: str, keys: Sequence[str]) -> list[dict[str, Any]]:
+        """Describe all boxes of one kind in COCO's form."""
+        coordinates, *columns = (_values(getattr(self, f"{kind}_{key}")) for key in keys)
+        boxes = [coordinates[i : i + 4] for i in range(0, len(coordinates), 4)]
+        counts = _values(getattr(self, f"{kind}_counts"))
+        images = [image for image, count in enumerate(counts) for _ in range(int(count))]
+        return [_annotation(*row) for row in zip(images, boxes, *columns, strict=True)]
+
+    def _per_class(self, evaluated: Mapping[str, Any], num_classes: int) -> dict[str, Tensor]:
+        if not self.class_metrics:
+            return {"map_per_class": torch.tensor(-1.0), "mar_100_per_class": torch.tensor(-1.0)}
+        # precision: thresholds, recalls, classes, areas, limits; recall: the same without recalls. Area 0 is "all",
+        # limit -1 the 100 detections of an image with the highest scores.
+        precision = torch.as_tensor(evaluated["precision"][:, :, :, 0, -1]).flatten(0, 1)
+        recall = torch.as_tensor(evaluated["recall"][:, :, 0, -1])
+        return {
+            "map_per_class": torch.tensor([_mean_of_valid(precision[:, k]) for k in range(num_classes)]),
+            "mar_100_per_class": torch.tensor([_mean_of_valid(recall[:, k]) for k in range(num_classes)]),
+        }
+
+
+def _coco_evaluation() -> tuple[Any, Any]:
+    try:
+        from pycocotools.coco import COCO  # the extra `coco`
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise MissingConditionalImportError("coco", "pycocotools", distribution="composer-models") from error
+    return COCO, COCOeval
+
+
+def _check_image(name: str, image: Mapping[str, Tensor], keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in image:
+            raise ValueError(f"{name} has no entry {key!r}: each image needs {', '.join(map(repr, keys))}.")
+        if not isinstance(image[key], Tensor):
+            raise ValueError(f"{name}[{key!r}] is a {type(image[key]).__name__}: give a torch.Tensor.")
+        _check_shape(f"{name}[{key!r}]", image[key], (4,) if key == "boxes" else ())
+    lengths = {key: len(image[key]) for key in keys}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{name} has entries of different lengths, {lengths}: each needs one value for each box.")
+
+
+def _check_shape(name: str, entry: Tensor, of_a_box: tuple[int, ...]) -> None:
+    """Refuse what is not one row for each box; an image without boxes needs no second dim."""
+    if entry.ndim and (entry.shape[1:] == of_a_box or entry.shape == (0,)):
+        return
+    accepted = ", ".join(["n", *map(str, of_a_box)]) if of_a_box else "n,"
+    raise ValueError(
+        f"{name} has shape {tuple(entry.shape)}: an image with n boxes needs shape ({accepted}), also where n is 1."
+    )
+
+
+def _values(state: list[Tensor] | Tensor) -> list[float]:
+    # After ranks have gathered it a state is one tensor; before the first update it is an empty list.
+    return dim_zero_cat(state).tolist() if len(state) else []
+
+
+def _annotation(image: int, box: Sequence[float], label: float, score: float | None = None) -> dict[str, Any]:
+    x_min, y_min, x_max, y_max = box
+    width, height = x_max - x_min, y_max - y_min
+    annotation = {
+        "image_id": image,
+        "category_id": int(label),
+        "bbox": [x_min, y_min, width, height],
+        "area": width * height,
+        "iscrowd": 0,
+    }
+    return annotation if score is None else {**annotation, "score": score}
+
+
+def _coco(coco_class: Any, annotations: list[dict[str, Any]], image_ids: list[int], class_ids: list[int]) -> Any:
+    coco = coco_class()
+    coco.dataset = {
+        "images": [{"id": image} for image in image_ids],
+        "categories": [{"id": category} for category in class_ids],
+        # Ids count from 1: pycocotools takes a match with id 0 for no match.
+        "annotations": [{**annotation, "id": number} for number, annotation in enumerate(annotations, start=1)],
+    }
+    coco.createIndex()
+    return coco
+
+
+def _mean_of_valid(values: Tensor) -> float:
+    valid = values[values > -1]
+    return valid.mean().item() if len(valid) else -1.0

@@ -1,0 +1,255 @@
+"""A small GPT: a causal transformer with layer norms before each part and tied embeddings."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from composer_models.base import ComposerModel
+from composer_models.gpt_config import GPTConfig
+from composer_models.metrics import metrics_by_name
+from composer_models.nlp_metrics import LanguageCrossEntropy, LanguagePerplexity
+
+# The target of tokens that have no next one, or none that counts.
+_IGNORE_INDEX = -100
+
+
+class ResidualProjection(nn.Linear):
+    """A linear layer whose output is added to the residual stream, and which therefore starts smaller."""
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention of each token to itself and those before it.
+
+    Args:
+        config: The settings of the model.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.dropout = config.attn_pdrop
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, device=config.device)
+        self.out = ResidualProjection(config.d_model, config.d_model, device=config.device)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Mix the tokens of each sequence.
+
+        Args:
+            x: Shape `(batch, tokens, d_model)`.
+            mask: Which token may look at which, shape `(batch, 1, tokens, tokens)`; causal when `None`.
+
+        Returns:
+            The shape of `x`.
+        """
+        # b batch, l tokens, h heads, d depth of a head
+        q_bhld, k_bhld, v_bhld = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed_bhld = F.scaled_dot_product_attention(
+            q_bhld,
+            k_bhld,
+            v_bhld,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+        )
+        return self.out(mixed_bhld.transpose(1, 2).flatten(2))
+
+
+class GPTBlock(nn.Module):
+    """Attention and an MLP, each behind a layer norm and added to the residual stream.
+
+    Args:
+        config: The settings of the model.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = int(config.mlp_ratio * config.d_model)
+        self.ln_1 = nn.LayerNorm(config.d_model, device=config.device)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.d_model, device=config.device)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.d_model, hidden, device=config.device),
+            nn.GELU(),
+            ResidualProjection(hidden, config.d_model, device=config.device),
+        )
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Add to each token what attention and the MLP make of it.
+
+        Args:
+            x: Shape `(batch, tokens, d_model)`.
+            mask: Which token may look at which, shape `(batch, 1, tokens, tokens)`; causal when `None`.
+
+        Returns:
+            The shape of `x`.
+        """
+        x = x + self.dropout(self.attn(self.ln_1(x), mask))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
+
+
+class GPT(nn.Module):
+    """Token ids in, logits of the next token out.
+
+    The matrix of the token embeddings is that of the output layer too. Weights start normal with standard deviation
+    `init_std`, those of projections into the residual stream with `init_std / sqrt(2 * n_layers)`, biases at 0.
+
+    Args:
+        config: The settings.
+
+    Reference:
+        Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.d_model, device=config.device)
+        self.wpe = nn.Embedding(config.max_seq_len, config.d_model, device=config.device)
+        self.emb_drop = nn.Dropout(config.emb_pdrop)
+        self.blocks = nn.ModuleList([GPTBlock(config) for _ in range(config.n_layers)])
+        self.ln_f = nn.LayerNorm(config.d_model, device=config.device)
+        if not self.wte.weight.is_meta:
+            self.apply(self.param_init_fn)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Compute logits of the token after each one.
+
+        Args:
+            input_ids: Shape `(batch, tokens)`.
+            attention_mask: The same shape, true or 1 for real tokens, 0 for padding. All are real when `None`. Where
+                it is heeded, positions count real tokens only, so that padding on the left changes nothing for them.
+
+        Returns:
+            Shape `(batch, tokens, vocab_size)`.
+
+        Raises:
+            ValueError: If there are more than `max_seq_len` tokens.
+        """
+        num_tokens = input_ids.shape[1]
+        if num_tokens > self.config.max_seq_len:
+            raise ValueError(
+                f"input_ids has {num_tokens} tokens in a sequence and the model positions for "
+                f"max_seq_len={self.config.max_seq_len}: truncate the sequences, or build the model for longer ones."
+            )
+        mask = None
+        positions = torch.arange(num_tokens, device=input_ids.device)
+        if attention_mask is not None and self.config.attn_impl != "flash":
+            is_real = attention_mask.bool()
+            mask = _causal_mask(is_real)
+            positions = (is_real.cumsum(dim=1) - 1).clamp(min=0)
+        x = self.emb_drop(self.wte(input_ids) + self.wpe(positions))
+        for block in self.blocks:
+            x = block(x, mask)
+        return F.linear(self.ln_f(x), self.wte.weight)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        """Choose the blocks as units of sharding."""
+        return isinstance(module, GPTBlock)
+
+    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
+        """Choose the blocks as what is computed anew in the backward pass."""
+        return isinstance(module, GPTBlock)
+
+    def param_init_fn(self, module: nn.Module) -> None:
+        """Give the parameters that one module holds itself their initial values.
+
+        Args:
+            module: A module of this model, changed in place.
+        """
+        if isinstance(module, nn.Linear):
+            # Each of n_layers blocks adds to the residual stream twice, and its spread should not grow with depth.
+            scale = 1 / math.sqrt(2 * self.config.n_layers) if isinstance(module, ResidualProjection) else 1.0
+            nn.init.normal_(module.weight, std=self.config.init_std * scale)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.init_std)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+
+class ComposerGPT(ComposerModel):
+    """A GPT for causal language modelling, with cross entropy and perplexity as metrics.
+
+    Batches are mappings with `input_ids` and `labels` of shape `(batch, tokens)`, and an optional `attention_mask` of
+    that shape. The target of a token is the label of the next one; -100 marks labels that do not count.
+
+    Args:
+        cfg: A `GPTConfig`, or a mapping or an object with the same settings.
+
+    Raises:
+        TypeError: If a number is given as a string or a bool.
+        ValueError: If a setting is missing, unknown or out of its range.
+
+    Example:
+        >>> model = ComposerGPT(dict(d_model=16, n_heads=2, n_layers=1, vocab_size=32, max_seq_len=8))
+        >>> ids = torch.arange(8).unsqueeze(0)
+        >>> batch = {"input_ids": ids, "labels": ids}
+        >>> model(batch).shape
+        torch.Size([1, 8, 32])
+    """
+
+    def __init__(self, cfg: GPTConfig | Mapping[str, Any] | object) -> None:
+        super().__init__()
+        self.model = GPT(GPTConfig.from_any(cfg))
+        self.train_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
+        self.val_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the logits of the token after each one."""
+        return self.model(batch["input_ids"], batch.get("attention_mask"))
+
+    def loss(self, outputs: Tensor, batch: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the mean cross entropy of the tokens that count."""
+        return F.cross_entropy(outputs.flatten(0, 1), _targets(batch).flatten(), ignore_index=_IGNORE_INDEX)
+
+    def update_metric(self, batch: Mapping[str, Tensor], outputs: Tensor, metric: Metric) -> None:
+        """Update one metric with logits and the next tokens."""
+        metric.update(outputs, _targets(batch))
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        """Name the metrics of training or of evaluation by their class."""
+        return metrics_by_name(self.train_metrics if is_train else self.val_metrics)
+
+    def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
+        """Count the floating point operations that training on a batch needs, forward and backward.
+
+        Six for each parameter and token, and `12 * n_layers * d_model * tokens` for the attention of each token. What
+        activation checkpointing computes anew and what causal kernels leave out are not considered.
+
+        Args:
+            batch: The batch; only the shape of `input_ids` matters.
+
+        Returns:
+            The number of operations.
+
+        Reference:
+            Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, arXiv:2204.02311, appendix B.
+        """
+        num_sequences, num_tokens = batch["input_ids"].shape
+        config = self.model.config
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        attention = 12 * config.n_layers * config.d_model * num_tokens
+        return num_sequences * num_tokens * (6 * num_parameters + attention)
+
+
+def _causal_mask(is_real: Tensor) -> Tensor:
+    """Combine the causal order with which tokens are real, to shape `(batch, 1, tokens, tokens)`.
+
+    Every token may look at itself, padding too: not every kernel answers a softmax over nothing with a number.
+    """
+    num_tokens = is_real.shape[1]
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=is_real.device).tril()
+    itself = torch.eye(num_tokens, dtype=torch.bool, device=is_real.device)
+    return (causal & is_real[:, None, None, :]) | itself
+
+
+def _targets(batch: Mapping[str, Tensor]) -> Tensor:
+    targets = batch["labels"].roll(-1, dims=1)
+    targets[:, -1] = _IGNORE_INDEX
+    return targets

@@ -1,0 +1,256 @@
+"""Loss functions that take class indices as well as one value for each class."""
+
+import warnings
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer_models.targets import (
+    can_read_values,
+    check_for_index_targets,
+    ensure_targets_one_hot,
+    infer_target_type,
+)
+
+Reduction = Literal["none", "sum", "mean"]
+
+
+def soft_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Compute the cross entropy against class indices or against one probability for each class.
+
+    Indices, of any integer dtype, go to `torch.nn.functional.cross_entropy`. For dense targets the loss of an example
+    is `-sum(target * log_softmax(input, dim=1) * weight, dim=1)`, and `reduction='mean'` divides the sum by the total
+    probability in `target`, so that an all-zero row counts as little as an ignored index does.
+
+    A total of zero or less is an error, and less than one for each example a warning. Both need the total's value and
+    so are noticed only where that is free, on the CPU: elsewhere nothing waits for the device, and a total of zero
+    shows as NaN, as it does for indices which are all ignored.
+
+    Args:
+        input: Logits of shape `(batch, classes, ...)`.
+        target: Class indices of shape `(batch, ...)`, or probabilities in the shape of `input`.
+        weight: A factor for each class, shape `(classes,)`. For dense targets the mean is not divided by it.
+        ignore_index: The class index that adds nothing to the loss. Has no effect on dense targets.
+        reduction: `'none'`, `'sum'` or `'mean'`.
+
+    Returns:
+        A scalar, or the loss of each example for `'none'`. For dense targets the scalar is at least float32, since a
+        sum over many examples passes what 16 bits can hold.
+
+    Raises:
+        ValueError: If `reduction` is none of the three, or the total probability of dense targets is not positive.
+        RuntimeError: If the shape of `target` does not fit `input`.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> by_index = soft_cross_entropy(logits, torch.tensor([0, 1]))
+        >>> bool(by_index == soft_cross_entropy(logits, torch.eye(2)))
+        True
+    """
+    _check_reduction(reduction)
+    if infer_target_type(input, target) == "indices":
+        indices = target.long() if check_for_index_targets(target) else target  # torch refuses what are no indices
+        return F.cross_entropy(input, indices, weight=weight, ignore_index=ignore_index, reduction=reduction)
+    if ignore_index != -100:
+        warnings.warn(
+            f"ignore_index={ignore_index} has no effect on targets with one value for each class: make the rows of "
+            f"examples to ignore all zero instead.",
+            UserWarning,
+            stacklevel=2,
+        )
+    target = target if target.is_floating_point() else target.to(input.dtype)
+    losses = F.cross_entropy(input, target, weight=weight, reduction="none")
+    if reduction == "none":
+        return losses
+    loss = _wide_sum(losses)
+    if reduction == "sum":
+        return loss
+    total = _wide_sum(target)
+    if can_read_values(total):
+        _check_total_probability(float(total), target)
+    return loss / total
+
+
+def binary_cross_entropy_with_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: Reduction = "sum",
+    pos_weight: Tensor | None = None,
+    scale_by_batch_size: bool | None = True,
+) -> Tensor:
+    """Compute the binary cross entropy of each class against the rest.
+
+    Args:
+        input: Logits of shape `(batch, classes, ...)`.
+        target: Class indices, or one value in [0, 1] for each class in the shape of `input`.
+        weight: A factor for each element, of a shape that broadcasts to `input`.
+        reduction: `'none'`, `'sum'` or `'mean'`.
+        pos_weight: A factor for the positive term of each class.
+        scale_by_batch_size: Divide the reduced loss by `input.shape[0]`; with `'sum'` that makes it a mean over the
+            examples and a sum over the classes.
+
+    Returns:
+        A scalar, or the loss of each element for `'none'`.
+
+    Raises:
+        ValueError: If `reduction` is none of the three.
+        RuntimeError: If the shape of `target` does not fit `input`.
+
+    Example:
+        >>> binary_cross_entropy_with_logits(torch.zeros(4, 2), torch.tensor([0, 1, 1, 0]))
+        tensor(1.3863)
+
+    Reference:
+        Wightman et al., "ResNet strikes back: An improved training procedure in timm", 2021, arXiv:2110.00476.
+    """
+    _check_reduction(reduction)
+    target = ensure_targets_one_hot(input, target)
+    loss = F.binary_cross_entropy_with_logits(input, target, weight, reduction=reduction, pos_weight=pos_weight)
+    return loss / input.shape[0] if scale_by_batch_size else loss
+
+
+loss_registry: dict[str, Callable[..., Tensor]] = {
+    "binary_cross_entropy_with_logits": binary_cross_entropy_with_logits,
+    "soft_cross_entropy": soft_cross_entropy,
+}
+
+
+class DiceLoss(torch.nn.Module):
+    """One minus the overlap of predicted and true regions, for segmentation.
+
+    With `I = sum(target * input)` and `U = sum(target) + sum(input)` over the pixels of a class, the loss of the class
+    is `1 - (2 I + 1e-5) / (U + 1e-5)`: exactly 0 for a perfect prediction. Pixels without any target, which is what
+    an ignored (negative) label becomes, count neither in `I` nor in `U`.
+
+    Args:
+        sigmoid: Apply a sigmoid to the input.
+        softmax: Apply a softmax over the classes to the input.
+        squared_pred: Square input and target in `U`.
+        jaccard: Compute the loss from intersection over union: `U` becomes `2 (U - I)`.
+        batch: Sum over the batch as well as over the pixels before dividing.
+        ignore_absent_classes: Leave out classes that the target does not have.
+        reduction: `'mean'`, `'sum'` or `'none'` over what is left: classes, and examples unless `batch`.
+
+    Raises:
+        ValueError: If both activations are asked for, or `reduction` is none of the three.
+
+    Example:
+        >>> target = torch.tensor([[[0, 1], [1, 1]]])
+        >>> perfect = torch.nn.functional.one_hot(target, 2).permute(0, 3, 1, 2).float()
+        >>> DiceLoss()(perfect, target).item()
+        0.0
+
+    Reference:
+        Milletari et al., "V-Net: Fully Convolutional Neural Networks for Volumetric Medical Image Segmentation",
+        3DV 2016, arXiv:1606.04797.
+    """
+
+    smoothing = 1e-5
+
+    def __init__(
+        self,
+        sigmoid: bool = False,
+        softmax: bool = False,
+        squared_pred: bool = False,
+        jaccard: bool = False,
+        batch: bool = False,
+        ignore_absent_classes: bool = False,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        if sigmoid and softmax:
+            raise ValueError("sigmoid=True and softmax=True exclude each other: choose one activation.")
+        _check_reduction(reduction)
+        self.sigmoid = sigmoid
+        self.softmax = softmax
+        self.squared_pred = squared_pred
+        self.jaccard = jaccard
+        self.batch = batch
+        self.ignore_absent_classes = ignore_absent_classes
+        self.reduction: Reduction = reduction
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            input: Shape `(batch, classes, ...)`: probabilities, or logits if an activation was asked for.
+            target: Class indices of shape `(batch, ...)` or one value for each class in the shape of `input`.
+
+        Returns:
+            A scalar. For `'none'` the shape is `(batch, classes)`, `(classes,)` with `batch`, and one dim of whatever
+            is present with `ignore_absent_classes`.
+        """
+        target = ensure_targets_one_hot(input, target)
+        has_target = target.any(dim=1, keepdim=True)
+        pred = self._activate(input)
+        # Dim 1 holds the classes, so it always stays.
+        reduced_dims = [*([0] if self.batch else []), *range(2, input.ndim)]
+        target_size = _sum(target, reduced_dims)
+        intersection = _sum(target * pred, reduced_dims)
+        if self.squared_pred:
+            target, pred = target**2, pred**2
+        union = _sum(target, reduced_dims) + _sum(pred * has_target, reduced_dims)
+        if self.jaccard:
+            union = 2 * (union - intersection)
+        loss = 1 - (2 * intersection + self.smoothing) / (union + self.smoothing)
+        if self.ignore_absent_classes:
+            return _reduce_present(loss, target_size > 0, self.reduction)
+        return loss if self.reduction == "none" else getattr(loss, self.reduction)()
+
+    def _activate(self, input: Tensor) -> Tensor:
+        if self.sigmoid:
+            return input.sigmoid()
+        if self.softmax and input.shape[1] == 1:
+            warnings.warn(
+                "softmax=True was skipped: the input has one channel, whose softmax is 1 everywhere. Use sigmoid=True "
+                "or give one channel to each class.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return input
+        return input.softmax(dim=1) if self.softmax else input
+
+
+def _sum(tensor: Tensor, dims: list[int]) -> Tensor:
+    # Tensor.sum takes an empty list of dims for all of them, but here nothing to reduce means exactly that.
+    return tensor.sum(dim=dims) if dims else tensor
+
+
+def _reduce_present(loss: Tensor, present: Tensor, reduction: Reduction) -> Tensor:
+    if reduction == "none":
+        return loss[present]
+    total = torch.where(present, loss, 0.0).sum()
+    return total if reduction == "sum" else total / present.sum().clamp(min=1)
+
+
+def _wide_sum(tensor: Tensor) -> Tensor:
+    # The largest float16 is 65504, and a bfloat16 of 256 does not change when 1 is added.
+    return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _check_reduction(reduction: str) -> None:
+    known = get_args(Reduction)
+    if reduction not in known:
+        raise ValueError(f"reduction={reduction!r} is not known: choose one of {', '.join(map(repr, known))}.")
+
+
+def _check_total_probability(total: float, target: Tensor) -> None:
+    if total <= 0:
+        raise ValueError(
+            f"the targets have a total probability of {total!r} over shape {tuple(target.shape)}, so there is nothing "
+            f"to average over: at least one example needs a row with a positive sum."
+        )
+    num_examples = target.numel() // target.shape[1]
+    # Rows that sum to 1 up to rounding, as smoothed targets do, are whole ones.
+    if total < num_examples * (1 - 8 * torch.finfo(target.dtype).eps):
+        warnings.warn("Some targets have less than 1 total probability.", UserWarning, stacklevel=3)

@@ -1,0 +1,256 @@
+"""Metrics of classification and segmentation, and of any loss function."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from composer_models.losses import soft_cross_entropy
+from composer_models.targets import can_read_values, infer_target_type
+
+Metrics = Metric | MetricCollection | torch.nn.ModuleDict | Mapping[str, Metric] | Iterable[Metric]
+
+
+def metrics_by_name(metrics: Metrics | None) -> dict[str, Metric]:
+    """Bring the forms in which metrics come into one: a dict of metrics by name.
+
+    Args:
+        metrics: One metric or several without names, which are named after their classes; a collection, a mapping or
+            a `ModuleDict`, whose names and order stay; or `None` for no metrics.
+
+    Returns:
+        The same metrics by name.
+
+    Raises:
+        ValueError: If two metrics without names are of one class.
+        TypeError: If something else than a torchmetrics metric is among them.
+
+    Example:
+        >>> list(metrics_by_name(CrossEntropy()))
+        ['CrossEntropy']
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Metric):
+        metrics = [metrics]
+    if isinstance(metrics, torch.nn.ModuleDict | Mapping):  # a collection is a ModuleDict too
+        named: list[tuple[str, Any]] = [(str(name), metric) for name, metric in metrics.items()]
+    else:
+        named = [(type(metric).__name__, metric) for metric in metrics]
+    by_name: dict[str, Metric] = {}
+    for name, metric in named:
+        if not isinstance(metric, Metric):
+            raise TypeError(f"metrics has {metric!r} under {name!r}, which is no torchmetrics.Metric.")
+        if name in by_name:
+            raise ValueError(f"metrics has two of class {name}: give them names, as in {{'top1': ..., 'top5': ...}}.")
+        by_name[name] = metric
+    return by_name
+
+
+class LossMetric(Metric):
+    """The mean of a loss function over batches, each batch counting the same.
+
+    Args:
+        loss_function: Called with the predictions and the targets of a batch; returns the batch's mean loss. Those of
+            16 bits arrive as float32, so that the loss has digits to average.
+        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+
+    Example:
+        >>> metric = LossMetric(torch.nn.functional.mse_loss)
+        >>> metric.update(torch.tensor([1.0]), torch.tensor([3.0]))
+        >>> metric.compute()
+        tensor(4.)
+    """
+
+    full_state_update = False
+    sum_loss: Tensor
+    total_batches: Tensor
+
+    def __init__(self, loss_function: Callable[..., Tensor], dist_sync_on_step: bool = False) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        self.loss_function = loss_function
+        self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("total_batches", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add the loss of a batch."""
+        self.sum_loss += self.loss_function(_at_least_float32(preds), _at_least_float32(target))
+        self.total_batches += 1
+
+    def compute(self) -> Tensor:
+        """Divide the sum of losses by the number of batches."""
+        return self.sum_loss / self.total_batches
+
+
+class CrossEntropy(Metric):
+    """The mean of `soft_cross_entropy` over batches, each batch counting the same.
+
+    Args:
+        ignore_index: The class index that adds nothing.
+        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+
+    Example:
+        >>> metric = CrossEntropy()
+        >>> metric.update(torch.zeros(4, 2), torch.tensor([0, 1, 1, 0]))
+        >>> metric.compute()
+        tensor(0.6931)
+    """
+
+    full_state_update = False
+    sum_loss: Tensor
+    total_batches: Tensor
+
+    def __init__(self, ignore_index: int = -100, dist_sync_on_step: bool = False) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        self.ignore_index = ignore_index
+        self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("total_batches", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add the mean cross entropy of a batch.
+
+        Args:
+            preds: Logits of shape `(batch, classes, ...)`.
+            target: Class indices, or one probability for each class.
+        """
+        preds = _at_least_float32(preds)
+        self.sum_loss += soft_cross_entropy(preds, target, ignore_index=self.ignore_index)
+        self.total_batches += 1
+
+    def compute(self) -> Tensor:
+        """Divide the sum of losses by the number of batches."""
+        return self.sum_loss / self.total_batches
+
+
+def _at_least_float32(tensor: Any) -> Any:
+    """Widen 16-bit floating point; leave indices, wider numbers and whatever is no tensor as they are."""
+    is_16_bit = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if is_16_bit else tensor
+
+
+class MIoU(Metric):
+    """The mean over classes of intersection over union, in percent, for segmentation.
+
+    Args:
+        num_classes: How many classes there are.
+        ignore_index: The target of pixels that do not count.
+
+    Example:
+        >>> metric = MIoU(num_classes=2)
+        >>> logits = torch.tensor([[[0.0, 9.0]], [[9.0, 0.0]]]).unsqueeze(0)
+        >>> metric.update(logits, torch.tensor([[[1, 0]]]))
+        >>> metric.compute()
+        tensor(100., dtype=torch.float64)
+    """
+
+    full_state_update = False
+    total_intersect: Tensor
+    total_union: Tensor
+
+    def __init__(self, num_classes: int, ignore_index: int = -1) -> None:
+        super().__init__(dist_sync_on_step=True)
+        self.num_classes = num_classes
+        self.ignore_index = ignore_index
+        # float64 counts pixels exactly far beyond what float32 can.
+        for name in ("total_intersect", "total_union"):
+            self.add_state(name, default=torch.zeros(num_classes, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Count the pixels of a batch.
+
+        Args:
+            logits: Shape `(batch, classes, ...)`.
+            targets: Class indices of shape `(batch, ...)`.
+
+        Raises:
+            ValueError: If `logits` do not have one channel for each class, or a label is neither a class nor
+                `ignore_index` (checked where the targets lie on the CPU).
+        """
+        if logits.shape[1] != self.num_classes:
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} have {logits.shape[1]} channels in dim 1, where the metric has "
+                f"num_classes={self.num_classes}: give one channel to each class, or change num_classes."
+            )
+        if can_read_values(targets):
+            self._check_labels(targets)
+        preds = logits.argmax(dim=1)
+        counts = targets != self.ignore_index
+        intersect = self._count(targets, counts & (preds == targets))
+        self.total_intersect += intersect
+        self.total_union += self._count(preds, counts) + self._count(targets, counts) - intersect
+
+    def compute(self) -> Tensor:
+        """Average over the classes that were seen or predicted."""
+        seen = self.total_union != 0
+        return 100 * (self.total_intersect[seen] / self.total_union[seen]).mean()
+
+    def _check_labels(self, targets: Tensor) -> None:
+        counted = targets.masked_fill(targets == self.ignore_index, 0)
+        if not counted.numel():
+            return
+        for label in (int(extreme) for extreme in torch.aminmax(counted)):
+            if not 0 <= label < self.num_classes:
+                raise ValueError(
+                    f"targets have the label {label}, which is no class: with num_classes={self.num_classes} labels "
+                    f"are 0 to {self.num_classes - 1}, and ignore_index={self.ignore_index} for pixels that do not "
+                    f"count. Pass ignore_index={label} if that is what it means, or raise num_classes."
+                )
+
+    def _count(self, classes: Tensor, where: Tensor) -> Tensor:
+        # What does not count goes to a bin past the last class: selecting it by a mask would wait for the device.
+        binned = torch.where(where, classes, self.num_classes).flatten().long()
+        bins = torch.zeros(self.num_classes + 1, dtype=torch.int64, device=classes.device)
+        return bins.scatter_add_(0, binned, torch.ones_like(binned))[:-1]
+
+
+class Dice(Metric):
+    """The Dice score of each foreground class, in percent, averaged over batches and classes.
+
+    A class which the targets of a batch do not have scores 1 there if it is not predicted either, else 0.
+
+    Args:
+        num_classes: How many foreground classes there are. Predictions have one channel more, the background, which
+            is channel 0.
+
+    Example:
+        >>> metric = Dice(num_classes=1)
+        >>> metric.update(torch.tensor([[[0.0, 0.0], [1.0, 1.0]]]), torch.tensor([[1, 0]]))
+        >>> metric.compute()
+        66.67
+
+    Reference:
+        Dice, "Measures of the Amount of Ecologic Association Between Species", Ecology 26(3), 1945.
+    """
+
+    full_state_update = False
+    n_updates: Tensor
+    dice: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(dist_sync_on_step=True)
+        self.num_classes = num_classes
+        self.add_state("n_updates", default=torch.zeros(1), dist_reduce_fx="sum")
+        self.add_state("dice", default=torch.zeros(num_classes), dist_reduce_fx="sum")
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        """Add the score of each foreground class in a batch.
+
+        Args:
+            pred: Shape `(batch, 1 + num_classes, ...)`.
+            target: Class indices of shape `(batch, ...)`, or one value for each class in the shape of `pred`.
+        """
+        if infer_target_type(pred, target) == "one_hot":
+            target = target.argmax(dim=1)
+        foreground = torch.arange(1, self.num_classes + 1, device=pred.device).unsqueeze(1)
+        predicted = pred.argmax(dim=1).flatten() == foreground
+        actual = target.flatten() == foreground
+        # 2 tp + fp + fn is the size of both regions together.
+        both = predicted.sum(dim=1) + actual.sum(dim=1)
+        self.dice += torch.where(both == 0, 1.0, 2 * (predicted & actual).sum(dim=1) / both)
+        self.n_updates += 1
+
+    def compute(self) -> float:
+        """Average over batches and classes, rounded to two decimals."""
+        return round((100 * self.dice / self.n_updates).mean().item(), 2)

@@ -1,0 +1,193 @@
+"""Metrics of language models and of binary classification."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class MaskedAccuracy(Metric):
+    """The share of right predictions among the targets that count.
+
+    Args:
+        ignore_index: The target that does not count.
+        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+
+    Example:
+        >>> metric = MaskedAccuracy(ignore_index=-100)
+        >>> metric.update(torch.eye(3), torch.tensor([0, 2, -100]))
+        >>> metric.compute()
+        tensor(0.5000)
+    """
+
+    full_state_update = False
+    correct: Tensor
+    total: Tensor
+
+    def __init__(self, ignore_index: int = -100, dist_sync_on_step: bool = False) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        self.ignore_index = ignore_index
+        self.add_state("correct", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Count the right predictions of a batch.
+
+        Args:
+            preds: Logits of shape `(batch, ..., classes)`.
+            target: Class indices of shape `(batch, ...)`.
+        """
+        counts = target != self.ignore_index
+        self.correct += ((preds.argmax(dim=-1) == target) & counts).sum()
+        self.total += counts.sum()
+
+    def compute(self) -> Tensor:
+        """Divide the right predictions by all that count."""
+        return self.correct / self.total
+
+
+class LanguageCrossEntropy(Metric):
+    """The cross entropy of each token, averaged over all tokens that count.
+
+    Args:
+        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+        ignore_index: The target of tokens that do not count.
+
+    Example:
+        >>> metric = LanguageCrossEntropy()
+        >>> metric.update(torch.zeros(1, 3, 4), torch.tensor([[2, 0, -100]]))
+        >>> metric.compute()
+        tensor(1.3863)
+    """
+
+    full_state_update = False
+    sum_loss: Tensor
+    total_items: Tensor
+
+    def __init__(self, dist_sync_on_step: bool = False, ignore_index: int = -100) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        self.ignore_index = ignore_index
+        self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("total_items", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, output: Tensor | Mapping[str, Tensor], target: Tensor) -> None:
+        """Add the tokens of a batch.
+
+        Args:
+            output: Logits of shape `(batch, ..., vocabulary)`, or a mapping that has them under `'logits'`.
+            target: Token indices of shape `(batch, ...)`.
+
+        Raises:
+            TypeError: If `output` is neither.
+        """
+        logits = _logits_of(output)
+        logits, target = logits.flatten(0, -2), target.flatten().long()
+        losses = F.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="none")
+        # Summed in the dtype of the state: a sum in that of 16-bit logits would lose digits, or overflow.
+        self.sum_loss += losses.sum(dtype=self.sum_loss.dtype)
+        self.total_items += (target != self.ignore_index).sum()
+
+    def compute(self) -> Tensor:
+        """Divide the summed loss by the number of tokens."""
+        return self.sum_loss / self.total_items
+
+
+class LanguagePerplexity(LanguageCrossEntropy):
+    """The exponential of the cross entropy of each token: among how many tokens the model is undecided.
+
+    Example:
+        >>> metric = LanguagePerplexity()
+        >>> metric.update(torch.zeros(1, 3, 4), torch.tensor([[2, 0, -100]]))
+        >>> metric.compute()
+        tensor(4.)
+    """
+
+    def compute(self) -> Tensor:
+        """Take the exponential of the mean cross entropy."""
+        return torch.exp(super().compute())
+
+
+class BinaryF1Score(Metric):
+    """The harmonic mean of precision and recall for class 1 of two.
+
+    Args:
+        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+
+    Example:
+        >>> metric = BinaryF1Score()
+        >>> metric.update(torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 0, 0]))
+        >>> metric.compute()
+        tensor(0.6667)
+    """
+
+    full_state_update = False
+    true_positive: Tensor
+    false_positive: Tensor
+    false_negative: Tensor
+
+    def __init__(self, dist_sync_on_step: bool = False) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        for name in ("true_positive", "false_positive", "false_negative"):
+            self.add_state(name, default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, output: Tensor | Mapping[str, Tensor], target: Tensor) -> None:
+        """Count the predictions of a batch.
+
+        Args:
+            output: Logits of shape `(batch, 2)`, or a mapping that has them under `'logits'`.
+            target: 0 or 1, shape `(batch,)`.
+
+        Raises:
+            TypeError: If `output` is neither.
+        """
+        predicted = _logits_of(output).argmax(dim=1) == 1
+        actual = target == 1
+        self.true_positive += (predicted & actual).sum()
+        self.false_positive += (predicted & ~actual).sum()
+        self.false_negative += (~predicted & actual).sum()
+
+    def compute(self) -> Tensor:
+        """Compute the score from the counts."""
+        return self.true_positive / (self.true_positive + 0.5 * (self.false_negative + self.false_positive))
+
+
+class InContextLearningMetric(Metric):
+    """What old pickles of a removed metric resolve to; it cannot be constructed."""
+
+    full_state_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} was removed: the name remains so that files which mention it can be read. "
+            f"Evaluate language models with an evaluation harness, or define a torchmetrics.Metric of your own."
+        )
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the metric was removed."""
+        raise RuntimeError(f"{type(self).__name__} was removed and can no longer be updated.")
+
+    def compute(self) -> Any:
+        """Refuse: the metric was removed."""
+        raise RuntimeError(f"{type(self).__name__} was removed and can no longer be computed.")
+
+
+InContextLearningQAAccuracy = InContextLearningMetric
+InContextLearningLMAccuracy = InContextLearningMetric
+InContextLearningMultipleChoiceAccuracy = InContextLearningMetric
+InContextLearningCodeEvalAccuracy = InContextLearningMetric
+InContextLearningMCExpectedCalibrationError = InContextLearningMetric
+InContextLearningLMExpectedCalibrationError = InContextLearningMetric
+
+
+def _logits_of(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    raise TypeError(
+        f"output is a {type(output).__name__}, from which the metric cannot take logits: give a tensor, or a mapping "
+        f"with the entry 'logits'."
+    )

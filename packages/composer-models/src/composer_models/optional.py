@@ -1,0 +1,47 @@
+"""The error for an optional dependency that is not installed."""
+
+
+class MissingConditionalImportError(ImportError):
+    """A feature needs a package that is not installed, and the message says which extra brings it.
+
+    Args:
+        extra_deps_group: The extra that brings the package, such as `'vision'`.
+        conda_package: The package's name, on conda and in the message.
+        conda_channel: The conda channel that has it.
+        distribution: The distribution whose extra it is.
+
+    Example:
+        >>> raise MissingConditionalImportError("coco", "pycocotools", distribution="composer-models")
+        Traceback (most recent call last):
+            ...
+        composer_models.optional.MissingConditionalImportError: pycocotools is not installed, and ...
+    """
+
+    def __init__(
+        self,
+        extra_deps_group: str,
+        conda_package: str,
+        conda_channel: str | None = "conda-forge",
+        *,
+        distribution: str = "composer-suite",
+    ) -> None:
+        conda = f" -c {conda_channel}" if conda_channel else ""
+        super().__init__(
+            f"{conda_package} is not installed, and this feature needs it. It comes with the extra "
+            f"{extra_deps_group!r}: run `pip install '{distribution}[{extra_deps_group}]'`, or in a conda environment "
+            f"`conda install{conda} {conda_package}`."
+        )
+        self.extra_deps_group = extra_deps_group
+        self.conda_package = conda_package
+        self.conda_channel = conda_channel
+        self.distribution = distribution
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception pickles as its class called with `args`, here the message; a rank's error must arrive whole.
+        return _rebuild, (self.extra_deps_group, self.conda_package, self.conda_channel, self.distribution)
+
+
+def _rebuild(
+    extra_deps_group: str, conda_package: str, conda_channel: str | None, distribution: str
+) -> MissingConditionalImportError:
+    return MissingConditionalImportError(extra_deps_group, conda_package, conda_channel, distribution=distribution)

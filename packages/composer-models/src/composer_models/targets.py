@@ -1,0 +1,123 @@
+"""The two forms of classification targets: class indices, or one value for each class."""
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_INDEX_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def infer_target_type(input: Tensor, targets: Tensor) -> Literal["indices", "one_hot"]:
+    """Tell from the shapes whether targets are class indices or hold one value for each class.
+
+    Args:
+        input: Logits of shape `(batch, classes, ...)`.
+        targets: Shape `(batch, ...)` for class indices, or the shape of `input`.
+
+    Returns:
+        `'one_hot'` if both have the same shape, which also covers smoothed and mixed targets; `'indices'` if
+        `targets` has one dim less.
+
+    Raises:
+        RuntimeError: If the shapes fit neither form.
+
+    Example:
+        >>> infer_target_type(torch.zeros(4, 10), torch.zeros(4, dtype=torch.long))
+        'indices'
+    """
+    if input.shape == targets.shape:
+        return "one_hot"
+    if input.ndim == targets.ndim + 1:
+        return "indices"
+    raise RuntimeError(
+        f"targets of shape {tuple(targets.shape)} do not fit an input of shape {tuple(input.shape)}: class indices "
+        f"have the input's shape without dim 1, targets with one value for each class have the input's shape."
+    )
+
+
+def ensure_targets_one_hot(input: Tensor, targets: Tensor, num_classes: int | None = None) -> Tensor:
+    """Give targets one value for each class, along dim 1 as the logits have it.
+
+    Args:
+        input: Logits of shape `(batch, classes, ...)`.
+        targets: Class indices or targets that already have the shape of `input`. Negative indices are ignored
+            labels: their rows become all zero.
+        num_classes: How many classes to encode. `input.shape[1]` when `None`.
+
+    Returns:
+        float32 of shape `(batch, num_classes, ...)`.
+
+    Raises:
+        RuntimeError: If the shape of `targets` does not fit `input`.
+        ValueError: If an index is `num_classes` or larger (checked where the targets lie on the CPU).
+
+    Example:
+        >>> ensure_targets_one_hot(torch.zeros(2, 3), torch.tensor([2, 0]))
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
+    """
+    if infer_target_type(input, targets) == "one_hot":
+        return targets.float()
+    classes = input.shape[1] if num_classes is None else num_classes
+    return _one_hot(targets, classes, dim=1, dtype=torch.float32)
+
+
+def check_for_index_targets(targets: Tensor) -> bool:
+    """Tell whether targets have an integer dtype, as class indices do.
+
+    Args:
+        targets: Targets of any shape.
+
+    Returns:
+        True for uint8, int8, int16, int32 and int64.
+
+    Example:
+        >>> check_for_index_targets(torch.tensor([1, 2])), check_for_index_targets(torch.tensor([0.5]))
+        (True, False)
+    """
+    return targets.dtype in _INDEX_DTYPES
+
+
+def can_read_values(tensor: Tensor) -> bool:
+    """Tell whether looking at a tensor's values is free: no wait for a device, no break in a compiled graph."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1, dim: int = -1, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Encode integer labels one-hot along `dim`; negative labels get all-zero rows.
+
+    Labels that the CPU holds are checked. On a device nothing waits for them: a label too large ends in the error
+    of the scatter kernel.
+    """
+    if not check_for_index_targets(tensor):
+        raise ValueError(
+            f"labels have dtype {tensor.dtype}, which cannot be encoded one-hot: pass integer class indices."
+        )
+    if can_read_values(tensor) or num_classes == -1:
+        num_classes = _checked_num_classes(tensor, num_classes)
+    index = tensor.long().unsqueeze(dim)
+    dim = dim % index.ndim
+    shape = [*index.shape[:dim], num_classes, *index.shape[dim + 1 :]]
+    encoded = torch.zeros(shape, dtype=dtype, device=tensor.device)
+    # A negative label writes its 0 into class 0, so one kernel serves both kinds of label.
+    return encoded.scatter_(dim, index.clamp(min=0), (index >= 0).to(dtype))
+
+
+def _checked_num_classes(tensor: Tensor, num_classes: int) -> int:
+    if tensor.numel() == 0:
+        return max(num_classes, 0)
+    smallest, largest = (int(extreme) for extreme in torch.aminmax(tensor))
+    if smallest < 0:
+        warnings.warn(
+            "Negative label indices are being ignored in conversion to one-hot labels", UserWarning, stacklevel=4
+        )
+    if num_classes == -1:
+        return largest + 1
+    if num_classes < largest + 1:
+        raise ValueError(
+            f"num_classes={num_classes} is too few for the label {largest}: labels count from 0, so at least "
+            f"{largest + 1} classes are needed."
+        )
+    return num_classes
