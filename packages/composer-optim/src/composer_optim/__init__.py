@@ -1,0 +1,89 @@
+"""How weights and learning rates move: decoupled optimizers, and schedulers that speak of training time."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_optim.compile import compile_composer_scheduler as compile_composer_scheduler
+    from composer_optim.compile import compile_composer_schedulers as compile_composer_schedulers
+    from composer_optim.decoupled import DecoupledAdamW as DecoupledAdamW
+    from composer_optim.decoupled import DecoupledSGDW as DecoupledSGDW
+    from composer_optim.raw_loop import lambda_lr as lambda_lr
+    from composer_optim.raw_loop import lr_lambda as lr_lambda
+    from composer_optim.schedulers import ComposerScheduler as ComposerScheduler
+    from composer_optim.schedulers import ConstantScheduler as ConstantScheduler
+    from composer_optim.schedulers import CosineAnnealingScheduler as CosineAnnealingScheduler
+    from composer_optim.schedulers import CosineAnnealingWarmRestartsScheduler as CosineAnnealingWarmRestartsScheduler
+    from composer_optim.schedulers import ExponentialScheduler as ExponentialScheduler
+    from composer_optim.schedulers import LinearScheduler as LinearScheduler
+    from composer_optim.schedulers import MultiStepScheduler as MultiStepScheduler
+    from composer_optim.schedulers import PolynomialScheduler as PolynomialScheduler
+    from composer_optim.schedulers import StepScheduler as StepScheduler
+    from composer_optim.torch_schedulers import scale_pytorch_scheduler as scale_pytorch_scheduler
+    from composer_optim.warmup import ConstantWithWarmupScheduler as ConstantWithWarmupScheduler
+    from composer_optim.warmup import CosineAnnealingWithWarmupScheduler as CosineAnnealingWithWarmupScheduler
+    from composer_optim.warmup import LinearWithWarmupScheduler as LinearWithWarmupScheduler
+    from composer_optim.warmup import MultiStepWithWarmupScheduler as MultiStepWithWarmupScheduler
+    from composer_optim.warmup import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
+
+# The schedulers need no torch, so a name brings only the module that it lives in.
+_HOME = {
+    "DecoupledSGDW": "composer_optim.decoupled",
+    "DecoupledAdamW": "composer_optim.decoupled",
+    "ComposerScheduler": "composer_optim.schedulers",
+    "StepScheduler": "composer_optim.schedulers",
+    "MultiStepScheduler": "composer_optim.schedulers",
+    "ConstantScheduler": "composer_optim.schedulers",
+    "LinearScheduler": "composer_optim.schedulers",
+    "ExponentialScheduler": "composer_optim.schedulers",
+    "CosineAnnealingScheduler": "composer_optim.schedulers",
+    "CosineAnnealingWarmRestartsScheduler": "composer_optim.schedulers",
+    "PolynomialScheduler": "composer_optim.schedulers",
+    "MultiStepWithWarmupScheduler": "composer_optim.warmup",
+    "ConstantWithWarmupScheduler": "composer_optim.warmup",
+    "LinearWithWarmupScheduler": "composer_optim.warmup",
+    "CosineAnnealingWithWarmupScheduler": "composer_optim.warmup",
+    "PolynomialWithWarmupScheduler": "composer_optim.warmup",
+    "compile_composer_scheduler": "composer_optim.compile",
+    "compile_composer_schedulers": "composer_optim.compile",
+    "scale_pytorch_scheduler": "composer_optim.torch_schedulers",
+    "lr_lambda": "composer_optim.raw_loop",
+    "lambda_lr": "composer_optim.raw_loop",
+}
+
+__all__ = [
+    "DecoupledSGDW",
+    "DecoupledAdamW",
+    "ComposerScheduler",
+    "StepScheduler",
+    "MultiStepScheduler",
+    "ConstantScheduler",
+    "LinearScheduler",
+    "ExponentialScheduler",
+    "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler",
+    "PolynomialScheduler",
+    "MultiStepWithWarmupScheduler",
+    "ConstantWithWarmupScheduler",
+    "LinearWithWarmupScheduler",
+    "CosineAnnealingWithWarmupScheduler",
+    "PolynomialWithWarmupScheduler",
+    "compile_composer_scheduler",
+    "compile_composer_schedulers",
+    "scale_pytorch_scheduler",
+    "lr_lambda",
+    "lambda_lr",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # slower than the rest of this module together
+
+        value: object = version("composer-optim")
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

@@ -1,0 +1,247 @@
+"""Run a scheduler in any training loop, with nothing but PyTorch's `LambdaLR` around it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from composer_optim.compile import ratio_argument
+from composer_optim.time_conversion import parse_time
+from composer_time import Time, Timestamp, TimeUnit
+
+
+def lr_lambda(
+    scheduler: Callable[..., float],
+    *,
+    max_duration: str | Time,
+    batches_per_epoch: int | None = None,
+    samples_per_batch: int | None = None,
+    tokens_per_batch: int | None = None,
+    scale_schedule_ratio: float = 1.0,
+) -> Callable[[int], float]:
+    """Turn a scheduler into a function of the number of batches done, as `LambdaLR` takes it.
+
+    The result keeps nothing between calls, so it can also be asked for the whole schedule at once. It can be pickled
+    if the scheduler can.
+
+    Args:
+        scheduler: Any scheduler of this package, or a callable `(state)` or `(state, ssr)`.
+        max_duration: How long training is.
+        batches_per_epoch: Needed where anything is counted in epochs.
+        samples_per_batch: Over all ranks; needed where anything is counted in samples.
+        tokens_per_batch: Over all ranks; needed where anything is counted in tokens.
+        scale_schedule_ratio: Makes `max_duration` and the schedule this many times as long.
+
+    Returns:
+        A function from the number of batches done to the factor of the learning rate. It raises `ValueError` or
+        `RuntimeError` if the scheduler counts in something that none of the arguments above gives, also where it only
+        looks at the clock, as in `state.timestamp >= '1ep'` or `state.timestamp.epoch`.
+
+    Raises:
+        ValueError: If a count or the ratio is not more than 0, `max_duration` is nothing that the loop counts or is
+            scaled to 0, or the ratio is not 1 and the scheduler takes none.
+
+    Example:
+        >>> from composer_optim import MultiStepScheduler
+        >>> factor = lr_lambda(MultiStepScheduler(["0.5dur", "0.75dur"]), max_duration="2ep", batches_per_epoch=4)
+        >>> [round(factor(batch), 3) for batch in range(8)]
+        [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+    """
+    ratio = ratio_argument(scheduler, scale_schedule_ratio)
+    duration = parse_time(max_duration, "max_duration")
+    loop = _Loop(duration, batches_per_epoch, samples_per_batch, tokens_per_batch)
+    if scale_schedule_ratio != 1.0:
+        loop = loop.scaled(scale_schedule_ratio)
+    return partial(_factor, scheduler, ratio, loop)
+
+
+def lambda_lr(
+    optimizer: Optimizer,
+    scheduler: Callable[..., float],
+    *,
+    max_duration: str | Time,
+    batches_per_epoch: int | None = None,
+    samples_per_batch: int | None = None,
+    tokens_per_batch: int | None = None,
+    scale_schedule_ratio: float = 1.0,
+) -> LambdaLR:
+    """Make a `LambdaLR` that moves the optimizer's learning rate as `scheduler` says, one batch for each `step()`.
+
+    Call `step()` after every `optimizer.step()`, also within epochs: batch `k`, counted from 0, then trains with the
+    scheduler's factor for `k` batches done. The number of batches done is all its state, so its `state_dict` is plain
+    and a run resumes from it together with the optimizer's. Make both first, then load both: making a `LambdaLR` sets
+    the optimizer's learning rate to that of batch 0, also over one that was loaded before.
+
+    Args:
+        optimizer: What is stepped. Its learning rates are those that the factor multiplies.
+        scheduler: Any scheduler of this package, or a callable `(state)` or `(state, ssr)`.
+        max_duration: How long training is.
+        batches_per_epoch: Needed where anything is counted in epochs.
+        samples_per_batch: Over all ranks; needed where anything is counted in samples.
+        tokens_per_batch: Over all ranks; needed where anything is counted in tokens.
+        scale_schedule_ratio: Makes `max_duration` and the schedule this many times as long.
+
+    Raises:
+        ValueError: As `lr_lambda`, and at once if the scheduler counts in something that is not given.
+        RuntimeError: If the scheduler counts in epochs, or in fractions of a `max_duration` in epochs, and
+            `batches_per_epoch` is not given.
+
+    Example:
+        >>> import torch
+        >>> from composer_optim import LinearScheduler
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+        >>> schedule = lambda_lr(optimizer, LinearScheduler(), max_duration="4ba")
+        >>> for _ in range(3):
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> schedule.get_last_lr()
+        [0.5]
+    """
+    factor = lr_lambda(
+        scheduler,
+        max_duration=max_duration,
+        batches_per_epoch=batches_per_epoch,
+        samples_per_batch=samples_per_batch,
+        tokens_per_batch=tokens_per_batch,
+        scale_schedule_ratio=scale_schedule_ratio,
+    )
+    return LambdaLR(optimizer, factor)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """How a loop counts."""
+
+    max_duration: Time
+    batches_per_epoch: int | None
+    samples_per_batch: int | None
+    tokens_per_batch: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("batches_per_epoch", "samples_per_batch", "tokens_per_batch"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count!r} must be 1 or more. Leave it out if it is not known.")
+        # In epochs it is only a number until somebody asks for batches, and then the length of an epoch is asked for.
+        if self.max_duration.unit != TimeUnit.EPOCH:
+            self.require(self.max_duration.unit)
+
+    def scaled(self, ratio: float) -> "_Loop":
+        """Return a loop that is `ratio` times as long."""
+        max_duration = self.max_duration * ratio
+        if max_duration.value == 0:
+            raise ValueError(
+                f"Scale schedule has reduced the max_duration to 0: max_duration={str(self.max_duration)!r} with "
+                f"scale_schedule_ratio={ratio!r}. Use a larger ratio, or give max_duration in batches."
+            )
+        return _Loop(max_duration, self.batches_per_epoch, self.samples_per_batch, self.tokens_per_batch)
+
+    def require(self, unit: TimeUnit) -> None:
+        """Raise `ValueError` if the loop does not count in `unit`."""
+        needs = {
+            TimeUnit.EPOCH: ("batches_per_epoch", self.batches_per_epoch),
+            TimeUnit.BATCH: ("", 1),
+            TimeUnit.SAMPLE: ("samples_per_batch", self.samples_per_batch),
+            TimeUnit.TOKEN: ("tokens_per_batch", self.tokens_per_batch),
+        }
+        if unit not in needs:
+            raise ValueError(
+                f"{unit.value!r} is not counted by this loop. It counts batches, and epochs, samples and tokens if "
+                f"batches_per_epoch, samples_per_batch and tokens_per_batch are given. Use one of these units."
+            )
+        argument, count = needs[unit]
+        if count is None:
+            raise ValueError(
+                f"{argument}=None, but the schedule or max_duration is counted in {unit.value!r}. Pass {argument}, or "
+                f"write the lengths in batches or as fractions of the duration such as '0.1dur'."
+            )
+
+
+@dataclass(frozen=True)
+class _LoopState:
+    """What a scheduler reads after some number of batches."""
+
+    timestamp: Timestamp
+    max_duration: Time
+    dataloader_len: Time | None
+
+
+class _LoopTimestamp(Timestamp):
+    """A timestamp that refuses to be asked for what the loop does not count, instead of saying 0 for ever."""
+
+    __slots__ = ("loop",)
+
+    def __init__(self, loop: _Loop, batch: int) -> None:
+        epoch, batch_in_epoch = divmod(batch, loop.batches_per_epoch) if loop.batches_per_epoch else (0, batch)
+        samples, tokens = loop.samples_per_batch or 0, loop.tokens_per_batch or 0
+        super().__init__(
+            epoch=epoch,
+            batch=batch,
+            sample=batch * samples,
+            token=batch * tokens,
+            epoch_in_iteration=epoch,
+            token_in_iteration=batch * tokens,
+            batch_in_epoch=batch_in_epoch,
+            sample_in_epoch=batch_in_epoch * samples,
+            token_in_epoch=batch_in_epoch * tokens,
+        )
+        self.loop = loop
+
+    def get(self, unit: TimeUnit | str) -> Time:
+        unit = TimeUnit(unit)
+        self.loop.require(unit)
+        return super().get(unit)
+
+
+def _counter(name: str, units: Iterable[TimeUnit]) -> property:
+    """Return `Timestamp`'s property of this name, for a loop that counts in `units`."""
+    read = getattr(Timestamp, name).fget
+
+    def checked(self: _LoopTimestamp) -> object:
+        for unit in units:
+            self.loop.require(unit)
+        return read(self)
+
+    return property(checked)
+
+
+def _comparison(name: str) -> Callable[[_LoopTimestamp, object], bool]:
+    """Return `Timestamp`'s comparison of this name, for lengths in a unit that the loop counts in."""
+    compare = getattr(Timestamp, name)
+
+    def checked(self: _LoopTimestamp, other: object) -> bool:
+        if isinstance(other, (Time, str)):
+            self.loop.require(parse_time(other, "timestamp").unit)
+        return compare(self, other)
+
+    return checked
+
+
+# What has to be counted before a property of the timestamp means anything; `batch` always does.
+_NEEDS = {
+    "iteration": (TimeUnit.ITERATION,),
+    "epoch": (TimeUnit.EPOCH,),
+    "sample": (TimeUnit.SAMPLE,),
+    "token": (TimeUnit.TOKEN,),
+    "epoch_in_iteration": (TimeUnit.EPOCH,),
+    "token_in_iteration": (TimeUnit.TOKEN,),
+    "batch_in_epoch": (TimeUnit.EPOCH,),
+    "sample_in_epoch": (TimeUnit.EPOCH, TimeUnit.SAMPLE),
+    "token_in_epoch": (TimeUnit.EPOCH, TimeUnit.TOKEN),
+    "total_wct": (TimeUnit.SECOND,),
+    "iteration_wct": (TimeUnit.SECOND,),
+    "epoch_wct": (TimeUnit.SECOND,),
+    "batch_wct": (TimeUnit.SECOND,),
+}
+for _name, _units in _NEEDS.items():
+    setattr(_LoopTimestamp, _name, _counter(_name, _units))
+for _name in ("__eq__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(_LoopTimestamp, _name, _comparison(_name))
+
+
+def _factor(scheduler: Callable[..., float], ratio: tuple[float, ...], loop: _Loop, batch: int) -> float:
+    """Call the scheduler for the moment at which `batch` batches are done."""
+    dataloader_len = None if loop.batches_per_epoch is None else Time(loop.batches_per_epoch, TimeUnit.BATCH)
+    return scheduler(_LoopState(_LoopTimestamp(loop, batch), loop.max_duration, dataloader_len), *ratio)

@@ -1,0 +1,273 @@
+"""Schedulers: by what to multiply the learning rate, given where training is.
+
+Every scheduler is a callable `scheduler(state, ssr=1.0) -> alpha`. It keeps nothing between calls, so it can be asked
+about any point of training, and a resumed run needs no state of it. The optimizer's own learning rate times `alpha` is
+the learning rate; where several schedulers are used, their factors multiply.
+
+Lengths are `Time` objects or time strings: batches (`'500ba'`), epochs (`'10ep'`), samples, tokens, iterations, or
+fractions of the whole training (`'0.1dur'`). `ssr`, the scale schedule ratio, stretches or shortens them all, except
+for fractions: they follow the duration, which whoever passes `ssr` has scaled as well.
+"""
+
+from collections.abc import Sequence
+
+from composer_optim._shapes import cosine, fraction_done, linear, polynomial
+from composer_optim.time_conversion import SchedulerState, convert_time, parse_time
+from composer_time import Time
+
+
+class ComposerScheduler:
+    """The base of the schedulers here, to derive from for one's own. Any callable of the same form does as well.
+
+    Example:
+        >>> class FirstEpochOnly(ComposerScheduler):
+        ...     def __call__(self, state, ssr=1.0):
+        ...         return 1.0 if state.timestamp < "1ep" else 0.0
+    """
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return what to multiply the learning rate with.
+
+        Args:
+            state: Where training is and how long it will be.
+            ssr: The scale schedule ratio.
+
+        Raises:
+            NotImplementedError: Always; a subclass has to say it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how the learning rate moves: define __call__(self, state, ssr=1.0) "
+            f"in it and return the factor."
+        )
+
+
+class StepScheduler(ComposerScheduler):
+    """Multiply the learning rate by `gamma` again after every `step_size`.
+
+    `alpha = gamma ** floor(t / step_size)`
+
+    Args:
+        step_size: How long each step is.
+        gamma: The factor of each step.
+
+    Example:
+        >>> scheduler = StepScheduler("30ep", gamma=0.1)
+    """
+
+    def __init__(self, step_size: str | Time, gamma: float = 0.1) -> None:
+        self.step_size = parse_time(step_size, "step_size")
+        self.gamma = gamma
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`."""
+        step_size = _convert_period(self.step_size, "step_size", state, ssr)
+        return self.gamma ** (state.timestamp.get(step_size.unit).value // step_size.value)
+
+
+class MultiStepScheduler(ComposerScheduler):
+    """Multiply the learning rate by `gamma` at each of the milestones.
+
+    `alpha = gamma ** (number of milestones that t has reached)`
+
+    Args:
+        milestones: When, in any order and any mixture of units.
+        gamma: The factor of each milestone.
+
+    Example:
+        >>> scheduler = MultiStepScheduler(["0.3dur", "0.5dur", "0.9dur"], gamma=0.1)
+    """
+
+    def __init__(self, milestones: Sequence[str | Time], gamma: float = 0.1) -> None:
+        if isinstance(milestones, str | Time):
+            raise TypeError(
+                f"milestones={milestones!r} is one length, not a sequence of them. Write [{str(milestones)!r}]."
+            )
+        self.milestones = [parse_time(milestone, "milestones") for milestone in milestones]
+        self.gamma = gamma
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`."""
+        milestones = [convert_time(milestone, state, ssr) for milestone in self.milestones]
+        return self.gamma ** sum(state.timestamp.get(each.unit).value >= each.value for each in milestones)
+
+
+class ConstantScheduler(ComposerScheduler):
+    """Multiply the learning rate by `alpha` until `t_max`, and by 1 from then on.
+
+    Args:
+        alpha: The factor.
+        t_max: How long it holds.
+
+    Example:
+        >>> scheduler = ConstantScheduler(alpha=0.5, t_max="0.1dur")
+    """
+
+    def __init__(self, alpha: float = 1.0, t_max: str | Time = "1dur") -> None:
+        self.alpha = alpha
+        self.t_max = parse_time(t_max, "t_max")
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`."""
+        t_max = convert_time(self.t_max, state, ssr)
+        return self.alpha if state.timestamp.get(t_max.unit).value < t_max.value else 1.0
+
+
+class LinearScheduler(ComposerScheduler):
+    """Move the factor from `alpha_i` to `alpha_f` along a straight line, and leave it there.
+
+    `alpha = alpha_i + min(1, t / t_max) * (alpha_f - alpha_i)`
+
+    Args:
+        alpha_i: The factor at the start.
+        alpha_f: The factor from `t_max` on.
+        t_max: How long the way is.
+
+    Example:
+        >>> scheduler = LinearScheduler(alpha_i=1.0, alpha_f=0.1, t_max="0.5dur")
+    """
+
+    def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: str | Time = "1dur") -> None:
+        self.alpha_i = alpha_i
+        self.alpha_f = alpha_f
+        self.t_max = parse_time(t_max, "t_max")
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`."""
+        return linear(_done(self.t_max, state, ssr), self.alpha_i, self.alpha_f)
+
+
+class ExponentialScheduler(ComposerScheduler):
+    """Multiply the learning rate by `gamma` per `decay_period`, a little at every step.
+
+    `alpha = gamma ** (t / decay_period)`
+
+    Args:
+        gamma: The factor of a whole period.
+        decay_period: How long a period is.
+
+    Example:
+        >>> scheduler = ExponentialScheduler(gamma=0.5, decay_period="10ep")
+    """
+
+    def __init__(self, gamma: float, decay_period: str | Time = "1ep") -> None:
+        self.gamma = gamma
+        self.decay_period = parse_time(decay_period, "decay_period")
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`."""
+        period = _convert_period(self.decay_period, "decay_period", state, ssr)
+        return self.gamma ** (state.timestamp.get(period.unit).value / period.value)
+
+
+class CosineAnnealingScheduler(ComposerScheduler):
+    """Move the factor from 1 to `alpha_f` along half a period of the cosine, and leave it there.
+
+    `alpha = alpha_f + (1 - alpha_f) * (1 + cos(pi * min(1, t / t_max))) / 2`
+
+    Args:
+        t_max: How long the way is.
+        alpha_f: The factor from `t_max` on.
+
+    Example:
+        >>> scheduler = CosineAnnealingScheduler(t_max="1dur", alpha_f=0.1)
+
+    Reference:
+        Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017, arXiv:1608.03983,
+        eq. (5), without restarts.
+    """
+
+    def __init__(self, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
+        self.t_max = parse_time(t_max, "t_max")
+        self.alpha_f = alpha_f
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`."""
+        return cosine(_done(self.t_max, state, ssr), self.alpha_f)
+
+
+class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
+    """Run cosine cycles from 1 to `alpha_f`, each `t_mult` times as long as the one before.
+
+    The first cycle lasts `t_0`; the others are rounded down. A cycle's end belongs to the next one.
+
+    Args:
+        t_0: How long the first cycle is.
+        t_mult: How much longer each next cycle is.
+        alpha_f: The factor that each cycle moves to.
+
+    Example:
+        >>> scheduler = CosineAnnealingWarmRestartsScheduler(t_0="10ep", t_mult=2.0)
+
+    Reference:
+        Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017, arXiv:1608.03983,
+        eq. (5).
+    """
+
+    def __init__(self, t_0: str | Time, t_mult: float = 1.0, alpha_f: float = 0.0) -> None:
+        self.t_0 = parse_time(t_0, "t_0")
+        self.t_mult = t_mult
+        self.alpha_f = alpha_f
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`.
+
+        Raises:
+            ValueError: If the cycle that training has reached has no length.
+        """
+        t_0 = _convert_period(self.t_0, "t_0", state, ssr)
+        length = t_0.value
+        in_cycle = state.timestamp.get(t_0.unit).value
+        while in_cycle >= length:
+            next_length = int(self.t_mult * length)
+            if next_length <= 0:
+                raise ValueError(
+                    f"t_mult={self.t_mult!r} makes the cycle after one of {length}{t_0.unit.value} shorter than a "
+                    f"whole unit. Use t_mult=1.0 or more, or a longer t_0 than {str(self.t_0)!r}."
+                )
+            if next_length == length:  # so are all that follow: no need to count a million of them one by one
+                in_cycle %= length
+            else:
+                in_cycle -= length
+                length = next_length
+        return cosine(fraction_done(in_cycle, 0, length), self.alpha_f)
+
+
+class PolynomialScheduler(ComposerScheduler):
+    """Move the factor from 1 to `alpha_f` as a power of what is left of the way, and leave it there.
+
+    `alpha = alpha_f + (1 - alpha_f) * (1 - min(1, t / t_max)) ** power`
+
+    Args:
+        power: The exponent.
+        t_max: How long the way is.
+        alpha_f: The factor from `t_max` on.
+
+    Example:
+        >>> scheduler = PolynomialScheduler(power=2.0, t_max="0.9dur")
+    """
+
+    def __init__(self, power: float, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
+        self.power = power
+        self.t_max = parse_time(t_max, "t_max")
+        self.alpha_f = alpha_f
+
+    def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
+        """Return the factor at `state.timestamp`."""
+        return polynomial(_done(self.t_max, state, ssr), self.power, self.alpha_f)
+
+
+def _done(t_max: Time, state: SchedulerState, ssr: float) -> float:
+    """Return which fraction of `t_max` is done."""
+    end = convert_time(t_max, state, ssr)
+    return fraction_done(state.timestamp.get(end.unit).value, 0, end.value)
+
+
+def _convert_period(period: Time, name: str, state: SchedulerState, ssr: float) -> Time:
+    """Convert a length that training is divided by, which therefore must not be nothing."""
+    converted = convert_time(period, state, ssr)
+    if converted.value <= 0:
+        raise ValueError(
+            f"{name}={str(period)!r} comes to {str(converted)!r} in a training of {str(state.max_duration)!r} with a "
+            f"scale schedule ratio of {ssr}. It needs at least one whole unit: make {name} longer."
+        )
+    return converted
