@@ -1,0 +1,69 @@
+"""The model's loss for other targets than the batch has."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from composer_algorithms._batch import require_tensor
+from composer_algorithms.label_smoothing import LabelSmoothing
+from composer_dist.precision import get_precision_context
+
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+
+def loss_for_target(state: "State", target_key: Any, target: Tensor) -> Tensor:
+    """Compute the loss of `state.outputs` as if the batch had `target` under `target_key`; the batch keeps its own.
+
+    The loss is computed as the loop computes its own: in the state's precision, and of labels that are smoothed if
+    `state.algorithms` smooth those under `target_key`.
+    """
+    outputs = require_tensor(state.outputs, "the model's output")
+    loss_fn = find_loss(state.model)
+    own_target = state.batch_get_item(target_key)
+    state.batch_set_item(target_key, _smoothed(state, target_key, outputs, target))
+    try:
+        with _precision_of_loss(state, outputs):
+            return require_tensor(loss_fn(outputs, state.batch), "the model's loss")
+    finally:
+        state.batch_set_item(target_key, own_target)
+
+
+def find_loss(model: nn.Module) -> Callable[..., Any]:
+    """Return `model.loss`, or `model.module.loss` where the model is wrapped.
+
+    Raises:
+        AttributeError: If there is neither.
+        TypeError: If it cannot be called.
+    """
+    for owner in (model, getattr(model, "module", None)):
+        loss = getattr(owner, "loss", None)
+        if loss is None:
+            continue
+        if not callable(loss):
+            raise TypeError(
+                f"{type(owner).__qualname__}.loss is {loss!r}, which cannot be called: interpolate_loss=True needs a "
+                f"method loss(outputs, batch)."
+            )
+        return loss
+    raise AttributeError(
+        f"{type(model).__qualname__} has no method loss(outputs, batch), which interpolate_loss=True calls a second "
+        f"time: use a ComposerModel, or interpolate_loss=False."
+    )
+
+
+def _smoothed(state: "State", target_key: Any, outputs: Tensor, target: Tensor) -> Tensor:
+    # LabelSmoothing acts around the loop's own loss only: afterwards the batch has its labels back.
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, LabelSmoothing) and algorithm.target_key == target_key:
+            target = algorithm.smooth(outputs, target)
+    return target
+
+
+def _precision_of_loss(state: "State", outputs: Tensor) -> AbstractContextManager[Any]:
+    # The loop computes its own loss under autocast, but raises BEFORE_BACKWARD outside of it.
+    if state.precision is None:  # a loop that has its own state and leaves precision alone
+        return nullcontext()
+    return get_precision_context(state.precision, state.precision_config, device_type=outputs.device.type)

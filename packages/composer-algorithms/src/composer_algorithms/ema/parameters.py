@@ -1,0 +1,155 @@
+"""A second set of a model's parameters and buffers, and its exchange with the set in the model."""
+
+from collections.abc import ItemsView, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from composer_algorithms._wrapping import (
+    canonical_buffers,
+    canonical_parameters,
+    get_model_context_manager,
+    has_flat_parameters,
+    is_dtensor,
+    place_like,
+)
+
+__all__ = ["EMAParameters"]
+
+
+class EMAParameters:
+    """Hold the tensors of a model that an average is taken of, by the names that the bare model gives them.
+
+    Prefixes of wrappers (`module.`, `_orig_mod.`) are no part of the names, so a set taken from a wrapped model fits
+    the bare one and the other way round. Parameters that need no gradient are left out.
+
+    Args:
+        model: Its trainable parameters and its buffers are copied. `None` makes an empty set.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> average = EMAParameters(model)
+        >>> list(average.named_parameters_dict)
+        ['weight', 'bias']
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.named_parameters_dict: dict[str, Tensor] = {}
+        self.named_buffers_dict: dict[str, Tensor] = {}
+        if model is None:
+            return
+        with get_model_context_manager(model):
+            for name, parameter in canonical_parameters(model).items():
+                if parameter.requires_grad:
+                    self.named_parameters_dict[name] = parameter.detach().clone()
+            for name, buffer in canonical_buffers(model).items():
+                self.named_buffers_dict[name] = buffer.detach().clone()
+
+    def named_parameters(self) -> ItemsView[str, Tensor]:
+        """Return the parameters with their names."""
+        return self.named_parameters_dict.items()
+
+    def named_buffers(self) -> ItemsView[str, Tensor]:
+        """Return the buffers with their names."""
+        return self.named_buffers_dict.items()
+
+    @torch.no_grad()
+    def swap_params(self, model: nn.Module) -> None:
+        """Exchange this set with the one in `model`.
+
+        Where possible the tensors trade their storages, which copies nothing. Values are copied where a storage is
+        shared or managed by somebody else (FSDP shards, the flat weights of cuDNN's RNNs) or device or dtype differ.
+        Expanded buffers, whose elements share memory, are traded like the rest.
+
+        Args:
+            model: The model that the set was taken from, wrapped or not. Its parameters stay the same objects, so
+                optimizers are not affected.
+
+        Raises:
+            ValueError: If a parameter of this set is not in the model.
+        """
+        with get_model_context_manager(model):
+            may_trade = not has_flat_parameters(model)  # FSDP1 writes back to the storages that it knows
+            for tensors, name, stored, current in self._pairs(model):
+                if may_trade and _can_trade_storages(stored, current):
+                    # Through .data the Parameter stays the same object, which optimizers and DDP hold on to.
+                    stored.data, current.data = current.data, stored.data
+                else:
+                    tensors[name] = current.detach().clone()
+                    give_own_memory(current)
+                    current.copy_(place_like(stored, current))
+
+    @torch.no_grad()
+    def transfer_ema_params(self, model: nn.Module) -> None:
+        """Copy this set into `model`.
+
+        Args:
+            model: A model with the parameters of the one that the set was taken from.
+
+        Raises:
+            ValueError: If a parameter of this set is not in the model.
+        """
+        with get_model_context_manager(model):
+            for _, _, stored, current in self._pairs(model):
+                give_own_memory(current)
+                current.copy_(place_like(stored, current))
+
+    @torch.no_grad()
+    def move_params_to_device(self, destination_model: nn.Module) -> None:
+        """Move each tensor to where the model's own is: its device and, where the model is sharded, its mesh.
+
+        Args:
+            destination_model: A model with the parameters of the one that the set was taken from.
+
+        Raises:
+            ValueError: If a parameter of this set is not in the model.
+        """
+        with get_model_context_manager(destination_model):
+            for tensors, name, stored, current in self._pairs(destination_model):
+                if stored.device != current.device or is_dtensor(stored) != is_dtensor(current):
+                    tensors[name] = place_like(stored, current)
+
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor, Tensor]]:
+        for tensors, current in (
+            (self.named_parameters_dict, parameters_in(model, self.named_parameters_dict)),
+            (self.named_buffers_dict, canonical_buffers(model, remove_duplicate=False)),
+        ):
+            for name, stored in tensors.items():
+                if name in current:  # a buffer may have gone: some models make them as they need them
+                    yield tensors, name, stored, current[name]
+
+
+def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's parameters by canonical name, or raise if one of the wanted names is not among them."""
+    current = canonical_parameters(model, remove_duplicate=False)
+    if missing := [name for name in wanted if name not in current]:
+        raise ValueError(
+            f"the average has {len(missing)} parameters that {type(model).__qualname__} does not have, such as "
+            f"{missing[:5]}: take it from a model with the same parameters, after the last change to the model."
+        )
+    return current
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Answer whether several elements are one place in memory, as `expand` makes them: nothing can be written there."""
+    strides = tensor.stride()
+    return 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True))
+
+
+def give_own_memory(tensor: Tensor) -> None:
+    """Make an expanded tensor writable, in place: each of its elements gets memory of its own."""
+    if is_expanded(tensor):
+        tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _can_trade_storages(stored: Tensor, current: Tensor) -> bool:
+    return (
+        stored.dtype == current.dtype
+        and stored.device == current.device
+        and all(_owns_whole_storage(tensor) or is_expanded(tensor) for tensor in (stored, current))
+    )
+
+
+def _owns_whole_storage(tensor: Tensor) -> bool:
+    # Subclasses that wrap other tensors (DTensor, quantized ones) all have this method; their own storage is empty.
+    return not hasattr(tensor, "__tensor_flatten__") and tensor.untyped_storage().nbytes() == tensor.nbytes

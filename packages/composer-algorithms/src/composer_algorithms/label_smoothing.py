@@ -1,0 +1,145 @@
+"""Label smoothing: targets that leave a little probability for every class."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from composer_algorithms._batch import batch_tensor, require_tensor
+from composer_algorithms._legacy import accept_legacy_arguments
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_models.targets import ensure_targets_one_hot, infer_target_type
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["LabelSmoothing", "smooth_labels", "METADATA"]
+
+METADATA = Metadata(
+    name="Label Smoothing",
+    class_name="LabelSmoothing",
+    functional="smooth_labels",
+    tldr="Smooths the targets with a uniform prior",
+    attribution="(Szegedy et al, 2015)",
+    link="https://arxiv.org/abs/1512.00567",
+    domains=("cv",),
+    summary=(
+        "Takes a share of the target's probability and spreads it evenly over all classes, so that the model is not "
+        "pushed towards ever larger logits."
+    ),
+    use="Start with smoothing=0.1. It improves accuracy on image classification and costs no measurable time.",
+)
+
+
+@accept_legacy_arguments("smooth_labels", renamed={"alpha": "smoothing", "targets": "target"})
+def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:
+    """Blend targets with the uniform distribution over the classes.
+
+    With `C = logits.shape[1]` classes the result is `(1 - smoothing) * y + smoothing / C`, where `y` is the target
+    with one value for each class. The inputs are not changed. A negative class index is an ignored label: its row stays
+    zero, so that it adds nothing to the loss.
+
+    Where the loss is `torch.nn.functional.cross_entropy` on indices, its own `label_smoothing` argument computes the
+    same mean loss without a tensor of the size of the logits.
+
+    Args:
+        logits: Shape `(batch, classes, ...)`. Only the shape is used.
+        target: Class indices of shape `(batch, ...)`, or one value for each class in the shape of `logits`.
+        smoothing: The share in [0, 1] that is spread over the classes. 0 leaves the targets as they are.
+
+    Returns:
+        Smoothed targets in the shape of `logits`, float32, on the device of `target`.
+
+    Raises:
+        ValueError: If `smoothing` lies outside [0, 1], or `target` has indices that are not integers.
+        RuntimeError: If `logits` has no dim of classes, or the shape of `target` does not fit it.
+
+    Example:
+        >>> import torch
+        >>> smooth_labels(torch.zeros(1, 4), torch.tensor([2]), smoothing=0.4)
+        tensor([[0.1000, 0.1000, 0.7000, 0.1000]])
+
+    Reference:
+        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, arXiv:1512.00567, section 7.
+    """
+    _check_smoothing(smoothing)
+    if logits.ndim < 2:
+        raise RuntimeError(
+            f"logits of shape {tuple(logits.shape)} have no dim of classes: pass (batch, classes, ...), two logits for "
+            f"each example where there are two classes."
+        )
+    uniform = smoothing / logits.shape[1]
+    one_hot = ensure_targets_one_hot(logits, target)
+    if infer_target_type(logits, target) == "one_hot":
+        return (one_hot * (1 - smoothing)).add_(uniform)  # one_hot may be the caller's own tensor here
+    return one_hot.mul_(1 - smoothing).add_(uniform * (target >= 0).unsqueeze(1))
+
+
+class LabelSmoothing(Algorithm):
+    """Smooth the targets while the loss is computed.
+
+    On `BEFORE_LOSS` the targets in `state.batch` become `smooth_labels(state.outputs, targets, smoothing)`, on
+    `AFTER_LOSS` they are restored. The loss must accept one value for each class. It runs after MixUp and CutMix,
+    which mix labels that are not smoothed yet.
+
+    Args:
+        smoothing: The share in [0, 1] that is spread over the classes.
+        target_key: Where the batch holds the targets: an index, a key, or a `(getter, setter)` pair.
+
+    Raises:
+        ValueError: If `smoothing` lies outside [0, 1].
+
+    Example:
+        >>> algorithm = LabelSmoothing(smoothing=0.1)
+        >>> algorithm
+        LabelSmoothing(smoothing=0.1, target_key=1)
+
+    Reference:
+        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, arXiv:1512.00567.
+    """
+
+    runs_after = frozenset({"MixUp", "CutMix"})
+
+    @accept_legacy_arguments("LabelSmoothing", renamed={"alpha": "smoothing"})
+    def __init__(self, smoothing: float = 0.1, target_key: Any = 1) -> None:
+        _check_smoothing(smoothing)
+        self.smoothing = smoothing
+        self.target_key = target_key
+        self.original_labels: Tensor | None = None
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event lies before or after the loss."""
+        return event in (Event.BEFORE_LOSS, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Smooth the targets before the loss and restore them after it."""
+        if event == Event.BEFORE_LOSS:
+            outputs = require_tensor(state.outputs, "the model's output")
+            labels = batch_tensor(state, self.target_key, "target_key")
+            state.batch_set_item(self.target_key, self.smooth(outputs, labels))
+            self.original_labels = labels
+        elif event == Event.AFTER_LOSS and self.original_labels is not None:
+            state.batch_set_item(self.target_key, self.original_labels)
+            self.original_labels = None
+
+    def smooth(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Smooth targets as those of the batch are smoothed, for who computes a loss of other targets.
+
+        Args:
+            outputs: Logits of shape `(batch, classes, ...)`.
+            target: Class indices, or one value for each class. Not changed.
+
+        Returns:
+            `smooth_labels(outputs, target, self.smoothing)`.
+        """
+        return smooth_labels(outputs, target, self.smoothing)
+
+    def __repr__(self) -> str:
+        return f"LabelSmoothing(smoothing={self.smoothing!r}, target_key={self.target_key!r})"
+
+
+def _check_smoothing(smoothing: float) -> None:
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"smoothing={smoothing!r} is not a share: pass a number from 0 (no smoothing) to 1.")
