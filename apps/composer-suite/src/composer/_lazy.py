@@ -1,0 +1,83 @@
+"""Names that load on first use: a face's `__init__` says where each one lives, and nothing is imported until then."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import NoReturn
+
+
+def lazy_face(
+    face: str,
+    homes: Mapping[str, Iterable[str]],
+    *,
+    submodules: Iterable[str] = (),
+    renamed: Mapping[str, str] | None = None,
+    removed: Mapping[str, str] | None = None,
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Make the `__getattr__` and `__dir__` of a module whose names live elsewhere (PEP 562).
+
+    A name is looked up once and then kept in the module, so that later uses cost what any attribute costs.
+
+    Args:
+        face: The module's own `__name__`.
+        homes: From the module that owns names to those names.
+        submodules: The face's own modules that are reachable without an import of their own, as in
+            `import composer; composer.utils.dist.get_world_size()`.
+        renamed: From an old name to the new one with its module, `'composer.loss.DiceLoss'`. Using it warns.
+        removed: From a name that is gone to the sentence that says what takes its place. Using it raises
+            `ImportError`, since an `AttributeError` would lose that sentence in `from face import name`.
+
+    Returns:
+        The two functions, in this order.
+    """
+    home = {name: owner for owner, names in homes.items() for name in names}
+    modules = frozenset(submodules)
+    new_names = renamed or {}
+    hints = removed or {}
+
+    def __getattr__(name: str) -> object:
+        if name in modules:
+            return import_module(f"{face}.{name}")  # the import itself sets the attribute
+        if name in home:
+            value = getattr(import_module(home[name]), name)
+        elif name in new_names:
+            owner, _, new_name = new_names[name].rpartition(".")
+            value = getattr(import_module(owner), new_name)
+            message = f"{face}.{name} is now called {new_names[name]}; the old name goes away in 1.0."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        elif name in hints:
+            raise ImportError(f"{face}.{name} is gone: {hints[name]}", name=face)
+        else:
+            _raise_unknown(face, name, home.keys() | modules)
+        setattr(sys.modules[face], name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted(vars(sys.modules[face]).keys() | home.keys() | modules)
+
+    return __getattr__, __dir__
+
+
+def replace_module(alias: str, target: str) -> None:
+    """Make the module that is being imported as `alias` the very module `target`.
+
+    For modules that users patch: what is set on one name must be seen through the other. The import system takes
+    what it finds in `sys.modules` after a module has run.
+
+    Args:
+        alias: The calling module's own `__name__`.
+        target: The module to stand in its place.
+    """
+    sys.modules[alias] = import_module(target)
+
+
+def _raise_unknown(face: str, name: str, known: Iterable[str]) -> NoReturn:
+    message = f"module {face!r} has no attribute {name!r}"
+    if not name.startswith("_"):  # those are probes, by inspect, pickle and the like, and nobody's typing errors
+        from difflib import get_close_matches  # needed by nobody who spells well
+
+        nearest = get_close_matches(name, known, n=1)
+        if nearest:
+            message += f"; the nearest name is {nearest[0]!r}"
+    raise AttributeError(message)

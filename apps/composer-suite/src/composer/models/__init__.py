@@ -1,0 +1,36 @@
+"""What the training loop asks of a model, and small reference models."""
+
+from typing import TYPE_CHECKING
+
+from composer._lazy import lazy_face
+
+if TYPE_CHECKING:
+    from composer_models import ComposerClassifier as ComposerClassifier
+    from composer_models import ComposerGPT as ComposerGPT
+    from composer_models import ComposerModel as ComposerModel
+    from composer_models import Initializer as Initializer
+    from composer_models import composer_resnet as composer_resnet
+    from composer_models import mnist_model as mnist_model
+
+__all__ = ["ComposerModel", "ComposerClassifier", "Initializer", "composer_resnet", "mnist_model", "ComposerGPT"]
+
+_WRAP = "wrap it with ComposerClassifier(module, num_classes=...)."
+_SUBCLASS = "call it in the forward method of a ComposerModel."
+_FORMER_ZOO = {
+    "composer_resnet_cifar": f"build a ResNet for small images with torchvision or timm, and {_WRAP}",
+    "composer_timm": f"make the network with timm.create_model, and {_WRAP}",
+    "composer_efficientnetb0": f"make the network with torchvision.models.efficientnet_b0, and {_WRAP}",
+    "vit_small_patch16": f"make the network with timm.create_model('vit_small_patch16_224'), and {_WRAP}",
+    "composer_deeplabv3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
+    "UNet": f"take a U-Net from a library for segmentation, and {_SUBCLASS}",
+    "create_gpt2": f"load transformers.AutoModelForCausalLM, and {_SUBCLASS}",
+    "create_bert_mlm": f"load transformers.AutoModelForMaskedLM, and {_SUBCLASS}",
+    "create_bert_classification": f"load transformers.AutoModelForSequenceClassification, and {_SUBCLASS}",
+}
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {"composer_models": __all__},
+    submodules=["base", "initializers", "loss", "tasks"],
+    removed=_FORMER_ZOO,
+)

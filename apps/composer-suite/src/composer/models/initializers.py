@@ -1,0 +1,5 @@
+"""Ways to initialise weights, by name."""
+
+from composer_models import Initializer
+
+__all__ = ["Initializer"]

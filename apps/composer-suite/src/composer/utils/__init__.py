@@ -1,0 +1,90 @@
+"""Ranks, devices, seeds and small helpers."""
+
+from typing import TYPE_CHECKING
+
+from composer._lazy import lazy_face
+
+if TYPE_CHECKING:
+    from composer_dist import dist as dist
+    from composer_dist import reproducibility as reproducibility
+    from composer_dist.devices import get_device as get_device
+    from composer_dist.devices import is_hpu_installed as is_hpu_installed
+    from composer_dist.devices import is_xla_installed as is_xla_installed
+    from composer_dist.ports import get_free_tcp_port as get_free_tcp_port
+    from composer_dist.precision import STR_TO_DTYPE as STR_TO_DTYPE
+    from composer_events.batch_helpers import batch_get as batch_get
+    from composer_events.batch_helpers import batch_set as batch_set
+    from composer_events.formatting import format_name_with_dist as format_name_with_dist
+    from composer_events.formatting import format_name_with_dist_and_time as format_name_with_dist_and_time
+    from composer_events.formatting import partial_format as partial_format
+    from composer_events.hparams import convert_flat_dict_to_nested_dict as convert_flat_dict_to_nested_dict
+    from composer_events.hparams import convert_nested_dict_to_flat_dict as convert_nested_dict_to_flat_dict
+    from composer_events.hparams import extract_hparams as extract_hparams
+    from composer_events.intervals import create_interval_scheduler as create_interval_scheduler
+    from composer_events.iter_helpers import IteratorFileStream as IteratorFileStream
+    from composer_events.iter_helpers import ensure_tuple as ensure_tuple
+    from composer_events.iter_helpers import map_collection as map_collection
+    from composer_events.warnings import VersionedDeprecationWarning as VersionedDeprecationWarning
+    from composer_models import MissingConditionalImportError as MissingConditionalImportError
+    from composer_models import model_eval_mode as model_eval_mode
+    from composer_time import StringEnum as StringEnum
+
+__all__ = [
+    "dist",
+    "reproducibility",
+    "get_device",
+    "is_xla_installed",
+    "is_hpu_installed",
+    "batch_get",
+    "batch_set",
+    "StringEnum",
+    "ensure_tuple",
+    "map_collection",
+    "IteratorFileStream",
+    "model_eval_mode",
+    "create_interval_scheduler",
+    "partial_format",
+    "get_free_tcp_port",
+    "STR_TO_DTYPE",
+    "format_name_with_dist",
+    "format_name_with_dist_and_time",
+    "MissingConditionalImportError",
+    "extract_hparams",
+    "convert_nested_dict_to_flat_dict",
+    "convert_flat_dict_to_nested_dict",
+    "VersionedDeprecationWarning",
+]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed"],
+        "composer_dist.ports": ["get_free_tcp_port"],
+        "composer_dist.precision": ["STR_TO_DTYPE"],
+        "composer_events.batch_helpers": ["batch_get", "batch_set"],
+        "composer_events.formatting": ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"],
+        "composer_events.hparams": [
+            "extract_hparams",
+            "convert_nested_dict_to_flat_dict",
+            "convert_flat_dict_to_nested_dict",
+        ],
+        "composer_events.intervals": ["create_interval_scheduler"],
+        "composer_events.iter_helpers": ["ensure_tuple", "map_collection", "IteratorFileStream"],
+        "composer_events.warnings": ["VersionedDeprecationWarning"],
+        "composer_models": ["MissingConditionalImportError", "model_eval_mode"],
+        "composer_time": ["StringEnum"],
+    },
+    submodules=[
+        "auto_log_hparams",
+        "batch_helpers",
+        "device",
+        "dist",
+        "file_helpers",
+        "import_helpers",
+        "iter_helpers",
+        "misc",
+        "reproducibility",
+        "string_enum",
+        "warnings",
+    ],
+)

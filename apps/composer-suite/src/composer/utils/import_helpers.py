@@ -1,0 +1,5 @@
+"""The error for an optional dependency that is missing."""
+
+from composer_models import MissingConditionalImportError
+
+__all__ = ["MissingConditionalImportError"]

@@ -1,0 +1,336 @@
+"""Every import path that Composer's users type leads to the one object, and to nothing before it is asked for."""
+
+import subprocess
+import sys
+from importlib import import_module, reload
+
+import pytest
+
+SCHEDULERS = (
+    "StepScheduler MultiStepScheduler ConstantScheduler LinearScheduler ExponentialScheduler CosineAnnealingScheduler "
+    "CosineAnnealingWarmRestartsScheduler PolynomialScheduler MultiStepWithWarmupScheduler "
+    "ConstantWithWarmupScheduler LinearWithWarmupScheduler CosineAnnealingWithWarmupScheduler "
+    "PolynomialWithWarmupScheduler"
+)
+PASSES = (
+    "sort_to_front sort_to_back sort_selective_backprop_first sort_low_precision_layernorm_last set_filo_order "
+    "warn_if_multiple_loss_interpolation sort_fused_layernorm_last"
+)
+OLD_PICKLES = (
+    "InContextLearningMetric InContextLearningQAAccuracy InContextLearningLMAccuracy "
+    "InContextLearningMultipleChoiceAccuracy InContextLearningCodeEvalAccuracy "
+    "InContextLearningMCExpectedCalibrationError InContextLearningLMExpectedCalibrationError"
+)
+
+# Names, the module that owns them, and every other module that must give the same objects.
+IMPORT_MAP = [
+    ("Time Timestamp TimeUnit", "composer_time", "composer composer.core composer.core.time"),
+    ("ensure_time", "composer_time", "composer.core composer.core.time"),
+    ("Event", "composer_events.event", "composer composer.core composer.core.event"),
+    ("Engine", "composer_events.engine", "composer composer.core composer.core.engine"),
+    ("Trace", "composer_events.engine", "composer.core composer.core.engine"),
+    ("Traces", "composer_events.engine", "composer.core.engine"),
+    ("AlgorithmPass", "composer_events.passes", "composer.core composer.core.passes"),
+    (PASSES, "composer_events.passes", "composer.core.passes"),
+    ("Algorithm", "composer_events.algorithm", "composer composer.core composer.core.algorithm"),
+    ("Callback", "composer_events.callback", "composer composer.core composer.core.callback"),
+    ("State", "composer_events.state", "composer composer.core composer.core.state"),
+    ("DataSpec", "composer_events.data_spec", "composer composer.core composer.core.data_spec"),
+    ("ensure_data_spec", "composer_events.data_spec", "composer.core composer.core.data_spec"),
+    ("default_split_batch", "composer_events.data_spec", "composer.core.data_spec"),
+    ("Evaluator", "composer_events.evaluator", "composer composer.core composer.core.evaluator"),
+    ("ensure_evaluator", "composer_events.evaluator", "composer.core composer.core.evaluator"),
+    ("evaluate_periodically", "composer_events.intervals", "composer.core.evaluator"),
+    ("Precision get_precision_context", "composer_dist.precision", "composer.core composer.core.precision"),
+    ("Serializable", "composer_time", "composer_events.serializable composer.core composer.core.serializable"),
+    ("Batch JSON Dataset MemoryFormat TrainerMode", "composer_events.types", "composer.core composer.core.types"),
+    ("PyTorchScheduler BreakEpochException", "composer_events.types", "composer.core.types"),
+    ("Logger", "composer_events.logger", "composer composer.loggers composer.loggers.logger"),
+    ("format_log_data_value", "composer_events.log_values", "composer.loggers.logger"),
+    (
+        "LoggerDestination",
+        "composer_events.logger_destination",
+        "composer.loggers composer.loggers.logger_destination",
+    ),
+    ("ProgressBarLogger", "composer.loggers.progress_bar_logger", "composer.loggers"),
+    ("ComposerModel", "composer_models", "composer composer.models composer.models.base"),
+    (
+        "ComposerClassifier",
+        "composer_models",
+        "composer.models composer.models.tasks composer.models.tasks.classification",
+    ),
+    ("Initializer", "composer_models", "composer.models composer.models.initializers"),
+    ("composer_resnet mnist_model ComposerGPT", "composer_models", "composer.models"),
+    ("Trainer", "composer.trainer.trainer", "composer composer.trainer"),
+    ("__version__", "composer._version", "composer"),
+    (
+        "DiceLoss binary_cross_entropy_with_logits soft_cross_entropy loss_registry",
+        "composer_models",
+        "composer.loss composer.loss.loss",
+    ),
+    (
+        "infer_target_type ensure_targets_one_hot check_for_index_targets",
+        "composer_models",
+        "composer.loss.utils",
+    ),
+    ("MIoU Dice CrossEntropy LossMetric", "composer_models", "composer.metrics composer.metrics.metrics"),
+    ("MAP", "composer_models", "composer.metrics composer.metrics.map"),
+    (
+        "BinaryF1Score LanguageCrossEntropy LanguagePerplexity MaskedAccuracy",
+        "composer_models",
+        "composer.metrics composer.metrics.nlp",
+    ),
+    (OLD_PICKLES, "composer_models.nlp_metrics", "composer.metrics.nlp"),
+    ("DecoupledSGDW DecoupledAdamW", "composer_optim", "composer.optim composer.optim.decoupled_weight_decay"),
+    (
+        f"{SCHEDULERS} ComposerScheduler compile_composer_scheduler",
+        "composer_optim",
+        "composer.optim composer.optim.scheduler",
+    ),
+    ("Device", "composer_dist.devices", "composer.devices composer.devices.device"),
+    ("DeviceCPU", "composer_dist.devices", "composer.devices composer.devices.device_cpu"),
+    ("DeviceGPU", "composer_dist.devices", "composer.devices composer.devices.device_gpu"),
+    ("DeviceMPS", "composer_dist.devices", "composer.devices composer.devices.device_mps"),
+    ("DeviceTPU", "composer_dist.devices", "composer.devices composer.devices.device_tpu"),
+    ("DeviceHPU", "composer_dist.devices", "composer.devices composer.devices.device_hpu"),
+    ("DeviceNeuron", "composer_dist.devices", "composer.devices composer.devices.device_neuron"),
+    (
+        "get_device is_xla_installed is_hpu_installed",
+        "composer_dist.devices",
+        "composer.utils composer.utils.device",
+    ),
+    ("batch_get batch_set", "composer_events.batch_helpers", "composer.utils composer.utils.batch_helpers"),
+    (
+        "seed_context configure_deterministic_mode get_random_seed seed_all get_rng_state load_rng_state MAX_SEED",
+        "composer_dist.reproducibility",
+        "composer.utils.reproducibility",
+    ),
+    ("StringEnum", "composer_time", "composer.utils composer.utils.string_enum"),
+    (
+        "ensure_tuple map_collection IteratorFileStream",
+        "composer_events.iter_helpers",
+        "composer.utils composer.utils.iter_helpers",
+    ),
+    ("iterate_with_callback", "composer_events.iter_helpers", "composer.utils.iter_helpers"),
+    ("model_eval_mode", "composer_models", "composer.utils composer.utils.misc"),
+    ("create_interval_scheduler", "composer_events.intervals", "composer.utils composer.utils.misc"),
+    ("get_free_tcp_port", "composer_dist.ports", "composer.utils composer.utils.misc"),
+    ("STR_TO_DTYPE", "composer_dist.precision", "composer.utils composer.utils.misc"),
+    (
+        "partial_format",
+        "composer_events.formatting",
+        "composer.utils composer.utils.misc composer.utils.file_helpers",
+    ),
+    (
+        "format_name_with_dist format_name_with_dist_and_time",
+        "composer_events.formatting",
+        "composer.utils composer.utils.file_helpers",
+    ),
+    ("is_model_ddp", "composer_dist.wrapping", "composer_dist composer.utils.misc"),
+    (
+        "extract_hparams convert_nested_dict_to_flat_dict convert_flat_dict_to_nested_dict",
+        "composer_events.hparams",
+        "composer.utils composer.utils.auto_log_hparams",
+    ),
+    ("VersionedDeprecationWarning", "composer_events.warnings", "composer.utils composer.utils.warnings"),
+    ("MissingConditionalImportError", "composer_models", "composer.utils composer.utils.import_helpers"),
+    ("get_global_rank get_world_size get_sampler barrier", "composer_dist.dist", "composer.utils.dist"),
+    (
+        "EMA",
+        "composer_algorithms",
+        "composer_algorithms.ema composer.algorithms composer.algorithms.ema composer.algorithms.ema.ema",
+    ),
+    (
+        "compute_ema",
+        "composer_algorithms.functional",
+        "composer.functional composer.algorithms.ema composer.algorithms.ema.ema",
+    ),
+    ("EMAParameters get_model_context_manager", "composer_algorithms.ema", "composer.algorithms.ema.ema"),
+    (
+        "MixUp",
+        "composer_algorithms",
+        "composer_algorithms.mixup composer.algorithms composer.algorithms.mixup composer.algorithms.mixup.mixup",
+    ),
+    (
+        "mixup_batch",
+        "composer_algorithms.functional",
+        "composer.functional composer.algorithms.mixup composer.algorithms.mixup.mixup",
+    ),
+    (
+        "LabelSmoothing",
+        "composer_algorithms",
+        "composer_algorithms.label_smoothing composer.algorithms composer.algorithms.label_smoothing "
+        "composer.algorithms.label_smoothing.label_smoothing",
+    ),
+    (
+        "smooth_labels",
+        "composer_algorithms.functional",
+        "composer.functional composer.algorithms.label_smoothing composer.algorithms.label_smoothing.label_smoothing",
+    ),
+    ("NoEffectWarning NotIntendedUseWarning", "composer_events.warnings", "composer.algorithms.warnings"),
+]
+PATHS = [
+    pytest.param(owner, f"{module}:{name}", id=f"{module}.{name}")
+    for names, owner, modules in IMPORT_MAP
+    for name in names.split()
+    for module in modules.split()
+]
+LAZY_FACES = [
+    "composer",
+    "composer.algorithms",
+    "composer.core",
+    "composer.core.types",
+    "composer.devices",
+    "composer.functional",
+    "composer.loggers",
+    "composer.loss",
+    "composer.metrics",
+    "composer.models",
+    "composer.optim",
+    "composer.utils",
+]
+
+
+def in_a_fresh_interpreter(code):
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize(("owner", "path"), PATHS)
+def test_each_import_path_gives_the_owners_object(owner, path):
+    module, name = path.split(":")
+    given = {}
+    exec(f"from {module} import {name}", given)
+    assert given[name] is getattr(import_module(owner), name)
+
+
+@pytest.mark.parametrize("name", ["dist", "reproducibility"])
+def test_a_module_that_users_patch_is_the_owners_module(name, monkeypatch):
+    owner = import_module(f"composer_dist.{name}")
+    given = {}
+    exec(f"from composer.utils import {name} as a\nimport composer.utils.{name} as b", given)
+    assert given["a"] is owner
+    assert given["b"] is owner
+    monkeypatch.setattr(f"composer.utils.{name}.something_new", 1, raising=False)
+    assert owner.something_new == 1
+
+
+def test_composer_exports_exactly_its_public_names():
+    import composer
+
+    assert sorted(composer.__all__) == [
+        *["Algorithm", "Callback", "ComposerModel", "DataSpec", "Engine", "Evaluator", "Event", "Logger", "State"],
+        *["Time", "TimeUnit", "Timestamp", "Trainer", "__version__"],
+    ]
+
+
+@pytest.mark.parametrize("face", LAZY_FACES)
+def test_a_star_import_brings_every_public_name(face):
+    given = {}
+    exec(f"from {face} import *", given)
+    assert set(import_module(face).__all__) == set(given) - {"__builtins__"}
+
+
+@pytest.mark.parametrize("face", LAZY_FACES)
+def test_a_face_has_no_public_name_that_the_import_map_lacks(face):
+    mapped = {name for names, _, modules in IMPORT_MAP for name in names.split() if face in modules.split()}
+    whole_modules = {"dist", "reproducibility"} if face == "composer.utils" else set()
+    assert set(import_module(face).__all__) == mapped | whole_modules
+
+
+@pytest.mark.parametrize("face", LAZY_FACES)
+def test_dir_lists_the_public_names_before_they_are_loaded(face):
+    code = f"import importlib; face = importlib.import_module({face!r}); print(set(face.__all__) <= set(dir(face)))"
+    assert in_a_fresh_interpreter(code) == "True"
+
+
+def test_the_version_is_that_of_the_distribution():
+    from importlib.metadata import version
+
+    import composer
+
+    assert composer.__version__ == version("composer-suite")
+
+
+def test_submodules_are_reached_through_the_package_alone():
+    code = "import composer; print(composer.core.event.Event.INIT.value, composer.utils.iter_helpers.ensure_tuple(1))"
+    assert in_a_fresh_interpreter(code) == "init (1,)"
+
+
+def test_a_loaded_name_is_kept_in_the_module():
+    import composer.core
+
+    event = composer.core.Event
+    assert vars(composer.core)["Event"] is event
+
+
+def test_a_reloaded_face_gives_the_same_objects():
+    import composer.core.engine
+
+    before = composer.core.engine.Engine
+    assert reload(composer.core.engine).Engine is before
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_one():
+    import composer.core
+
+    with pytest.raises(AttributeError, match=r"'composer\.core' has no attribute 'Algoritm'; .* 'Algorithm'"):
+        _ = composer.core.Algoritm
+
+
+def test_an_unknown_name_cannot_be_imported():
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        exec("from composer import Nothing")
+
+
+def test_a_model_of_the_former_zoo_says_what_to_use_now():
+    with pytest.raises(ImportError, match=r"create_gpt2 is gone: .*AutoModelForCausalLM"):
+        exec("from composer.models import create_gpt2")
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("composer.metrics", "CrossEntropyLoss", "composer.metrics.CrossEntropy"),
+        ("composer.metrics", "HFCrossEntropy", "composer.metrics.LanguageCrossEntropy"),
+        ("composer.metrics", "Perplexity", "composer.metrics.LanguagePerplexity"),
+        ("composer.metrics.metrics", "CrossEntropyLoss", "composer.metrics.CrossEntropy"),
+        ("composer.metrics.nlp", "HFCrossEntropy", "composer.metrics.LanguageCrossEntropy"),
+        ("composer.metrics.nlp", "Perplexity", "composer.metrics.LanguagePerplexity"),
+        ("composer.models.loss", "DiceLoss", "composer.loss.DiceLoss"),
+        ("composer.models.loss", "binary_cross_entropy_with_logits", "composer.loss.binary_cross_entropy_with_logits"),
+        ("composer.models.loss", "soft_cross_entropy", "composer.loss.soft_cross_entropy"),
+        ("composer.models.loss", "loss_registry", "composer.loss.loss_registry"),
+        ("composer.models.loss", "infer_target_type", "composer.loss.utils.infer_target_type"),
+        ("composer.models.loss", "ensure_targets_one_hot", "composer.loss.utils.ensure_targets_one_hot"),
+        ("composer.models.loss", "check_for_index_targets", "composer.loss.utils.check_for_index_targets"),
+    ],
+)
+def test_an_old_name_warns_once_where_it_is_used_and_is_the_same_object(module, old, new):
+    vars(import_module(module)).pop(old, None)  # as if nobody had asked for it yet
+    new_module, _, new_name = new.rpartition(".")
+    given = {}
+    with pytest.warns(DeprecationWarning, match=rf"{module}.{old} is now called {new};") as caught:
+        exec(f"from {module} import {old}\nfrom {module} import {old}", given)
+    assert given[old] is getattr(import_module(new_module), new_name)
+    assert [warning.filename for warning in caught] == ["<string>"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import composer",
+        "import composer.core",
+        "from composer.core import Algorithm, Callback, DataSpec, Evaluator, Event, State, Time, TrainerMode",
+        "from composer import Engine, Logger",
+        "from composer.core.types import JSON",
+        "from composer.loggers import LoggerDestination",
+        "import composer.algorithms, composer.functional, composer.metrics, composer.models, composer.optim",
+    ],
+)
+def test_torch_is_not_imported_before_something_needs_it(statement):
+    assert in_a_fresh_interpreter(f"{statement}\nimport sys; print('torch' in sys.modules)") == "False"
+
+
+def test_importing_composer_loads_no_other_library_of_the_family():
+    code = "import composer, sys; print(sorted(m for m in sys.modules if m.startswith('composer')))"
+    assert in_a_fresh_interpreter(code) == "['composer', 'composer._lazy']"
