@@ -1,0 +1,175 @@
+"""A progress bar for training and one for each evaluation, by tqdm."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import tqdm.auto
+
+from composer_dist import get_local_rank
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+from composer_time import Time, Timestamp, TimeUnit
+
+_LABEL_WIDTH = 15
+_FILE_WIDTH = 200  # characters; a file is as wide as it must be, and cut metrics would help nobody
+_STREAMS = ("stdout", "stderr")
+
+
+class ProgressBarLogger(LoggerDestination):
+    """Shows how far training and evaluation are, with the loss and the evaluation's metrics beside it.
+
+    Only local rank 0 shows bars. A training counted in epochs has one bar for each epoch, any other one for all.
+
+    Args:
+        stream: `'stderr'`, `'stdout'` or a text stream.
+
+    Raises:
+        ValueError: If the stream is another word.
+    """
+
+    def __init__(self, stream: str | TextIO = "stderr") -> None:
+        if isinstance(stream, str) and stream not in _STREAMS:
+            raise ValueError(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
+        self._stream = stream
+        self._shows = get_local_rank() == 0
+        self._train: _Bar | None = None
+        self._eval: _Bar | None = None
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep the values that a bar shows; they are read when it is drawn anew."""
+        for bar in (self._train, self._eval):
+            if bar is not None:
+                bar.keep(metrics)
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        """Open the training bar: of this epoch, or of the whole training."""
+        if self._shows and self._train is None and state.max_duration is not None:
+            self._train = self._open_training(state, state.max_duration)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Open the training bar where training goes on in the middle of an epoch."""
+        if self._train is None:
+            self.epoch_start(state, logger)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Move the training bar."""
+        if self._train is not None:
+            self._train.move(state.timestamp)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Close the bar of an epoch; a bar of the whole training stays."""
+        if self._train is not None and self._train.is_of_one_epoch:
+            self._train = self._train.close()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Close the training bar."""
+        if self._train is not None:
+            self._train = self._train.close()
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Open the bar of one evaluation."""
+        if self._shows:
+            self._eval = self._open_evaluation(state)
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """Move the bar of the evaluation."""
+        if self._eval is not None:
+            self._eval.move(state.eval_timestamp)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Close the bar of the evaluation."""
+        if self._eval is not None:
+            self._eval = self._eval.close()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Close what is still open."""
+        self._train = self._train.close() if self._train is not None else None
+        self._eval = self._eval.close() if self._eval is not None else None
+
+    def _open_training(self, state: State, duration: Time[Any]) -> "_Bar":
+        label = f"{state.dataloader_label or 'train':{_LABEL_WIDTH}}"
+        if duration.unit == TimeUnit.EPOCH:
+            length = state.dataloader_len
+            title = f"{label}Epoch {int(state.timestamp.epoch):3}: "
+            total = None if length is None else int(length)
+            return _Bar(self._file(), title, total, TimeUnit.BATCH, state.timestamp, ("loss/train",), of_one_epoch=True)
+        title = f"{label}{duration.unit.name.capitalize():10}: "
+        return _Bar(self._file(), title, int(duration), duration.unit, state.timestamp, ("loss/train",))
+
+    def _open_evaluation(self, state: State) -> "_Bar":
+        label = f"{state.dataloader_label or 'eval':{_LABEL_WIDTH}}"
+        stamp = state.timestamp
+        # An evaluation at the end of an epoch belongs to the epoch that has just been counted.
+        at_epoch_end = int(stamp.batch_in_epoch) == 0
+        where = f"Epoch {max(int(stamp.epoch) - 1, 0):3}: " if at_epoch_end else f"Batch {int(stamp.batch):3}: "
+        length = state.dataloader_len
+        total = None if length is None else int(length)
+        return _Bar(self._file(), label + where, total, TimeUnit.BATCH, state.eval_timestamp, ("metrics/",))
+
+    def _file(self) -> TextIO:
+        # Looked up late, so that a stream that was redirected meanwhile is the one written to.
+        return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
+
+
+class _Bar:
+    """One tqdm bar that follows a counter of a timestamp."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        title: str,
+        total: int | None,
+        unit: TimeUnit,
+        start: Timestamp,
+        shown: tuple[str, ...],
+        *,
+        of_one_epoch: bool = False,
+    ) -> None:
+        self.is_of_one_epoch = of_one_epoch
+        self._unit = unit
+        self._shown = shown
+        self._values: dict[str, Any] = {}
+        self._position = self._count(start)
+        is_terminal = hasattr(stream, "isatty") and stream.isatty()
+        self._bar = tqdm.auto.tqdm(
+            total=total,
+            initial=self._position,
+            bar_format=title + " {l_bar}{bar:25}{r_bar}" + ("{bar:-1b}" if is_terminal else ""),
+            unit=unit.value,
+            file=stream,
+            dynamic_ncols=is_terminal,
+            ncols=None if is_terminal else _FILE_WIDTH,
+        )
+
+    def keep(self, metrics: Mapping[str, Any]) -> None:
+        """Remember the values that belong to this bar."""
+        for name, value in metrics.items():
+            if name.startswith(self._shown) and not name.startswith("metrics/train"):
+                # The bar's title says already what is evaluated, and a line has room for little.
+                self._values[name.rpartition("/")[2] if name.startswith("metrics/") else name] = value
+
+    def move(self, stamp: Timestamp) -> None:
+        """Advance to where the timestamp is."""
+        position = self._count(stamp)
+        # tqdm draws at most ten times a second; only then is it worth waiting for numbers from the device.
+        if self._bar.update(position - self._position):
+            self._show()
+        self._position = position
+
+    def close(self) -> None:
+        """Draw a last time, with the final values, and leave the bar there."""
+        self._show()
+        self._bar.close()
+
+    def _show(self) -> None:
+        values = {name: float(value) for name, value in self._values.items() if _is_number(value)}
+        self._bar.set_postfix(values, refresh=False)  # drawn with the next move; drawing now would draw twice
+
+    def _count(self, stamp: Timestamp) -> int:
+        return int(stamp.batch_in_epoch if self.is_of_one_epoch else stamp.get(self._unit))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1

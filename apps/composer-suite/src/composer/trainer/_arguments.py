@@ -1,0 +1,238 @@
+"""Checks of what the user gave to the Trainer, each turned into the one form that is used inside."""
+
+import os
+import warnings
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from composer.loggers.progress_bar_logger import ProgressBarLogger
+from composer.trainer._batch import needs_closure
+from composer_dist import Precision, get_world_size, reproducibility
+from composer_dist.devices import Device, DeviceGPU, get_device
+from composer_dist.precision import validate_precision
+from composer_events.data_spec import DataSpec, default_split_batch
+from composer_events.iter_helpers import ensure_tuple
+from composer_events.logger_destination import LoggerDestination
+from composer_models import ComposerModel
+from composer_optim import DecoupledSGDW
+from composer_time import Time, TimeUnit, ensure_time
+
+
+def check_model(model: Any) -> ComposerModel:
+    """Return the model if it is one that the loop can train.
+
+    Raises:
+        ValueError: If it is no ComposerModel.
+    """
+    if isinstance(model, ComposerModel):
+        return model
+    kind = f"the class {model.__name__}; call it" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise ValueError(
+        f"Provided model must be a subclass of ComposerModel. model is {kind}. Derive your class "
+        "from composer.models.ComposerModel (forward(batch) and loss(outputs, batch)), or wrap any nn.Module with "
+        "ComposerModel.from_module(module, loss_fn)."
+    )
+
+
+def choose_device(device: Any) -> Device:
+    """Return the device by name, or the one this machine offers.
+
+    Raises:
+        RuntimeError: If several processes were started.
+    """
+    if get_world_size() > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {get_world_size()}, and this Trainer trains in one process. Start the script once, "
+            "without a launcher, or unset WORLD_SIZE."
+        )
+    return get_device(device)
+
+
+def choose_precision(precision: Any, device: Device) -> Precision:
+    """Return the precision asked for, or mixed 16-bit on a GPU and full elsewhere.
+
+    Raises:
+        ValueError: If it is unknown or the device does not have it.
+    """
+    if precision is None:
+        return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
+    chosen = Precision(precision)
+    validate_precision(chosen, device)
+    return chosen
+
+
+def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
+    """Return the one optimizer, in a list; without any, plain decoupled SGD over all parameters.
+
+    Raises:
+        NotImplementedError: If there are several.
+        TypeError: If it is no PyTorch optimizer.
+    """
+    given = ensure_tuple(optimizers)
+    if len(given) > 1:
+        raise NotImplementedError(
+            f"Only one optimizer is supported; found {len(given)} optimizers. Give one of them groups of parameters "
+            "with settings of their own instead."
+        )
+    for optimizer in given:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizers={optimizer!r} is no torch.optim.Optimizer. Build one over model.parameters().")
+        _check_parameters(optimizer, model)
+    if given:
+        return list(given)
+    parameters = list(model.parameters())
+    if not parameters:
+        warnings.warn(
+            "No optimizer was specified, and the model does not have parameters, so it can be evaluated, not trained.",
+            stacklevel=3,
+        )
+        return []
+    warnings.warn(
+        "No optimizer was specified. Training uses DecoupledSGDW(model.parameters(), lr=0.1); pass optimizers=... "
+        "to choose your own.",
+        stacklevel=3,
+    )
+    return [DecoupledSGDW(parameters, lr=0.1)]
+
+
+def _check_parameters(optimizer: Optimizer, model: ComposerModel) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"None of the parameters of {type(optimizer).__name__} belongs to the model, so nothing would be trained. "
+            "Build the optimizer over the parameters of the very model that is given."
+        )
+
+
+def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
+    """Return what keeps small gradients from vanishing in 16-bit floating point; no other precision needs it.
+
+    Raises:
+        ValueError: If an optimizer evaluates the loss itself, which does not go together with the scaling.
+    """
+    if precision is not Precision.AMP_FP16:
+        return None
+    for optimizer in optimizers:
+        if needs_closure(optimizer):
+            raise ValueError(
+                f"precision='amp_fp16' scales the loss, and {type(optimizer).__name__} evaluates it itself. Use "
+                "precision='amp_bf16' or 'fp32', or another optimizer."
+            )
+    return GradScaler(device.torch_device.type)
+
+
+def choose_microbatch_size(asked: Any, data_spec: DataSpec) -> int | float:
+    """Return into how many samples each batch is cut: as asked, else the dataloader's batch size.
+
+    Raises:
+        ValueError: If it is neither given nor known, or not a positive number.
+    """
+    if asked is None:
+        asked = getattr(data_spec.dataloader, "batch_size", None)
+        if asked is None:
+            raise ValueError(
+                "`device_train_microbatch_size` must be set when train_dataloader does not have a `batch_size` "
+                f"attribute, and {type(data_spec.dataloader).__name__} has none. Give the number of samples."
+            )
+    # A part of a sample makes sense only to somebody's own way to split.
+    kinds = int if data_spec.split_batch is default_split_batch else (int, float)
+    if isinstance(asked, bool) or not isinstance(asked, kinds) or not asked > 0:
+        raise ValueError(f"device_train_microbatch_size={asked!r} must be a whole number of samples greater than 0.")
+    return asked
+
+
+def check_subset(name: str, num_batches: Any) -> None:
+    """Refuse a number of batches that is neither positive nor -1, which means all.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    is_number = isinstance(num_batches, int) and not isinstance(num_batches, bool)
+    if not is_number or (num_batches < 1 and num_batches != -1):
+        raise ValueError(f"{name}={num_batches!r} must be a whole number of batches from 1, or -1 for all of them.")
+
+
+def check_interval(interval: Any) -> None:
+    """Refuse an interval of evaluations that is none.
+
+    Raises:
+        ValueError: If it is neither a number of epochs from 0, nor a time, nor a function.
+    """
+    is_number = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 0
+    if is_number or callable(interval):
+        return
+    if not isinstance(interval, (str, Time)) or ensure_time(interval, TimeUnit.EPOCH).value < 0:
+        raise ValueError(
+            f"eval_interval={interval!r} must be a number of epochs (0 for never), a time such as '100ba', or a "
+            "function of the state and the event."
+        )
+
+
+def check_iterable(name: str, dataloader: Any) -> None:
+    """Refuse a dataloader that cannot be iterated over.
+
+    Raises:
+        TypeError: If it cannot.
+    """
+    if not hasattr(dataloader, "__iter__"):
+        raise TypeError(f"{name}={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of them.")
+
+
+def choose_destinations(loggers: Any, progress_bar: bool, console_stream: Any) -> list[LoggerDestination]:
+    """Return the destinations of the log, with the progress bar at the end unless one was given or it is off.
+
+    Raises:
+        TypeError: If one of them is no LoggerDestination.
+    """
+    destinations = list(ensure_tuple(loggers))
+    for destination in destinations:
+        if not isinstance(destination, LoggerDestination):
+            raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination.")
+    if any(isinstance(destination, ProgressBarLogger) for destination in destinations):
+        if progress_bar:
+            warnings.warn("loggers already holds a ProgressBarLogger; progress_bar=True adds no second.", stacklevel=3)
+    elif progress_bar:
+        destinations.append(ProgressBarLogger(stream=console_stream))
+    return destinations
+
+
+def check_members(name: str, given: Any, kind: type) -> list[Any]:
+    """Return the algorithms or callbacks as a list.
+
+    Raises:
+        TypeError: If one of them is of another kind, a class in place of an instance for example.
+    """
+    is_many = isinstance(given, Iterable) and not isinstance(given, str)
+    members = list(given) if is_many else list(ensure_tuple(given))
+    for member in members:
+        if not isinstance(member, kind):
+            hint = f" Call it: {member.__name__}()." if isinstance(member, type) else ""
+            raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}.{hint}")
+    return members
+
+
+def choose_seed(seed: int | None) -> int:
+    """Return the seed, or a random one.
+
+    Raises:
+        ValueError: If it lies outside of [0, 2**32).
+    """
+    if seed is None:
+        return reproducibility.get_random_seed()
+    if not isinstance(seed, int) or not 0 <= seed <= reproducibility.MAX_SEED:
+        raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
+    return seed
+
+
+def choose_run_name(run_name: str | None) -> str | None:
+    """Return the name given, or the one in the environment; None leaves it to the State to make one up."""
+    return run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
+
+
+def version() -> str:
+    """Return the version of composer-suite that is installed."""
+    return metadata.version("composer-suite")

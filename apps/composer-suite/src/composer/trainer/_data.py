@@ -1,0 +1,118 @@
+"""The batches of the training dataloader, epoch after epoch, also across several calls of `fit`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from composer_events.data_spec import DataSpec
+from composer_events.engine import Engine
+from composer_events.event import Event
+from composer_events.state import State
+from composer_time import TimeUnit
+
+
+class TrainBatches:
+    """Iterates over what is left of the current epoch.
+
+    An epoch that a `fit` leaves in the middle is kept open, so that the next `fit` goes on with the very next batch.
+
+    Attributes:
+        data_spec: How the batches are prepared and counted.
+        num_samples: How many samples the latest batch holds.
+        num_tokens: How many tokens the latest batch holds; 0 where there are none.
+    """
+
+    def __init__(self, data_spec: DataSpec, state: State, engine: Engine) -> None:
+        self.num_samples = 0
+        self.num_tokens = 0
+        self.data_spec = data_spec
+        self._state = state
+        self._engine = engine
+        self._open: Iterator[Any] | None = None  # the epoch being read
+        self._num_read = 0  # batches taken from it
+        self._latest: Any = None
+        self._exhausted = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the remaining batches of the current epoch, each after its BEFORE_DATALOADER."""
+        spec, run_event = self.data_spec, self._engine.run_event
+        if self._open is None:
+            self._open = self._open_epoch()
+        self._exhausted = False
+        while True:
+            run_event(Event.BEFORE_DATALOADER)
+            # A batch that an exception kept from being trained on is the next one still.
+            if self._num_read == int(self._state.timestamp.batch_in_epoch):
+                try:
+                    if self._is_capped():
+                        raise StopIteration
+                    self._latest = spec.batch_transforms(next(self._open))
+                except StopIteration:
+                    # There is no batch that AFTER_DATALOADER could show; only the profiler's marker must end.
+                    self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                    break
+                self._num_read += 1
+            self._count(self._latest)
+            yield self._latest
+        if self._num_read == 0:
+            raise ValueError(
+                f"No batches were trained: train_dataloader={spec.dataloader!r} yielded no batch in epoch "
+                f"{int(self._state.timestamp.epoch)}. Give it at least one batch; a DataLoader with drop_last=True "
+                "needs a dataset of batch_size examples or more, and an iterator can be read only once."
+            )
+        self._exhausted = True
+
+    def restart(self) -> None:
+        """Forget the open epoch, since the timestamp was set back."""
+        self._open = None
+
+    def epoch_is_complete(self) -> bool:
+        """Say whether every batch of the epoch has been trained on, and close the epoch if so."""
+        length = self._state.dataloader_len
+        complete = self._exhausted or (length is not None and self._state.timestamp.batch_in_epoch >= length)
+        if complete:
+            self._open = None
+        return complete
+
+    def iteration_is_complete(self) -> bool:
+        """Say whether the epochs that make up one iteration, if the user set a length for it, are over."""
+        length = self._state.iteration_length
+        if length is None:
+            return False
+        stamp = self._state.timestamp
+        passed = stamp.epoch_in_iteration if length.unit == TimeUnit.EPOCH else stamp.token_in_iteration
+        return passed >= length
+
+    def _count(self, batch: Any) -> None:
+        self.num_samples = int(self.data_spec.get_num_samples_in_batch(batch))
+        self.num_tokens = self.data_spec.get_num_tokens_in_batch(batch)
+        duration = self._state.max_duration
+        if self.num_tokens == 0 and duration is not None and duration.unit is TimeUnit.TOKEN:
+            raise ValueError(
+                f"max_duration={duration.to_timestring()!r} counts tokens, and a batch of train_dataloader has none. "
+                "Give DataSpec(dataloader, get_num_tokens_in_batch=...), or a duration in batches ('500ba')."
+            )
+
+    def _is_capped(self) -> bool:
+        length = self._state.dataloader_len
+        return length is not None and self._num_read >= int(length)
+
+    def _open_epoch(self) -> Iterator[Any]:
+        loader = self.data_spec.dataloader
+        set_epoch(loader, int(self._state.timestamp.epoch))
+        batches = iter(loader)
+        self._num_read = int(self._state.timestamp.batch_in_epoch)
+        for _ in range(self._num_read):  # trained on before this loader was opened
+            next(batches, None)
+        return batches
+
+
+def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
+    """Tell the DistributedSampler of a dataloader, if it has one, which epoch to shuffle for."""
+    if isinstance(dataloader, DataLoader):
+        for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(epoch)
+                return

@@ -1,0 +1,145 @@
+"""Evaluation: one evaluator over its dataloader, and which evaluators are due during `fit`."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from composer.trainer._autocast import Autocast
+from composer.trainer._batch import cut
+from composer.trainer._clock import Clock
+from composer.trainer._data import set_epoch
+from composer_dist import get_global_rank
+from composer_events.engine import Engine
+from composer_events.evaluator import Evaluator
+from composer_events.event import Event
+from composer_events.logger import Logger
+from composer_events.state import State
+from composer_models import ComposerModel, model_eval_mode
+from composer_time import Time, Timestamp
+
+
+class Evaluation:
+    """Runs evaluators: events, forward passes, metrics."""
+
+    def __init__(
+        self, state: State, engine: Engine, logger: Logger, *, model: ComposerModel, autocast: Autocast
+    ) -> None:
+        self._state = state
+        self._engine = engine
+        self._logger = logger
+        self._model = model
+        self._eval_forward = _of_batch(model.eval_forward)
+        self._autocast = autocast
+
+    def run(self, evaluator: Evaluator, metrics: Mapping[str, Any], subset_num_batches: int = -1) -> None:
+        """Evaluate over one dataloader, log the metrics, and leave the state's dataloader and mode as they were.
+
+        A dataloader that yields no batch is warned about, and its metrics stay as they were.
+        """
+        state, run_event = self._state, self._engine.run_event
+        before = (state.dataloader, state.dataloader_label, state.dataloader_len)
+        state.eval_timestamp = Timestamp()
+        try:
+            with torch.no_grad(), model_eval_mode(state.model):
+                state.set_dataloader(evaluator.dataloader.dataloader, evaluator.label, subset_num_batches)
+                run_event(Event.EVAL_START)
+                for metric in metrics.values():
+                    state.device.module_to_device(metric).reset()
+                for state.batch in self._batches(evaluator):
+                    self._evaluate_batch(evaluator, metrics)
+                if int(state.eval_timestamp.batch) > 0:
+                    self._report(evaluator.label, metrics)
+                else:
+                    _warn_of_nothing(evaluator)
+                run_event(Event.EVAL_END)
+        finally:
+            restore_dataloader(state, *before)
+
+    def _batches(self, evaluator: Evaluator) -> Iterator[Any]:
+        state, spec = self._state, evaluator.dataloader
+        length = state.dataloader_len
+        set_epoch(spec.dataloader, int(state.timestamp.batch))
+        batches = iter(spec.dataloader)
+        while length is None or state.eval_timestamp.batch < length:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            yield spec.batch_transforms(batch)
+
+    def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any]) -> None:
+        state, run_event, spec = self._state, self._engine.run_event, evaluator.dataloader
+        batch = state.batch
+        num_samples, num_tokens = int(spec.get_num_samples_in_batch(batch)), spec.get_num_tokens_in_batch(batch)
+        run_event(Event.EVAL_BATCH_START)
+        for microbatch in cut(batch, spec, evaluator.device_eval_microbatch_size):
+            state.batch = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+            run_event(Event.EVAL_BEFORE_FORWARD)
+            with self._autocast():
+                state.outputs = self._eval_forward(state.batch)
+            run_event(Event.EVAL_AFTER_FORWARD)
+            with self._autocast():
+                for metric in metrics.values():
+                    state.metric_outputs = self._model.update_metric(state.batch, state.outputs, metric) or {}
+        state.batch = batch
+        state.eval_timestamp = state.eval_timestamp.to_next_batch(samples=num_samples, tokens=num_tokens)
+        run_event(Event.EVAL_BATCH_END)
+
+    def _report(self, label: str, metrics: Mapping[str, Any]) -> None:
+        values = {name: metric.compute() for name, metric in metrics.items()}
+        self._state.eval_metric_values.update(values)
+        self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
+
+
+def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
+    """Put back the dataloader that a state had before, with the length it had there."""
+    state.set_dataloader(dataloader, label, -1 if length is None else length)
+
+
+class FitEvaluation:
+    """Runs the evaluators that are due on an event of `fit`, with the clock of training stopped."""
+
+    def __init__(self, state: State, engine: Engine, evaluation: Evaluation, clock: Clock) -> None:
+        self._state = state
+        self._engine = engine
+        self._evaluation = evaluation
+        self._clock = clock
+
+    def __call__(self, event: Event) -> None:
+        """Evaluate on BATCH_END, EPOCH_END or FIT_END whatever has its turn."""
+        state = self._state
+        if not state.evaluators:
+            return
+        due = [evaluator for evaluator in state.evaluators if _is_due(evaluator, state, event)]
+        if not due:
+            return
+        with self._clock.paused():
+            self._engine.run_event(Event.EVAL_BEFORE_ALL)
+            for evaluator in due:
+                subset = evaluator.subset_num_batches
+                self._evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
+            self._engine.run_event(Event.EVAL_AFTER_ALL)
+
+
+def _warn_of_nothing(evaluator: Evaluator) -> None:
+    warnings.warn(
+        f"No batches were evaluated for global rank {get_global_rank()}: the dataloader of evaluator "
+        f"{evaluator.label!r} yielded none. An iterator, for one, can be read only once.",
+        stacklevel=2,
+    )
+
+
+def _is_due(evaluator: Evaluator, state: State, event: Event) -> bool:
+    return evaluator.eval_interval is not None and evaluator.eval_interval(state, event)
+
+
+def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return `eval_forward` as a function of the batch alone, also where its author gave `outputs` no default."""
+    outputs = inspect.signature(eval_forward).parameters.get("outputs")
+    if outputs is not None and outputs.default is inspect.Parameter.empty:
+        return functools.partial(eval_forward, outputs=None)
+    return eval_forward

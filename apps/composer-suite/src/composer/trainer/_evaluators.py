@@ -1,0 +1,110 @@
+"""From what the user gave as `eval_dataloader` to evaluators with their metrics, intervals and subsets."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torchmetrics import Metric
+
+from composer.trainer._arguments import check_interval, check_iterable, check_subset
+from composer_events.evaluator import Evaluator, ensure_evaluator
+from composer_events.iter_helpers import ensure_tuple
+from composer_models import ComposerModel
+
+_log = logging.getLogger("composer.trainer.trainer")
+
+
+def make_evaluators(given: Any, model: ComposerModel, eval_interval: Any, subset_num_batches: int) -> list[Evaluator]:
+    """Wrap each dataloader into an Evaluator that computes all metrics of the model.
+
+    Args:
+        given: One dataloader, DataSpec or Evaluator, several of one kind, or None.
+        model: Says which metrics there are.
+        eval_interval: For evaluators that have no interval.
+        subset_num_batches: For evaluators that say nothing about it; -1 for all batches.
+
+    Raises:
+        ValueError: If Evaluators and other dataloaders are mixed, or a dataloader's end cannot be known and no
+            subset limits it.
+    """
+    items = _listed(given)
+    if not items:
+        _warn_of_idle(eval_interval, subset_num_batches)
+    kinds = {isinstance(item, Evaluator) for item in items}
+    if len(kinds) > 1:
+        raise ValueError(
+            "Mixing Evaluator with other classes is not allowed, please wrapall other classes with the Evaluator "
+            f"class. eval_dataloader holds {[type(item).__name__ for item in items]}."
+        )
+    names = list(model.get_metrics(is_train=False))
+    check_subset("eval_subset_num_batches", subset_num_batches)
+    check_interval(eval_interval)
+    # Copies, since what is filled in is this Trainer's business, and the user may give them to another one.
+    evaluators = [copy.copy(ensure_evaluator(item, names)) for item in items]
+    warn_of_known_labels(evaluators, [])
+    for evaluator in evaluators:
+        check_iterable("eval_dataloader", evaluator.dataloader.dataloader)
+        if evaluator.subset_num_batches is None:
+            evaluator.subset_num_batches = subset_num_batches
+        if evaluator.eval_interval is None:
+            evaluator.eval_interval = eval_interval
+        if evaluator.subset_num_batches == -1:
+            _refuse_endless(evaluator)
+    return evaluators
+
+
+def _warn_of_idle(eval_interval: Any, subset_num_batches: int) -> None:
+    if eval_interval not in (0, 1) or subset_num_batches != -1:
+        warnings.warn(
+            f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
+            f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
+            "eval_dataloader.",
+            stacklevel=4,
+        )
+
+
+def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evaluator]) -> None:
+    """Say where two evaluators of one label will write over each other's results."""
+    known = {evaluator.label for evaluator in others}
+    for evaluator in evaluators:
+        if evaluator.label in known and others:
+            warnings.warn(
+                f"eval_dataloader label {evaluator.label!r} is that of another evaluator of this Trainer; its metrics "
+                "are replaced. Use Evaluator(label=...) with a label of its own.",
+                stacklevel=3,
+            )
+        elif evaluator.label in known:
+            _log.warning("Several evaluators have the label %r and share its metrics.", evaluator.label)
+        known.add(evaluator.label)
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    if isinstance(given, (list, tuple)) and given and not all(map(_is_batch, given)):
+        return ensure_tuple(given)
+    return () if given is None else (given,)
+
+
+def _is_batch(item: Any) -> bool:
+    """Say whether an item of a list is a batch, and the list a dataloader, or a dataloader, one of several."""
+    return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
+
+
+def _refuse_endless(evaluator: Evaluator) -> None:
+    loader = evaluator.dataloader.dataloader
+    if not hasattr(loader, "__len__"):
+        return
+    try:
+        len(loader)
+    except TypeError as error:
+        raise ValueError(
+            f"eval_subset_num_batches must be set when using an infinite sized dataloader: evaluator "
+            f"{evaluator.label!r} has {loader!r}, whose length is unknown. Say how many batches an evaluation reads."
+        ) from error
+
+
+def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Metric]:
+    """Return own copies of the metrics that the evaluator names."""
+    return copy.deepcopy(evaluator.select_metrics(model.get_metrics(is_train=False)))

@@ -1,0 +1,82 @@
+"""What the Trainer itself logs: times, losses, metrics and the facts of the run."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from composer.trainer._train_metrics import TrainMetrics
+from composer_dist import get_local_world_size, get_world_size
+from composer_events.logger import Logger
+from composer_events.state import State
+
+
+class Report:
+    """Hands what the loop knows to the logger, at the step the state's timestamp says."""
+
+    def __init__(self, state: State, logger: Logger, metrics: TrainMetrics) -> None:
+        self._state = state
+        self._logger = logger
+        self._metrics = metrics
+
+    def algorithms(self) -> None:
+        """Log which algorithms take part."""
+        names = {f"enabled_algorithms/{type(algorithm).__name__}": True for algorithm in self._state.algorithms}
+        self._logger.log_hyperparameters(names)
+
+    def epoch(self) -> None:
+        """Log the epoch that begins."""
+        self._logger.log_metrics({"time/epoch": int(self._state.timestamp.epoch)})
+
+    def time(self) -> None:
+        """Log where in training the batch lies."""
+        if self._logger.destinations:
+            self._logger.log_metrics(self._times())
+            self._log_tokens()
+
+    def epoch_and_time(self) -> None:
+        """Log where training ended."""
+        self._logger.log_metrics({"time/epoch": int(self._state.timestamp.epoch), **self._times()})
+        self._log_tokens()
+
+    def losses(self, losses: Mapping[str, Any]) -> None:
+        """Log the losses of a batch, as they lie on the device: whoever reads a number waits for it, nobody else."""
+        self._state.total_loss_dict = dict(losses)
+        self._logger.log_metrics({"trainer/device_train_microbatch_size": self._state.device_train_microbatch_size})
+        self._logger.log_metrics(self._state.total_loss_dict)
+
+    def train_metrics(self) -> None:
+        """Compute and log the metrics of the latest batch, if anybody takes them."""
+        if self._logger.destinations:
+            values = self._metrics.compute()
+            self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
+
+    def _times(self) -> dict[str, int]:
+        stamp = self._state.timestamp
+        return {
+            "time/batch": int(stamp.batch),
+            "time/sample": int(stamp.sample),
+            "time/batch_in_epoch": int(stamp.batch_in_epoch),
+            "time/sample_in_epoch": int(stamp.sample_in_epoch),
+        }
+
+    def _log_tokens(self) -> None:
+        stamp = self._state.timestamp
+        if int(stamp.token):
+            self._logger.log_metrics({"time/token": int(stamp.token)})
+            self._logger.log_metrics({"time/token_in_epoch": int(stamp.token_in_epoch)})
+
+
+def log_run_facts(state: State, logger: Logger, version: str) -> None:
+    """Log once what identifies the run: versions, machines and the seed, one call each as Composer does."""
+    processes = f"num_{state.device.name}s_per_node"
+    unknown = "unknown because NODENAME environment variable not set"
+    logger.log_hyperparameters({"composer_version": version})
+    logger.log_hyperparameters({"composer_commit_hash": "None"})
+    logger.log_hyperparameters(
+        {
+            "num_nodes": get_world_size() // get_local_world_size(),
+            processes: get_local_world_size(),
+            "node_name": os.environ.get("NODENAME", unknown),
+        }
+    )
+    logger.log_hyperparameters({"rank_zero_seed": state.rank_zero_seed})

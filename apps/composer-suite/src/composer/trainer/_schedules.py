@@ -1,0 +1,156 @@
+"""When the learning-rate schedulers step, and how they are built from what the user gave."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from composer_events.iter_helpers import ensure_tuple
+from composer_events.state import State
+from composer_optim import compile_composer_schedulers, scale_pytorch_scheduler
+from composer_time import Time, TimeUnit, ensure_time
+
+
+class SchedulerSteps:
+    """Steps every scheduler of the state, either after each batch or after each epoch."""
+
+    def __init__(self, state: State, every_batch: bool) -> None:
+        self._state = state
+        self._every_batch = every_batch
+
+    def after_batch(self) -> None:
+        """Step the schedulers if they go by batches."""
+        if self._every_batch:
+            self._step()
+
+    def after_epoch(self) -> None:
+        """Step the schedulers if they go by epochs."""
+        if not self._every_batch:
+            self._step()
+
+    def _step(self) -> None:
+        for scheduler in self._state.schedulers:
+            scheduler.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The schedulers that were given, and how they are to be taken."""
+
+    schedulers: tuple[Any, ...]
+    ratio: float
+    every_batch: bool | None
+
+    @classmethod
+    def of(cls, schedulers: Any, ratio: float, every_batch: bool | None) -> "Schedule":
+        """Check what the user gave.
+
+        Raises:
+            TypeError: If something is no scheduler.
+            ValueError: If PyTorch's and Composer's are mixed, the ratio is not positive, or settings speak of
+                schedulers where there are none.
+        """
+        given = ensure_tuple(schedulers)
+        for scheduler in given:
+            if not isinstance(scheduler, LRScheduler) and (not callable(scheduler) or isinstance(scheduler, type)):
+                hint = f" Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else ""
+                raise TypeError(
+                    f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of "
+                    f"the state.{hint}"
+                )
+        kinds = {isinstance(scheduler, LRScheduler): type(scheduler).__name__ for scheduler in given}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"schedulers mixes PyTorch's {kinds[True]} with {kinds[False]}, and each sets the learning rate as if "
+                "it were alone. Use either kind; several Composer schedulers multiply."
+            )
+        if ratio <= 0:
+            raise ValueError(f"scale_schedule_ratio={ratio!r} must be greater than 0; 1.0 changes nothing.")
+        for name, is_given in (
+            ("scale_schedule_ratio", ratio != 1.0),
+            ("step_schedulers_every_batch", every_batch is not None),
+        ):
+            if is_given and not given:
+                raise ValueError(
+                    f"Specifying `{name}` without `schedulers` has no effect. Give schedulers too, or drop it."
+                )
+        return cls(given, ratio, every_batch)
+
+    def steps_every_batch(self) -> bool:
+        """Say how often to step: as asked, else by epoch as soon as one scheduler is PyTorch's own."""
+        if self.every_batch is not None:
+            return self.every_batch
+        return not any(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers)
+
+    def compile(self, state: State) -> list[LRScheduler]:
+        """Scale the duration of training and every schedule, and turn all schedulers into PyTorch's.
+
+        Raises:
+            ValueError: If nothing is left of the duration.
+        """
+        if self.ratio != 1.0 and state.max_duration is not None:
+            state.max_duration = _scaled(state.max_duration, self.ratio)
+        if not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
+            return list(compile_composer_schedulers(self.schedulers, state, self.ratio))
+        for scheduler in self.schedulers:
+            scale_pytorch_scheduler(scheduler, self.ratio)
+        return list(self.schedulers)
+
+
+def _scaled(max_duration: Time[Any], ratio: float) -> Time[Any]:
+    scaled = max_duration * ratio
+    if scaled.value <= 0:
+        raise ValueError(
+            f"Scale schedule has reduced the max_duration to 0: scale_schedule_ratio={ratio!r} of "
+            f"max_duration={max_duration.to_timestring()!r}. Raise either of them."
+        )
+    return scaled
+
+
+def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | None:
+    """Return a length of training; a bare number counts epochs.
+
+    Raises:
+        ValueError: If it cannot be read, is not positive, or is in a unit that training does not count.
+    """
+    if given is None:
+        return None
+    duration = ensure_time(given, TimeUnit.EPOCH)
+    accepted = "Give epochs ('10ep'), batches ('500ba'), samples ('50000sp') or tokens ('1000000tok')."
+    if duration.unit is TimeUnit.SECOND:
+        raise ValueError(f"{name}={given!r}: Wall clock time not an allowed time unit. {accepted}")
+    if duration.unit is TimeUnit.DURATION:
+        raise ValueError(f"{name}={given!r} is a part of a training, whose length it cannot be. {accepted}")
+    if duration.value <= 0:
+        raise ValueError(f"{name}={given!r} must be greater than 0. {accepted}")
+    return duration
+
+
+def check_time_left(state: State) -> None:
+    """Refuse to train without a duration, without an end that can be known, or past the end.
+
+    Raises:
+        ValueError: In each of these cases.
+    """
+    now, max_duration = state.timestamp, state.max_duration
+    if max_duration is None:
+        raise ValueError(
+            "max_duration is a required argument and must be specified when constructing the Trainer or when "
+            "calling Trainer.fit(). Give a length of training such as '10ep' or '500ba'."
+        )
+    asked = max_duration.to_timestring()
+    if state.dataloader_len is None and max_duration.unit is TimeUnit.EPOCH:
+        raise ValueError(
+            f"max_duration cannot be specified in epochs ({asked!r}) when the length of train_dataloader is unknown. "
+            "Give batches ('500ba'), or train_subset_num_batches."
+        )
+    if state.iteration_length is None and max_duration.unit is TimeUnit.ITERATION:
+        raise ValueError(
+            f"max_duration cannot be specified in iterations ({asked!r}) before state.iteration_length says how long "
+            "one is, such as '2ep'. Set it, or give epochs ('10ep')."
+        )
+    if now >= max_duration:
+        raise ValueError(
+            f"The max_duration {asked} is not beyond the {now.get(max_duration.unit).to_timestring()} trained so far. "
+            "Please provide the `duration` or specify `reset_time=True` in Trainer.fit()."
+        )

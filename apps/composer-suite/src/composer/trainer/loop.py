@@ -1,0 +1,105 @@
+"""The training loop: every event in its order, with the calls between them.
+
+What a call does is found in the module that owns it; what happens on an event is up to whoever listens to it. Read
+`fit` beside the table of events in `composer_events.event`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from composer.trainer._batch import BatchTrainer
+from composer.trainer._clock import Clock
+from composer.trainer._data import TrainBatches
+from composer.trainer._evaluation import FitEvaluation
+from composer.trainer._report import Report
+from composer.trainer._schedules import SchedulerSteps
+from composer_events.engine import Engine
+from composer_events.event import Event
+from composer_events.state import State
+
+
+@dataclass(slots=True)
+class Loop:
+    """What one call of `fit` works with; the Trainer puts it together."""
+
+    state: State
+    engine: Engine
+    batches: TrainBatches
+    train_batch: BatchTrainer
+    schedulers: SchedulerSteps
+    evaluate: FitEvaluation
+    report: Report
+    clock: Clock
+
+    def fit(self) -> None:
+        """Train until `state.max_duration` is reached."""
+        state, run_event = self.state, self.engine.run_event
+
+        self.report.algorithms()
+        run_event(Event.FIT_START)
+        state.model.train()
+        while self._is_training():
+            if state.timestamp.epoch_in_iteration == 0 and state.timestamp.batch_in_epoch == 0:
+                run_event(Event.ITERATION_START)
+            if state.timestamp.batch_in_epoch == 0:
+                run_event(Event.EPOCH_START)
+                self.report.epoch()
+
+            for state.batch in self._batches_of_this_epoch():
+                run_event(Event.AFTER_DATALOADER)
+                run_event(Event.BATCH_START)
+                self.report.time()
+
+                losses = self.train_batch()  # BEFORE_TRAIN_BATCH ... AFTER_TRAIN_BATCH, the optimizer's step
+                self.report.losses(losses)
+                self.schedulers.after_batch()
+                self.report.train_metrics()
+                self._advance_batch()
+
+                run_event(Event.BATCH_END)
+                self.evaluate(Event.BATCH_END)
+                run_event(Event.BATCH_CHECKPOINT)
+                if not self._is_training():
+                    break
+
+            if self.batches.epoch_is_complete():
+                self.report.train_metrics()
+                self.schedulers.after_epoch()
+                self._advance_epoch()
+
+                run_event(Event.EPOCH_END)
+                self.evaluate(Event.EPOCH_END)
+                run_event(Event.EPOCH_CHECKPOINT)
+                if self.batches.iteration_is_complete():
+                    self._advance_iteration()
+
+                    run_event(Event.ITERATION_END)
+                    run_event(Event.ITERATION_CHECKPOINT)
+
+        self.report.epoch_and_time()
+        run_event(Event.FIT_END)
+        self.evaluate(Event.FIT_END)
+
+    def _is_training(self) -> bool:
+        max_duration = self.state.max_duration
+        return max_duration is not None and self.state.timestamp < max_duration
+
+    def _batches_of_this_epoch(self) -> Iterator[Any]:
+        self.clock.start_batch()
+        return iter(self.batches)
+
+    def _advance_batch(self) -> None:
+        state = self.state
+        state.previous_timestamp = state.timestamp
+        state.timestamp = state.timestamp.to_next_batch(
+            samples=self.batches.num_samples, tokens=self.batches.num_tokens, duration=self.clock.end_batch()
+        )
+
+    def _advance_epoch(self) -> None:
+        self.state.previous_timestamp = self.state.timestamp
+        self.state.timestamp = self.state.timestamp.to_next_epoch()
+
+    def _advance_iteration(self) -> None:
+        self.state.previous_timestamp = self.state.timestamp
+        self.state.timestamp = self.state.timestamp.to_next_iteration()

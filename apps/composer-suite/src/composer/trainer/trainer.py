@@ -1,0 +1,397 @@
+"""The Trainer: model, data, algorithms, callbacks and loggers in; a trained and evaluated model out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from composer.trainer import _arguments as arguments
+from composer.trainer import _schedules as schedules
+from composer.trainer._autocast import make_autocast
+from composer.trainer._batch import BatchTrainer
+from composer.trainer._clock import Clock
+from composer.trainer._data import TrainBatches
+from composer.trainer._evaluation import Evaluation, FitEvaluation, restore_dataloader
+from composer.trainer._evaluators import make_evaluators, metrics_of, warn_of_known_labels
+from composer.trainer._report import Report, log_run_facts
+from composer.trainer._schedules import Schedule
+from composer.trainer._train_metrics import TrainMetrics
+from composer.trainer.loop import Loop
+from composer_dist import reproducibility
+from composer_dist.strategy import SingleDevice
+from composer_events.algorithm import Algorithm
+from composer_events.callback import Callback
+from composer_events.data_spec import ensure_data_spec
+from composer_events.engine import Engine
+from composer_events.event import Event
+from composer_events.logger import Logger
+from composer_events.state import State
+from composer_time import Timestamp
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.optim import Optimizer
+
+    from composer_dist.devices import Device
+    from composer_dist.precision import Precision
+    from composer_events.data_spec import DataSpec
+    from composer_events.evaluator import Evaluator
+    from composer_events.logger_destination import LoggerDestination
+    from composer_models import ComposerModel
+    from composer_time import Time
+
+
+class Trainer:
+    """Trains and evaluates a model.
+
+    Everything that happens is an event that `algorithms` may act on and `callbacks` may watch; the loop itself is in
+    `composer.trainer.loop`. Use it as a context manager, or call `close` at the end, so that loggers can finish.
+
+    Args:
+        model: What is trained; any `nn.Module` becomes one through `ComposerModel.from_module(module, loss_fn)`.
+        train_dataloader: Batches to train on: any iterable, a `DataSpec`, or a dict of a DataSpec's arguments. It may
+            be given to `fit` instead.
+        train_dataloader_label: Names the training metrics in the log.
+        train_subset_num_batches: At most so many batches an epoch; -1 for all.
+        max_duration: How long to train: `'10ep'`, `'500ba'`, `Time(...)`; a bare number counts epochs.
+        eval_dataloader: Batches to evaluate on: as `train_dataloader`, an `Evaluator`, or several of one kind.
+        eval_interval: How often evaluators that do not say so themselves run during `fit`; 0 for never.
+        eval_subset_num_batches: At most so many batches an evaluation; -1 for all.
+        algorithms: One or several methods that change the training.
+        algorithm_passes: Own rules for the order of algorithms; see `Engine`.
+        optimizers: One optimizer. Without it `DecoupledSGDW(model.parameters(), lr=0.1)`, with a warning.
+        schedulers: PyTorch schedulers, Composer schedulers, or functions of the state.
+        scale_schedule_ratio: Stretches `max_duration` and all schedules; 0.5 trains half as long.
+        step_schedulers_every_batch: By default Composer schedulers step every batch, PyTorch's every epoch.
+        callbacks: One or several listeners.
+        loggers: One or several destinations of the log.
+        run_name: Names the run; made up by default, also from `COMPOSER_RUN_NAME` or `RUN_NAME`.
+        progress_bar: Whether to show one.
+        console_stream: Where to: `'stderr'`, `'stdout'` or a text stream.
+        device: `'cpu'`, `'gpu'`, ... or a `Device`; by default the best of this machine.
+        precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
+        precision_config: Settings of an 8-bit precision.
+        device_train_microbatch_size: How many samples go through the model at once; gradients add up over the rest
+            of the batch. By default the dataloader's `batch_size`.
+        seed: Seeds Python, NumPy and PyTorch, in [0, 2**32). Drawn by default.
+        deterministic_mode: Whether PyTorch must compute the same numbers every time, at the price of speed.
+
+    Raises:
+        ValueError, TypeError: If an argument cannot be used; before anything is written.
+
+    Example:
+        >>> import torch
+        >>> from composer.models import ComposerModel
+        >>> data = [(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))]
+        >>> model = ComposerModel.from_module(torch.nn.Linear(2, 2), torch.nn.functional.cross_entropy)
+        >>> with Trainer(
+        ...     model=model, train_dataloader=data, device_train_microbatch_size=4, max_duration='3ba', device='cpu',
+        ...     optimizers=torch.optim.SGD(model.parameters(), lr=0.1), progress_bar=False,
+        ... ) as trainer:
+        ...     trainer.fit()
+        ...     print(trainer.state.timestamp.batch)
+        3ba
+    """
+
+    def __init__(
+        self,
+        model: ComposerModel,
+        *,
+        train_dataloader: Any = None,
+        train_dataloader_label: str = "train",
+        train_subset_num_batches: int = -1,
+        max_duration: int | str | Time[int] | None = None,
+        eval_dataloader: Any = None,
+        eval_interval: Any = 1,
+        eval_subset_num_batches: int = -1,
+        algorithms: Algorithm | Sequence[Algorithm] | None = None,
+        algorithm_passes: Any = None,
+        optimizers: Optimizer | Sequence[Optimizer] | None = None,
+        schedulers: Any = None,
+        scale_schedule_ratio: float = 1.0,
+        step_schedulers_every_batch: bool | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        loggers: LoggerDestination | Sequence[LoggerDestination] | None = None,
+        run_name: str | None = None,
+        progress_bar: bool = True,
+        console_stream: str | TextIO = "stderr",
+        device: str | Device | None = None,
+        precision: str | Precision | None = None,
+        precision_config: dict[str, Any] | None = None,
+        device_train_microbatch_size: int | float | None = None,
+        seed: int | None = None,
+        deterministic_mode: bool = False,
+    ) -> None:
+        self._model = arguments.check_model(model)
+        device = arguments.choose_device(device)
+        precision = arguments.choose_precision(precision, device)
+        schedule = Schedule.of(schedulers, scale_schedule_ratio, step_schedulers_every_batch)
+        duration = schedules.to_duration(max_duration, "max_duration")
+        algorithms = arguments.check_members("algorithms", algorithms, Algorithm)
+        callbacks = arguments.check_members("callbacks", callbacks, Callback)
+        destinations = arguments.choose_destinations(loggers, progress_bar, console_stream)
+        evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
+        self._microbatch_size = device_train_microbatch_size
+        arguments.check_subset("train_subset_num_batches", train_subset_num_batches)
+        data_spec = None if train_dataloader is None else self._check_data(train_dataloader)
+        seed = arguments.choose_seed(seed)
+        optimizers = arguments.choose_optimizers(optimizers, self._model)
+        scaler = arguments.make_scaler(precision, device, optimizers)
+
+        if deterministic_mode:
+            reproducibility.configure_deterministic_mode()
+        reproducibility.seed_all(seed)
+        self._strategy = SingleDevice(device)
+        wrapped, optimizers = self._strategy.prepare(self._model, optimizers)
+        self.state = State(
+            wrapped,
+            rank_zero_seed=seed,
+            run_name=arguments.choose_run_name(run_name),
+            device=device,
+            device_train_microbatch_size=device_train_microbatch_size,
+            precision=precision,
+            precision_config=precision_config,
+            optimizers=optimizers,
+            scaler=scaler,
+            algorithms=algorithms,
+            callbacks=[*destinations, *callbacks],
+        )
+        self.logger = Logger(self.state, destinations)
+        self.engine = Engine(self.state, self.logger, algorithm_passes)
+        self._model.logger = self.logger
+        self._train_metrics = TrainMetrics(self.state, self._model)
+        self._report = Report(self.state, self.logger, self._train_metrics)
+        self._clock = Clock()
+        self._batches: TrainBatches | None = None
+        self._schedule: Schedule | None = None  # what waits for a duration and a dataloader
+        self._steps_every_batch = True
+
+        try:
+            self.engine.run_event(Event.INIT)
+            log_run_facts(self.state, self.logger, arguments.version())
+            metrics = copy.deepcopy(self._model.get_metrics(is_train=True))
+            self.state.train_metrics = {name: device.module_to_device(metric) for name, metric in metrics.items()}
+            self._set_evaluators(evaluators)
+            if data_spec is not None:
+                self._set_data(data_spec, train_dataloader_label, train_subset_num_batches)
+            self.state.max_duration = duration
+            self._set_schedule(schedule)
+            self.engine.run_event(Event.BEFORE_LOAD)
+            self.engine.run_event(Event.AFTER_LOAD)
+        except BaseException:
+            self.engine.close()  # nobody else can: there will be no Trainer to close
+            raise
+        # Whatever algorithms drew so far, training draws the same numbers.
+        reproducibility.seed_all(self.state.seed)
+
+    def fit(
+        self,
+        *,
+        train_dataloader: Any = None,
+        train_dataloader_label: str = "train",
+        train_subset_num_batches: int | None = None,
+        duration: int | str | Time[int] | None = None,
+        reset_time: bool = False,
+        schedulers: Any = None,
+        scale_schedule_ratio: float = 1.0,
+        step_schedulers_every_batch: bool | None = None,
+        eval_dataloader: Any = None,
+        eval_subset_num_batches: int = -1,
+        eval_interval: Any = 1,
+        device_train_microbatch_size: int | float | None = None,
+        precision: str | Precision | None = None,
+    ) -> None:
+        """Train until `max_duration`, or for another `duration`.
+
+        Arguments named as in the constructor replace what was given there.
+
+        Args:
+            train_dataloader: See the constructor.
+            train_dataloader_label: See the constructor.
+            train_subset_num_batches: See the constructor.
+            duration: Train so much longer, counted from now, whatever `max_duration` was.
+            reset_time: Set all counters to 0 first; weights, optimizer and PyTorch schedulers stay as they are.
+            schedulers: See the constructor.
+            scale_schedule_ratio: See the constructor.
+            step_schedulers_every_batch: See the constructor.
+            eval_dataloader: See the constructor.
+            eval_subset_num_batches: See the constructor.
+            eval_interval: See the constructor.
+            device_train_microbatch_size: See the constructor.
+            precision: See the constructor.
+
+        Raises:
+            ValueError: If something needed is missing (optimizer, data, duration), or no time is left to train.
+        """
+        state = self.state
+        if not state.optimizers:
+            raise ValueError(
+                "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
+            )
+        longer = schedules.to_duration(duration, "duration")
+        schedule = Schedule.of(schedulers, scale_schedule_ratio, step_schedulers_every_batch)
+        evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
+        new_precision = arguments.choose_precision(precision or state.precision, state.device)
+        scaler = arguments.make_scaler(new_precision, state.device, state.optimizers)
+        with self._undone_if_refused():
+            if device_train_microbatch_size is not None:
+                self._microbatch_size = device_train_microbatch_size
+            batches = self._choose_batches(train_dataloader, train_dataloader_label, train_subset_num_batches)
+            if reset_time:
+                state.timestamp = Timestamp()
+            if longer is not None:
+                state.max_duration = state.timestamp.get(longer.unit) + longer
+            self._set_schedule(schedule)
+            schedules.check_time_left(state)
+        if reset_time:
+            batches.restart()
+        if eval_dataloader is not None:
+            self._set_evaluators(evaluators)
+        if new_precision is not state.precision:
+            state.precision, state.scaler = new_precision, scaler
+        self._make_loop(batches).fit()
+        for optimizer in state.optimizers:
+            self._strategy.zero_grad(optimizer)
+
+    def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
+        """Evaluate now; the results are on `state.eval_metrics` and in the log.
+
+        Args:
+            eval_dataloader: What to evaluate on, as in the constructor, for this call only. By default all of the
+                Trainer's evaluators.
+            subset_num_batches: At most so many batches; -1 for what each evaluator says itself.
+
+        Raises:
+            ValueError: If there is nothing to evaluate on.
+        """
+        state = self.state
+        evaluators: list[Evaluator] = list(state.evaluators)
+        if eval_dataloader is not None:
+            evaluators = make_evaluators(eval_dataloader, self._model, 1, subset_num_batches)
+            warn_of_known_labels(evaluators, state.evaluators)
+            self._add_metrics(evaluators)
+        if not evaluators:
+            raise ValueError("eval_dataloader must be provided to either Trainer init() or eval().")
+        self.engine.run_event(Event.EVAL_STANDALONE_START)
+        state.evaluators = [*state.evaluators, *(e for e in evaluators if e not in state.evaluators)]
+        try:
+            evaluation = self._make_evaluation()
+            for evaluator in evaluators:
+                subset = evaluator.subset_num_batches if subset_num_batches == -1 else subset_num_batches
+                evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
+        finally:
+            if eval_dataloader is not None:
+                state.evaluators = [e for e in state.evaluators if e not in evaluators]
+        self.engine.run_event(Event.EVAL_STANDALONE_END)
+
+    def close(self) -> None:
+        """Let every callback and logger finish; afterwards the Trainer cannot be used."""
+        self.engine.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_data(self, dataloader: Any) -> DataSpec:
+        data_spec = ensure_data_spec(dataloader)
+        arguments.check_iterable("train_dataloader", data_spec.dataloader)
+        arguments.choose_microbatch_size(self._microbatch_size, data_spec)
+        return data_spec
+
+    def _set_data(self, data_spec: DataSpec, label: str, subset_num_batches: int) -> TrainBatches:
+        state = self.state
+        state.set_dataloader(data_spec.dataloader, label, subset_num_batches)
+        state.train_dataloader = data_spec.dataloader
+        state.device_train_microbatch_size = arguments.choose_microbatch_size(self._microbatch_size, data_spec)
+        self._batches = TrainBatches(data_spec, state, self.engine)
+        return self._batches
+
+    def _choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
+        """Return the batches of a new dataloader, or of the one there is."""
+        if subset_num_batches is not None:
+            arguments.check_subset("train_subset_num_batches", subset_num_batches)
+        if dataloader is not None:
+            subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
+            return self._set_data(self._check_data(dataloader), label, subset_num_batches)
+        if self._batches is None:
+            raise ValueError(
+                "train_dataloader is a required argument and must be specified when constructing the Trainer or when "
+                "calling Trainer.fit(). Give an iterable of batches, such as a torch DataLoader."
+            )
+        data_spec = self._batches.data_spec
+        self.state.device_train_microbatch_size = arguments.choose_microbatch_size(self._microbatch_size, data_spec)
+        if subset_num_batches is not None:
+            self.state.dataloader_len = subset_num_batches
+        return self._batches
+
+    def _set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
+        self.state.eval_metrics = {}
+        self._add_metrics(evaluators)
+        self.state.evaluators = list(evaluators)
+
+    def _add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
+        for evaluator in evaluators:
+            self.state.eval_metrics[evaluator.label] = metrics_of(evaluator, self._model)
+
+    def _set_schedule(self, schedule: Schedule) -> None:
+        """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known."""
+        state = self.state
+        if schedule.schedulers:
+            self._schedule = schedule
+        if self._schedule is None or state.max_duration is None or state.dataloader is None:
+            return
+        state.schedulers = self._schedule.compile(state)
+        self._steps_every_batch = self._schedule.steps_every_batch()
+        self._schedule = None
+
+    @contextmanager
+    def _undone_if_refused(self) -> Iterator[None]:
+        """Put back what a fit was about to change, should it turn out that it cannot begin."""
+        state = self.state
+        own = {
+            name: getattr(self, name) for name in ("_batches", "_microbatch_size", "_schedule", "_steps_every_batch")
+        }
+        names = ("train_dataloader", "device_train_microbatch_size", "max_duration", "timestamp")
+        shared = {name: getattr(state, name) for name in names} | {"schedulers": list(state.schedulers)}
+        data = (state.dataloader, state.dataloader_label, state.dataloader_len)
+        try:
+            yield
+        except BaseException:
+            for holder, values in ((self, own), (state, shared)):
+                for name, value in values.items():
+                    setattr(holder, name, value)
+            restore_dataloader(state, *data)
+            raise
+
+    def _make_loop(self, batches: TrainBatches) -> Loop:
+        state = self.state
+        train_batch = BatchTrainer(
+            state,
+            self.engine,
+            self._strategy,
+            model=self._model,
+            data_spec=batches.data_spec,
+            autocast=make_autocast(self.state),
+            metrics=self._train_metrics,
+            create_graph=any(algorithm.backwards_create_graph for algorithm in state.algorithms),
+        )
+        return Loop(
+            state=state,
+            engine=self.engine,
+            batches=batches,
+            train_batch=train_batch,
+            schedulers=schedules.SchedulerSteps(state, self._steps_every_batch),
+            evaluate=FitEvaluation(state, self.engine, self._make_evaluation(), self._clock),
+            report=self._report,
+            clock=self._clock,
+        )
+
+    def _make_evaluation(self) -> Evaluation:
+        return Evaluation(self.state, self.engine, self.logger, model=self._model, autocast=make_autocast(self.state))

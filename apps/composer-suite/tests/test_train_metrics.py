@@ -1,0 +1,113 @@
+"""What the metrics of training are shown, and over which batches they count."""
+
+import functools
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torchmetrics import MeanMetric, SumMetric
+
+from composer.algorithms import MixUp
+from composer.core import Algorithm, Callback, DataSpec, Event
+from composer.models import ComposerModel
+
+
+class Blank(Algorithm):
+    """Puts zeros in the place of the inputs, which a path of keys leads to."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def match(self, event, state):
+        return event == Event.BEFORE_FORWARD
+
+    def apply(self, event, state, logger):
+        container = functools.reduce(operator.getitem, self.path[:-1], state.batch)
+        container[self.path[-1]] = torch.zeros_like(container[self.path[-1]])
+
+
+@pytest.fixture
+def make_watched_model():
+    """Make a model that finds its inputs with a function of the batch, and a list of the batches its metrics see."""
+
+    def make(get_inputs, get_targets):
+        seen = []
+        model = ComposerModel.from_module(
+            nn.Linear(2, 2), cross_entropy, train_metrics=MeanMetric(), input_key=get_inputs, target_key=get_targets
+        )
+        model.update_metric = lambda batch, outputs, metric: seen.append(batch)
+        return model, seen
+
+    return make
+
+
+def test_train_metrics_count_the_microbatches_of_one_batch(make_trainer, make_model, make_loader, recorder):
+    counts = []
+
+    class Counts(Callback):
+        def batch_end(self, state, logger):
+            counts.append(int(state.train_metric_values["SumMetric"]))
+
+    model = make_model()
+    model.train_metrics = SumMetric()
+    model.update_metric = lambda batch, outputs, metric: metric.update(len(batch[1]))
+    trainer = make_trainer(
+        model=model,
+        train_dataloader=make_loader(10, 4),
+        device_train_microbatch_size=2,
+        max_duration="1ep",
+        callbacks=Counts(),
+        loggers=recorder,  # without a destination no metric is computed
+    )
+    trainer.fit()
+    assert counts == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("make_batch", "inputs_path"),
+    [
+        (lambda inputs, targets: {"inputs": inputs, "targets": targets}, ("inputs",)),
+        (lambda inputs, targets: [inputs, targets], (0,)),
+        (lambda inputs, targets: ({"points": inputs}, targets), (0, "points")),
+        (lambda inputs, targets: {"parts": [inputs], "targets": targets}, ("parts", 0)),
+    ],
+    ids=["dict", "list", "dict in tuple", "list in dict"],
+)
+def test_train_metrics_see_the_batch_that_an_algorithm_changed_in_place_as_it_was(
+    make_trainer, make_watched_model, make_data, make_batch, inputs_path
+):
+    inputs, targets = make_data(4).tensors
+    get_inputs = functools.partial(functools.reduce, operator.getitem, inputs_path)
+    model, seen = make_watched_model(get_inputs, lambda batch: targets)
+    spec = DataSpec(
+        [make_batch(inputs, targets)],
+        split_batch=lambda batch, size: [batch],  # the default makes tuples of lists
+        get_num_samples_in_batch=lambda batch: 4,
+    )
+    trainer = make_trainer(
+        model=model,
+        train_dataloader=spec,
+        device_train_microbatch_size=4,
+        max_duration="1ba",
+        algorithms=Blank(inputs_path),
+    )
+    trainer.fit()
+    assert trainer.state.outputs.unique(dim=0).shape == (1, 2)  # the model saw zeros only
+    assert torch.equal(get_inputs(seen[0]), inputs)
+
+
+def test_train_metrics_see_the_examples_that_mixup_blends_as_they_were(make_trainer, make_watched_model, make_data):
+    inputs, targets = make_data(4).tensors
+    model, seen = make_watched_model("inputs", "targets")
+    trainer = make_trainer(
+        model=model,
+        train_dataloader=[{"inputs": inputs, "targets": targets}],
+        device_train_microbatch_size=4,
+        max_duration="1ba",
+        algorithms=MixUp(alpha=1.0, input_key="inputs", target_key="targets"),
+    )
+    trainer.fit()
+    assert torch.equal(seen[0]["inputs"], inputs)
+    assert torch.equal(seen[0]["targets"], targets)
