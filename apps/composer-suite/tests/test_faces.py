@@ -334,3 +334,9 @@ def test_torch_is_not_imported_before_something_needs_it(statement):
 def test_importing_composer_loads_no_other_library_of_the_family():
     code = "import composer, sys; print(sorted(m for m in sys.modules if m.startswith('composer')))"
     assert in_a_fresh_interpreter(code) == "['composer', 'composer._lazy']"
+
+
+def test_the_trainer_loads_no_library_that_is_slow_to_load_and_perhaps_not_needed():
+    slow = "{'torchmetrics', 'torchvision', 'torch._dynamo', 'sympy', 'scipy'}"
+    code = f"from composer import Trainer; import sys; print(sorted({slow} & set(sys.modules)))"
+    assert in_a_fresh_interpreter(code) == "[]"

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torchmetrics import Metric
 
 from composer.trainer._arguments import check_interval, check_iterable, check_subset
 from composer_events.evaluator import Evaluator, ensure_evaluator
@@ -105,6 +104,6 @@ def _refuse_endless(evaluator: Evaluator) -> None:
         ) from error
 
 
-def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Metric]:
+def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Any]:
     """Return own copies of the metrics that the evaluator names."""
     return copy.deepcopy(evaluator.select_metrics(model.get_metrics(is_train=False)))
