@@ -9,8 +9,8 @@ MEMBERS := $(wildcard packages/* apps/*)
 train: .venv/.synced  ## Train the example network on the CPU.
 	$(BIN)/python examples/train.py
 
-test: .venv/.synced  ## Run every test on two cores.
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+test: .venv/.synced  ## Run every test and every example of a docstring or page, on two cores.
+	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules -q
 
 lint: .venv/.synced  ## Format, lint, types, floors, declared dependencies, ranges.
 	$(BIN)/ruff check .

@@ -209,6 +209,7 @@ def test_every_kind_of_device_says_its_name_and_backend(kind, name, backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("allow_tf32", [True, False])
 def test_a_gpu_becomes_the_current_device(allow_tf32):

@@ -209,6 +209,7 @@ def test_a_numpy_state_without_numpy_is_pointed_out(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_states_are_restored_or_pointed_out():
     torch.cuda.init()

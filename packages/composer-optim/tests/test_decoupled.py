@@ -426,6 +426,7 @@ def test_the_optimizers_are_torchs(make):
 
 @both
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kernel", [{}, {"foreach": False}, {"fused": True}])
 def test_a_gpu_gives_the_cpus_numbers(make, kernel):
@@ -442,6 +443,7 @@ def test_a_gpu_gives_the_cpus_numbers(make, kernel):
     assert_close([param.cpu() for param in params], expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.gpu
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_adamw_refuses_to_be_recorded_without_capturable():
