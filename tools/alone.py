@@ -14,7 +14,11 @@ from pathlib import Path
 
 from ranges import ROOT, members, siblings
 
-RUNS = {"composer-events": ["", "torch"], "composer-models": ["", "vision,coco"]}
+RUNS = {
+    "composer-dist": ["", "deepspeed"],
+    "composer-events": ["", "torch"],
+    "composer-models": ["", "vision,coco"],
+}
 RUNNERS = ["pytest", "hypothesis"]
 
 

@@ -1,0 +1,1 @@
+"""How training state is saved, moved and restored."""
