@@ -5,6 +5,7 @@ FETCHED_UV := $(filter .tools/bin/uv,$(UV))  # empty where another uv is given: 
 UV_VERSION := 0.13.8
 BIN := .venv/bin
 MEMBERS := $(wildcard packages/* apps/*)
+unexport PYTHONDONTWRITEBYTECODE  # every launched rank would compile torch anew
 
 train: .venv/.synced  ## Train the example network on the CPU.
 	$(BIN)/python examples/train.py

@@ -260,7 +260,7 @@ def test_an_error_in_a_callback_names_callback_and_event(make_trainer):
     assert any("Broken" in note and "BATCH_END" in note for note in error.value.__notes__)
 
 
-def test_a_launched_trainer_says_that_it_trains_in_one_process(make_trainer, monkeypatch):
+def test_a_dataloader_that_gives_every_rank_all_samples_is_refused(make_trainer, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2"):
+    with pytest.raises(ValueError, match="get_sampler"):
         make_trainer()

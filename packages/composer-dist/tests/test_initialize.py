@@ -145,3 +145,19 @@ def test_a_group_is_destroyed_at_exit_if_it_was_made_here(made_before):
     script = AT_EXIT.format(made_before=made_before)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == str(made_before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' and WORLD_SIZE='2' contradict each other: RANK counts from 0"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1' and WORLD_SIZE='2' contradict each other"),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "LOCAL_RANK='3' and LOCAL_WORLD_SIZE='2'"),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE='8' and WORLD_SIZE='4' contradict"),
+    ],
+)
+@pytest.mark.usefixtures("no_group_left")
+def test_rank_variables_that_contradict_each_other_are_refused_before_anybody_waits(settings, message, environ):
+    environ.update(settings)
+    with pytest.raises(RuntimeError, match=message):
+        dist.initialize_dist("cpu")

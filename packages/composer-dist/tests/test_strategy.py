@@ -68,6 +68,7 @@ def test_preparing_moves_the_model_and_what_its_optimizers_remember(strategy):
 
 def test_a_microbatch_costs_no_new_context(strategy):
     assert strategy.microbatch(is_last=False) is strategy.microbatch(is_last=True)
+    assert strategy.microbatch(is_last=True, sync=False) is strategy.microbatch(is_last=True)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")  # torch's advice, heeded below
@@ -111,8 +112,19 @@ def test_a_step_by_way_of_a_scaler_leaves_out_what_overflowed(strategy, gradient
     assert weight.item() == after
 
 
-def test_counts_over_one_rank_are_the_counts(strategy):
+def test_sums_and_means_over_one_rank_are_the_numbers(strategy):
+    assert strategy.world_size == 1
     assert list(strategy.sum([3, 5])) == [3, 5]
+    losses = {"loss": torch.tensor(2.0), "parts": torch.tensor([1.0, 3.0])}
+    means = strategy.mean(losses)
+    assert list(means) == list(losses)
+    assert all(means[name] is losses[name] for name in losses)
+
+
+def test_a_batch_stays_as_it_is(strategy):
+    batch = [torch.ones(1), {"labels": torch.ones(1)}]
+    assert strategy.prepare_batch(batch) is batch
+    assert not strategy.has_own_precision
 
 
 def test_saving_then_loading_gives_everything_back(strategy):

@@ -4,8 +4,9 @@
 - `dist`: the same, with the collectives, `initialize_dist`, `get_sampler` and waiting for a node's first process: all
   that Composer's users know as `composer.utils.dist`.
 - `devices`, `precision`, `reproducibility`: where tensors live, in which format a model computes, and seeds.
-- `strategy`: what a training loop asks of the way in which a model is spread.
-- `wrapping`: whether a model is wrapped for several ranks.
+- `strategy`: what a training loop asks of the way in which a model is spread; `ddp` and `deepspeed` are such ways.
+- `agreement`: whether all ranks are about to train the same thing.
+- `wrapping`: whether a model is wrapped for several ranks, and what is inside.
 - `ports`: a TCP port that is free.
 - `testing`: a function in several processes, for tests.
 """
@@ -14,6 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from composer_dist.agreement import RankDisagreementError as RankDisagreementError
+    from composer_dist.agreement import check_agreement as check_agreement
+    from composer_dist.agreement import describe_model as describe_model
+    from composer_dist.ddp import DDP as DDP
+    from composer_dist.ddp import DDPSyncStrategy as DDPSyncStrategy
+    from composer_dist.ddp import ddp_sync_context as ddp_sync_context
+    from composer_dist.ddp import prepare_ddp_module as prepare_ddp_module
+    from composer_dist.deepspeed import DeepSpeed as DeepSpeed
+    from composer_dist.deepspeed_config import parse_deepspeed_config as parse_deepspeed_config
     from composer_dist.devices import Device as Device
     from composer_dist.devices import DeviceCPU as DeviceCPU
     from composer_dist.devices import DeviceGPU as DeviceGPU
@@ -47,6 +57,8 @@ if TYPE_CHECKING:
     from composer_dist.strategy import SingleDevice as SingleDevice
     from composer_dist.strategy import Strategy as Strategy
     from composer_dist.wrapping import is_model_ddp as is_model_ddp
+    from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
+    from composer_dist.wrapping import unwrap_model as unwrap_model
 
 _HOME = {
     "get_world_size": "composer_dist.env",
@@ -81,7 +93,18 @@ _HOME = {
     "seed_context": "composer_dist.reproducibility",
     "Strategy": "composer_dist.strategy",
     "SingleDevice": "composer_dist.strategy",
+    "DDP": "composer_dist.ddp",
+    "DDPSyncStrategy": "composer_dist.ddp",
+    "ddp_sync_context": "composer_dist.ddp",
+    "prepare_ddp_module": "composer_dist.ddp",
+    "DeepSpeed": "composer_dist.deepspeed",
+    "parse_deepspeed_config": "composer_dist.deepspeed_config",
+    "RankDisagreementError": "composer_dist.agreement",
+    "check_agreement": "composer_dist.agreement",
+    "describe_model": "composer_dist.agreement",
     "is_model_ddp": "composer_dist.wrapping",
+    "is_model_deepspeed": "composer_dist.wrapping",
+    "unwrap_model": "composer_dist.wrapping",
 }
 __all__ = [
     "get_world_size",
@@ -116,7 +139,18 @@ __all__ = [
     "seed_context",
     "Strategy",
     "SingleDevice",
+    "DDP",
+    "DDPSyncStrategy",
+    "ddp_sync_context",
+    "prepare_ddp_module",
+    "DeepSpeed",
+    "parse_deepspeed_config",
+    "RankDisagreementError",
+    "check_agreement",
+    "describe_model",
     "is_model_ddp",
+    "is_model_deepspeed",
+    "unwrap_model",
     "__version__",
 ]
 

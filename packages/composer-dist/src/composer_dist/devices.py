@@ -24,6 +24,7 @@ __all__ = [
     "get_device",
     "is_xla_installed",
     "is_hpu_installed",
+    "map_tensors",
 ]
 
 TModule = TypeVar("TModule", bound=torch.nn.Module)
@@ -62,7 +63,7 @@ class Device(ABC):
         one), and what is neither tensor nor collection stays as it is. The collections are new, so that replacing an
         item of the result leaves the original batch alone.
         """
-        return _map_tensors(batch, self.tensor_to_device)
+        return map_tensors(batch, self.tensor_to_device)
 
     def optimizer_to_device(self, optimizer: TOptimizer) -> TOptimizer:
         """Move the tensors of an optimizer's state here, in place, and return it.
@@ -276,16 +277,16 @@ def _xla_device(name: str) -> torch.device:
     return xla_model.xla_device()
 
 
-def _map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the batch with `function` applied to its tensors, in new collections."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, PackedSequence):
         return _map_packed(batch, function)
     if isinstance(batch, Mapping):
-        return {key: _map_tensors(value, function) for key, value in batch.items()}
+        return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        mapped = [_map_tensors(item, function) for item in batch]
+        mapped = [map_tensors(item, function) for item in batch]
         if type(batch) is list or hasattr(batch, "_fields"):  # a named tuple does not take its items as one argument
             return mapped
         kind: Any = type(batch)

@@ -11,6 +11,7 @@ make it.
 
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ __all__ = [
     "get_local_world_size",
     "get_local_rank",
     "get_node_rank",
+    "check_environment",
 ]
 
 SINGLE_RANK = {"NODE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
@@ -94,6 +96,29 @@ def get_node_rank() -> int:
         ValueError: If `NODE_RANK` is no integer.
     """
     return _number("NODE_RANK")
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse rank variables that contradict each other, before a process waits for ranks that cannot exist.
+
+    Raises:
+        RuntimeError: If a rank is not below the number of ranks, or if a node has more ranks than the run.
+        ValueError: If one of the variables is no integer.
+    """
+    known = {variable: _integer(variable, environ[variable]) for variable in SINGLE_RANK if variable in environ}
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in known and size in known and not 0 <= known[rank] < known[size]:
+            raise RuntimeError(
+                f"the environment variables {rank}={environ[rank]!r} and {size}={environ[size]!r} contradict each "
+                f"other: {rank} counts from 0 to {size} - 1. Start the processes with the `composer` launcher or with "
+                "torchrun, or set both in every process."
+            )
+    if known.get("LOCAL_WORLD_SIZE", 1) > known.get("WORLD_SIZE", known.get("LOCAL_WORLD_SIZE", 1)):
+        raise RuntimeError(
+            f"the environment variables LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']!r} and "
+            f"WORLD_SIZE={environ['WORLD_SIZE']!r} contradict each other: a node cannot have more ranks than the whole "
+            "run. WORLD_SIZE is the number of processes on all nodes together."
+        )
 
 
 def _number(variable: str) -> int:

@@ -11,8 +11,9 @@ from weakref import ref
 
 import torch.distributed as tdist
 
+from composer_dist import error_file
 from composer_dist.devices import Device, get_device
-from composer_dist.env import SINGLE_RANK
+from composer_dist.env import SINGLE_RANK, check_environment
 
 if TYPE_CHECKING:
     from torch.distributed import (
@@ -48,10 +49,12 @@ def initialize_dist(device: str | Device | None = None, timeout: float = DEFAULT
         timeout: Seconds until a rank gives up waiting for another.
 
     Raises:
-        RuntimeError: If torch was built without its distributed package although several processes run, if a process
-            group exists that cannot serve this device, or if an XLA device is asked for before `torch_xla` is loaded.
+        RuntimeError: If torch was built without its distributed package although several processes run, if the rank
+            variables contradict each other, if a process group exists that cannot serve this device, or if an XLA
+            device is asked for before `torch_xla` is loaded.
     """
     global _timeout_s
+    error_file.install()  # first of all, since what follows may raise
     device = get_device(device)
     if not tdist.is_available():
         _refuse_several_ranks()
@@ -60,6 +63,7 @@ def initialize_dist(device: str | Device | None = None, timeout: float = DEFAULT
     if tdist.is_initialized():
         _check_backend(device)
         return
+    check_environment(os.environ)
     _warn_of_separate_runs(os.environ)
     _make_group(device, timedelta(seconds=timeout))
     atexit.register(_leave, ref(_world()))

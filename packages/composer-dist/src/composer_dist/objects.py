@@ -14,7 +14,7 @@ import torch.distributed as tdist
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["gather_objects", "send_objects"]
+__all__ = ["cpu_group", "gather_objects", "send_objects"]
 
 _cpu_companions: "WeakKeyDictionary[ProcessGroup, ProcessGroup]" = WeakKeyDictionary()
 
@@ -23,7 +23,7 @@ def gather_objects(obj: object, group: "ProcessGroup | None") -> list[Any]:
     """Return every rank's object, in rank order; nothing on ranks outside the group."""
     if tdist.get_rank(group) < 0:
         return []
-    group = _cpu_group(group)
+    group = cpu_group(group)
     payload = pickle.dumps(obj)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(tdist.get_world_size(group))]
     tdist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
@@ -37,7 +37,7 @@ def send_objects(object_list: list[Any], src: int, group: "ProcessGroup | None")
     """Replace the items by those of global rank `src`, in place; ranks outside the group keep theirs."""
     if tdist.get_rank(group) < 0:
         return
-    group = _cpu_group(group)
+    group = cpu_group(group)
     is_source = tdist.get_rank() == src
     buffer = bytearray(pickle.dumps(object_list)) if is_source else bytearray()
     size = torch.tensor([len(buffer)])
@@ -53,7 +53,7 @@ def _view(buffer: bytearray) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def _cpu_group(group: "ProcessGroup | None") -> "ProcessGroup | None":
+def cpu_group(group: "ProcessGroup | None") -> "ProcessGroup | None":
     """Return a group of the same ranks with a backend for the CPU: the same group, or a gloo companion.
 
     The companion is made at a group's first need of it, which all of its ranks reach together.

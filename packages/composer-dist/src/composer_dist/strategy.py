@@ -36,7 +36,34 @@ class Strategy(Protocol):
 
     What each method owes to the loop: after the last microbatch of a step the gradients are the mean over all ranks,
     norms are those of the whole gradient, and state dicts have the names of the model as it was before `prepare`.
+
+    Attributes:
+        world_size: Over how many ranks the gradients are a mean. Where the ranks' batches weigh differently, the loop
+            gives each microbatch the weight `its size * world_size / strategy.sum([size of the rank's batch])`.
+        has_own_precision: Whether the model that `prepare` returns computes in the precision of the run by itself, so
+            that the loop needs neither autocast nor a `GradScaler`.
+        prepares_before_load: Whether a checkpoint is loaded into the model that `prepare` returns. Where it is not,
+            what a checkpoint says about the model's layers may still change them.
     """
+
+    @property
+    def world_size(self) -> int:
+        """Over how many ranks the gradients are a mean."""
+        ...
+
+    @property
+    def has_own_precision(self) -> bool:
+        """Whether the prepared model needs neither autocast nor a `GradScaler` around it."""
+        ...
+
+    @property
+    def prepares_before_load(self) -> bool:
+        """Whether a checkpoint is loaded into the model that `prepare` returns."""
+        ...
+
+    def place(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Put model and optimizers where they may wait for `prepare`, in place: other things may change them yet."""
+        ...
 
     def prepare(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer]
@@ -47,12 +74,18 @@ class Strategy(Protocol):
         """
         ...
 
-    def microbatch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+    def prepare_batch(self, batch: Any) -> Any:
+        """Return a batch, which is on the device, in the dtypes that the model computes with."""
+        ...
+
+    def microbatch(self, *, is_last: bool, sync: bool = True) -> AbstractContextManager[Any]:
         """Return the context in which one microbatch runs forward and backward.
 
         Args:
             is_last: Whether this is the step's last microbatch, after which gradients must agree between the ranks.
                 Before it, a strategy may save the communication.
+            sync: Whether they must agree at all. An optimizer that looks at a batch several times may want each rank's
+                own gradients first.
         """
         ...
 
@@ -98,6 +131,10 @@ class Strategy(Protocol):
         """Return, for each of a few counts on the host, its sum over all ranks. Every rank calls this."""
         ...
 
+    def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return each value's mean over all ranks, left on its device. Every rank calls this, with the same keys."""
+        ...
+
     def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the weights under the names that the model had before `prepare`."""
         ...
@@ -140,19 +177,31 @@ class SingleDevice:
         tensor([[1., 1.]])
     """
 
+    world_size = 1
+    has_own_precision = False
+    prepares_before_load = False
+
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    def place(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Move the model and the optimizers' states to the device, in place."""
+        self.device.module_to_device(model)
+        for optimizer in optimizers:
+            self.device.optimizer_to_device(optimizer)
 
     def prepare(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer]
     ) -> tuple[torch.nn.Module, Sequence[Optimizer]]:
         """Move the model and the optimizers' states to the device, in place, and return them."""
-        model = self.device.module_to_device(model)
-        for optimizer in optimizers:
-            self.device.optimizer_to_device(optimizer)
+        self.place(model, optimizers)
         return model, optimizers
 
-    def microbatch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+    def prepare_batch(self, batch: Any) -> Any:
+        """Return the batch as it is."""
+        return batch
+
+    def microbatch(self, *, is_last: bool, sync: bool = True) -> AbstractContextManager[Any]:
         """Return a context that does nothing, the same one each time: there is nobody to synchronise with."""
         return _NOTHING
 
@@ -180,6 +229,10 @@ class SingleDevice:
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
         """Return the counts as they are."""
         return values
+
+    def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the values as they are."""
+        return dict(values)
 
     def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the model's own state dict, which shares the weights' memory."""

@@ -19,7 +19,8 @@ from typing import Any
 
 __all__ = ["run_ranks"]
 
-_PRELOADED = ["torch", "torch.distributed", "composer_dist.dist"]
+# Each optimizer made first in a process imports torch._dynamo, which takes a second or more.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist"]
 _GOODBYE_S = 5.0  # how long a rank may take to end, once it has nothing more to say
 _AFTERMATH_S = 0.3  # how long the others' complaints are waited for, once a rank has failed
 

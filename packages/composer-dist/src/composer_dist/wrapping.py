@@ -1,6 +1,12 @@
-"""Whether a model is wrapped for training on several ranks."""
+"""What is wrapped around a model so that it trains on several ranks."""
 
-__all__ = ["is_model_ddp"]
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = ["is_model_ddp", "is_model_deepspeed", "unwrap_model"]
 
 
 def is_model_ddp(model: object) -> bool:
@@ -16,3 +22,35 @@ def is_model_ddp(model: object) -> bool:
     from torch.nn.parallel import DistributedDataParallel  # slow: torch, which the rest of the module does not need
 
     return isinstance(model, DistributedDataParallel)
+
+
+def is_model_deepspeed(model: object) -> bool:
+    """Answer whether the model is DeepSpeed's engine.
+
+    DeepSpeed is not imported for it: who has not loaded it has no engine.
+
+    Example:
+        >>> import torch
+        >>> is_model_deepspeed(torch.nn.Linear(2, 1))
+        False
+    """
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
+
+
+def unwrap_model(model: "Module") -> "Module":
+    """Return the model inside `DistributedDataParallel`, DeepSpeed's engine and `torch.compile`, in whatever order.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> unwrap_model(torch.compile(layer)) is layer
+        True
+    """
+    while True:
+        if is_model_ddp(model) or is_model_deepspeed(model):
+            model = model.get_submodule("module")
+        elif "_orig_mod" in model._modules:  # where `torch.compile` keeps it
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from composer.loggers.progress_bar_logger import ProgressBarLogger
 from composer.trainer._batch import needs_closure
-from composer_dist import Precision, get_world_size, reproducibility
-from composer_dist.devices import Device, DeviceGPU, get_device
+from composer_dist import Precision, reproducibility
+from composer_dist.devices import Device, DeviceGPU
 from composer_dist.precision import validate_precision
 from composer_events.data_spec import DataSpec, default_split_batch
 from composer_events.iter_helpers import ensure_tuple
@@ -36,20 +36,6 @@ def check_model(model: Any) -> ComposerModel:
         "from composer.models.ComposerModel (forward(batch) and loss(outputs, batch)), or wrap any nn.Module with "
         "ComposerModel.from_module(module, loss_fn)."
     )
-
-
-def choose_device(device: Any) -> Device:
-    """Return the device by name, or the one this machine offers.
-
-    Raises:
-        RuntimeError: If several processes were started.
-    """
-    if get_world_size() > 1:
-        raise RuntimeError(
-            f"WORLD_SIZE is {get_world_size()}, and this Trainer trains in one process. Start the script once, "
-            "without a launcher, or unset WORLD_SIZE."
-        )
-    return get_device(device)
 
 
 def choose_precision(precision: Any, device: Device) -> Precision:
@@ -215,17 +201,14 @@ def check_members(name: str, given: Any, kind: type) -> list[Any]:
     return members
 
 
-def choose_seed(seed: int | None) -> int:
-    """Return the seed, or a random one.
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed that is none.
 
     Raises:
         ValueError: If it lies outside of [0, 2**32).
     """
-    if seed is None:
-        return reproducibility.get_random_seed()
-    if not isinstance(seed, int) or not 0 <= seed <= reproducibility.MAX_SEED:
+    if seed is not None and (not isinstance(seed, int) or not 0 <= seed <= reproducibility.MAX_SEED):
         raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
-    return seed
 
 
 def choose_run_name(run_name: str | None) -> str | None:

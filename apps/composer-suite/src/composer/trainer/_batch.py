@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composer.trainer._autocast import Autocast
+from composer.trainer._blame import in_stage
+from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
@@ -22,7 +24,7 @@ class BatchTrainer:
     """Trains on `state.batch`.
 
     The gradient of a batch is the mean over its samples, however it is cut: each microbatch's loss counts with its
-    share of the samples.
+    share of the samples, or of the tokens that make up the loss, of all ranks together.
 
     Args:
         state: Its `batch`, `outputs` and `loss` follow the microbatch at work; the whole batch is back at the end.
@@ -33,6 +35,8 @@ class BatchTrainer:
         autocast: Makes the precision context of a forward pass and a loss.
         metrics: Sees each microbatch as it was before any algorithm changed it.
         create_graph: Whether an algorithm differentiates through the gradients.
+        ranks: Know how much the batch weighs on all ranks together.
+        by_tokens: Whether microbatches count by their loss-generating tokens instead of their samples.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class BatchTrainer:
         autocast: Autocast,
         metrics: TrainMetrics,
         create_graph: bool,
+        ranks: Ranks,
+        by_tokens: bool,
     ) -> None:
         self._state = state
         self._engine = engine
@@ -55,6 +61,8 @@ class BatchTrainer:
         self._autocast = autocast
         self._metrics = metrics
         self._create_graph = create_graph
+        self._ranks = ranks
+        self._by_tokens = by_tokens
         self._needs_closure: dict[Optimizer, bool] = {}  # looked up once for each, as algorithms may replace it
 
     def __call__(self) -> dict[str, Tensor]:
@@ -67,17 +75,24 @@ class BatchTrainer:
 
             def closure() -> Tensor:
                 losses.clear()
-                return self._compute_gradients(losses)
+                self._compute_gradients(losses)
+                losses.update(self._strategy.mean(losses))  # who looks at the loss decides alike on every rank
+                return losses["loss/train/total"]
 
-            self._strategy.step(optimizer, closure)
+            self._step(optimizer, closure)
         else:
             self._compute_gradients(losses)
-            self._strategy.step(optimizer, scaler=scaler)
+            self._step(optimizer, scaler=scaler)
         if scaler is not None:
             scaler.update()
         return losses
 
-    def _compute_gradients(self, losses: dict[str, Tensor]) -> Tensor:
+    @in_stage("the optimizer's step")
+    def _step(self, optimizer: Optimizer, closure: Any = None, *, scaler: Any = None) -> None:
+        self._strategy.step(optimizer, closure, scaler=scaler)
+
+    def _compute_gradients(self, losses: dict[str, Tensor]) -> None:
+        """Leave the gradients of the batch on the parameters, and add the losses that made them to `losses`."""
         state, spec = self._state, self._data_spec
         self._engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in state.optimizers:
@@ -87,31 +102,39 @@ class BatchTrainer:
         batch = state.batch
         assert state.device_train_microbatch_size is not None, "the Trainer sets it with the dataloader"
         microbatches = cut(batch, spec, state.device_train_microbatch_size)
-        sizes = [spec.get_num_samples_in_batch(microbatch) for microbatch in microbatches]
-        num_samples = sum(sizes)
-        for index, (microbatch, size) in enumerate(zip(microbatches, sizes, strict=True), 1):
-            state.batch = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+        for index, (microbatch, share) in enumerate(zip(microbatches, self._shares(microbatches), strict=True), 1):
+            on_device = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+            state.batch = self._strategy.prepare_batch(on_device)
             with self._strategy.microbatch(is_last=index == len(microbatches)):
-                self._train_microbatch(1.0 if size == num_samples else size / num_samples, losses)
+                self._train_microbatch(share, losses)
         state.batch = batch
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizers[0])  # listeners see the gradients in their true size
 
         self._engine.run_event(Event.AFTER_TRAIN_BATCH)
-        return losses["loss/train/total"]
+
+    def _shares(self, microbatches: Sequence[Any]) -> Sequence[float]:
+        """Return the weight of each microbatch in the loss; over all ranks they add up to the number of ranks."""
+        spec = self._data_spec
+        if self._by_tokens:
+            weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
+        else:
+            weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
+        whole = self._ranks.mean_weight(sum(weights), is_count_of_samples=not self._by_tokens)
+        if len(weights) == 1 and weights[0] == whole:
+            return [1.0]
+        return [weight / whole if whole else 0.0 for weight in weights]
 
     def _train_microbatch(self, share: float, losses: dict[str, Tensor]) -> None:
         state, run_event = self._state, self._engine.run_event
         self._metrics.keep(state.batch)
 
         run_event(Event.BEFORE_FORWARD)
-        with self._autocast():
-            state.outputs = state.model(state.batch)
+        self._forward()
         run_event(Event.AFTER_FORWARD)
 
         run_event(Event.BEFORE_LOSS)
-        with self._autocast():
-            state.loss = self._model.loss(state.outputs, state.batch)
+        self._compute_loss()
         run_event(Event.AFTER_LOSS)
 
         run_event(Event.BEFORE_BACKWARD)
@@ -119,15 +142,28 @@ class BatchTrainer:
         for name, value in named.items():
             weighted = value.detach() if share == 1.0 else value.detach() * share
             losses[name] = losses[name] + weighted if name in losses else weighted
-        total = named["loss/train/total"]
-        if share != 1.0:
-            total = total * share
-        if state.scaler is not None:
-            total = state.scaler.scale(total)
-        self._strategy.backward(total, create_graph=self._create_graph)
+        self._backward(named["loss/train/total"], share)
         run_event(Event.AFTER_BACKWARD)
 
         self._metrics.update(state.outputs, self._autocast)
+
+    @in_stage("the forward pass")
+    def _forward(self) -> None:
+        with self._autocast():
+            self._state.outputs = self._state.model(self._state.batch)
+
+    @in_stage("the loss")
+    def _compute_loss(self) -> None:
+        with self._autocast():
+            self._state.loss = self._model.loss(self._state.outputs, self._state.batch)
+
+    @in_stage("the backward pass")
+    def _backward(self, loss: Tensor, share: float) -> None:
+        if share != 1.0:
+            loss = loss * share
+        if self._state.scaler is not None:
+            loss = self._state.scaler.scale(loss)
+        self._strategy.backward(loss, create_graph=self._create_graph)
 
 
 def cut(batch: Any, data_spec: DataSpec, size: int | float | None) -> Sequence[Any]:

@@ -1,6 +1,5 @@
 """How long a training batch took, evaluation excluded."""
 
-import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ class Clock:
         """Begin to count now; what came before belongs to no batch."""
         self._started_s = time.perf_counter()
 
-    def end_batch(self) -> datetime.timedelta:
-        """Return the length of the batch that ends now, and begin the next one."""
+    def end_batch_s(self) -> float:
+        """Return how many seconds the batch that ends now has taken, and begin the next one."""
         started_s, self._started_s = self._started_s, time.perf_counter()
-        return datetime.timedelta(seconds=self._started_s - started_s)
+        return self._started_s - started_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:

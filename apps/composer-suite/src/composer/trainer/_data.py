@@ -6,6 +6,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from composer.trainer._blame import in_stage
+from composer.trainer._ranks import Ranks
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event
@@ -17,19 +19,21 @@ class TrainBatches:
     """Iterates over what is left of the current epoch.
 
     An epoch that a `fit` leaves in the middle is kept open, so that the next `fit` goes on with the very next batch.
+    Where the ranks have dataloaders of unequal length, the epoch of all ends with the shortest.
 
     Attributes:
         data_spec: How the batches are prepared and counted.
-        num_samples: How many samples the latest batch holds.
-        num_tokens: How many tokens the latest batch holds; 0 where there are none.
+        num_samples: How many samples the latest batch holds on this rank.
+        num_tokens: How many tokens the latest batch holds on this rank; 0 where there are none.
     """
 
-    def __init__(self, data_spec: DataSpec, state: State, engine: Engine) -> None:
-        self.num_samples = 0
+    def __init__(self, data_spec: DataSpec, state: State, engine: Engine, ranks: Ranks) -> None:
+        self.num_samples: int | float = 0
         self.num_tokens = 0
         self.data_spec = data_spec
         self._state = state
         self._engine = engine
+        self._ranks = ranks
         self._open: Iterator[Any] | None = None  # the epoch being read
         self._num_read = 0  # batches taken from it
         self._latest: Any = None
@@ -37,28 +41,24 @@ class TrainBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch, each after its BEFORE_DATALOADER."""
-        spec, run_event = self.data_spec, self._engine.run_event
+        run_event = self._engine.run_event
         if self._open is None:
             self._open = self._open_epoch()
         self._exhausted = False
         while True:
             run_event(Event.BEFORE_DATALOADER)
             # A batch that an exception kept from being trained on is the next one still.
-            if self._num_read == int(self._state.timestamp.batch_in_epoch):
-                try:
-                    if self._is_capped():
-                        raise StopIteration
-                    self._latest = spec.batch_transforms(next(self._open))
-                except StopIteration:
-                    # There is no batch that AFTER_DATALOADER could show; only the profiler's marker must end.
-                    self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
-                    break
-                self._num_read += 1
+            is_new = self._num_read == int(self._state.timestamp.batch_in_epoch)
+            if is_new and not self._ranks.all_have_a_batch(self._read()):
+                # There is no batch that AFTER_DATALOADER could show; only the profiler's marker must end.
+                self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                break
+            self._num_read += is_new
             self._count(self._latest)
             yield self._latest
         if self._num_read == 0:
             raise ValueError(
-                f"No batches were trained: train_dataloader={spec.dataloader!r} yielded no batch in epoch "
+                f"No batches were trained: train_dataloader={self.data_spec.dataloader!r} yielded no batch in epoch "
                 f"{int(self._state.timestamp.epoch)}. Give it at least one batch; a DataLoader with drop_last=True "
                 "needs a dataset of batch_size examples or more, and an iterator can be read only once."
             )
@@ -85,8 +85,21 @@ class TrainBatches:
         passed = stamp.epoch_in_iteration if length.unit == TimeUnit.EPOCH else stamp.token_in_iteration
         return passed >= length
 
+    @in_stage("the dataloader")
+    def _read(self) -> bool:
+        """Read the next batch, and say whether there was one."""
+        assert self._open is not None
+        if self._is_capped():
+            return False
+        try:
+            batch = next(self._open)
+        except StopIteration:
+            return False
+        self._latest = self.data_spec.batch_transforms(batch)
+        return True
+
     def _count(self, batch: Any) -> None:
-        self.num_samples = int(self.data_spec.get_num_samples_in_batch(batch))
+        self.num_samples = self.data_spec.get_num_samples_in_batch(batch)
         self.num_tokens = self.data_spec.get_num_tokens_in_batch(batch)
         duration = self._state.max_duration
         if self.num_tokens == 0 and duration is not None and duration.unit is TimeUnit.TOKEN:

@@ -10,9 +10,13 @@ import torch
 
 from composer.trainer._autocast import Autocast
 from composer.trainer._batch import cut
+from composer.trainer._blame import in_stage
 from composer.trainer._clock import Clock
 from composer.trainer._data import set_epoch
+from composer.trainer._padding import Padding, without_last
+from composer.trainer._ranks import Ranks
 from composer_dist import get_global_rank
+from composer_dist.strategy import Strategy
 from composer_events.engine import Engine
 from composer_events.evaluator import Evaluator
 from composer_events.event import Event
@@ -21,14 +25,27 @@ from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
 from composer_time import Time, Timestamp
 
+_NO_BATCH: Any = object()
+
 
 class Evaluation:
-    """Runs evaluators: events, forward passes, metrics."""
+    """Runs evaluators: events, forward passes, metrics.
+
+    Every sample counts once, also where a DistributedSampler repeats some so that each rank has as many.
+    """
 
     def __init__(
-        self, state: State, engine: Engine, logger: Logger, *, model: ComposerModel, autocast: Autocast
+        self,
+        state: State,
+        engine: Engine,
+        logger: Logger,
+        strategy: Strategy,
+        *,
+        model: ComposerModel,
+        autocast: Autocast,
     ) -> None:
         self._state = state
+        self._strategy = strategy
         self._engine = engine
         self._logger = logger
         self._model = model
@@ -49,8 +66,10 @@ class Evaluation:
                 run_event(Event.EVAL_START)
                 for metric in metrics.values():
                     state.device.module_to_device(metric).reset()
-                for state.batch in self._batches(evaluator):
-                    self._evaluate_batch(evaluator, metrics)
+                ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)
+                ranks.begin(evaluator.dataloader.dataloader)
+                for state.batch in self._batches(evaluator, ranks):
+                    self._evaluate_batch(evaluator, metrics, ranks, padding)
                 if int(state.eval_timestamp.batch) > 0:
                     self._report(evaluator.label, metrics)
                 else:
@@ -59,35 +78,53 @@ class Evaluation:
         finally:
             restore_dataloader(state, *before)
 
-    def _batches(self, evaluator: Evaluator) -> Iterator[Any]:
+    def _batches(self, evaluator: Evaluator, ranks: Ranks) -> Iterator[Any]:
         state, spec = self._state, evaluator.dataloader
         length = state.dataloader_len
         set_epoch(spec.dataloader, int(state.timestamp.batch))
         batches = iter(spec.dataloader)
-        while length is None or state.eval_timestamp.batch < length:
-            try:
-                batch = next(batches)
-            except StopIteration:
+        while True:
+            may_read = length is None or state.eval_timestamp.batch < length
+            batch = self._read(batches) if may_read else _NO_BATCH
+            if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
             yield spec.batch_transforms(batch)
 
-    def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any]) -> None:
+    @in_stage("the dataloader of an evaluation")
+    def _read(self, batches: Iterator[Any]) -> Any:
+        return next(batches, _NO_BATCH)
+
+    @in_stage("an evaluation")
+    def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:
         state, run_event, spec = self._state, self._engine.run_event, evaluator.dataloader
-        batch = state.batch
-        num_samples, num_tokens = int(spec.get_num_samples_in_batch(batch)), spec.get_num_tokens_in_batch(batch)
+        num_samples = spec.get_num_samples_in_batch(state.batch)
+        num_repeated, has_repeated = padding.in_batch(num_samples)
+        if has_repeated and num_samples > 1:
+            state.batch = without_last(state.batch, num_samples, spec)
+        # A batch of nothing else is computed all the same, because the other ranks may wait for a part of the model.
+        is_counted = not has_repeated or num_samples > 1
+        batch, num_tokens = state.batch, spec.get_num_tokens_in_batch(state.batch)
         run_event(Event.EVAL_BATCH_START)
         for microbatch in cut(batch, spec, evaluator.device_eval_microbatch_size):
-            state.batch = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+            state.batch = self._strategy.prepare_batch(
+                spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+            )
             run_event(Event.EVAL_BEFORE_FORWARD)
             with self._autocast():
                 state.outputs = self._eval_forward(state.batch)
             run_event(Event.EVAL_AFTER_FORWARD)
-            with self._autocast():
-                for metric in metrics.values():
-                    state.metric_outputs = self._model.update_metric(state.batch, state.outputs, metric) or {}
+            if is_counted:
+                self._update(metrics)
         state.batch = batch
-        state.eval_timestamp = state.eval_timestamp.to_next_batch(samples=num_samples, tokens=num_tokens)
+        samples, tokens, _ = ranks.total(num_samples, num_tokens)
+        state.eval_timestamp = state.eval_timestamp.to_next_batch(samples=samples - num_repeated, tokens=tokens)
         run_event(Event.EVAL_BATCH_END)
+
+    def _update(self, metrics: Mapping[str, Any]) -> None:
+        state = self._state
+        with self._autocast():
+            for metric in metrics.values():
+                state.metric_outputs = self._model.update_metric(state.batch, state.outputs, metric) or {}
 
     def _report(self, label: str, metrics: Mapping[str, Any]) -> None:
         values = {name: metric.compute() for name, metric in metrics.items()}

@@ -3,34 +3,34 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.state import State
-from composer_optim import compile_composer_schedulers, scale_pytorch_scheduler
+from composer_optim import compile_composer_schedulers, scale_pytorch_scheduler, step_schedulers
 from composer_time import Time, TimeUnit, ensure_time
 
 
 class SchedulerSteps:
-    """Steps every scheduler of the state, either after each batch or after each epoch."""
+    """Steps the schedulers of the state: all after each batch, all after each epoch, or each kind at its own pace."""
 
-    def __init__(self, state: State, every_batch: bool) -> None:
+    def __init__(self, state: State, every_batch: bool | None) -> None:
         self._state = state
         self._every_batch = every_batch
 
     def after_batch(self) -> None:
-        """Step the schedulers if they go by batches."""
-        if self._every_batch:
-            self._step()
+        """Step the schedulers that go by batches: Composer's, where nothing was asked for."""
+        if self._every_batch is None:
+            step_schedulers(self._state.schedulers, pytorch=False)
+        elif self._every_batch:
+            step_schedulers(self._state.schedulers)
 
     def after_epoch(self) -> None:
-        """Step the schedulers if they go by epochs."""
-        if not self._every_batch:
-            self._step()
-
-    def _step(self) -> None:
-        for scheduler in self._state.schedulers:
-            scheduler.step()
+        """Step the schedulers that go by epochs: PyTorch's, where nothing was asked for."""
+        if self._every_batch is None:
+            step_schedulers(self._state.schedulers, composer=False)
+        elif not self._every_batch:
+            step_schedulers(self._state.schedulers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +47,12 @@ class Schedule:
 
         Raises:
             TypeError: If something is no scheduler.
-            ValueError: If PyTorch's and Composer's are mixed, the ratio is not positive, or settings speak of
-                schedulers where there are none.
+            ValueError: If a scheduler waits for a loss, the ratio is not positive, or settings speak of schedulers
+                where there are none.
         """
         given = ensure_tuple(schedulers)
         for scheduler in given:
-            if not isinstance(scheduler, LRScheduler) and (not callable(scheduler) or isinstance(scheduler, type)):
-                hint = f" Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else ""
-                raise TypeError(
-                    f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of "
-                    f"the state.{hint}"
-                )
-        kinds = {isinstance(scheduler, LRScheduler): type(scheduler).__name__ for scheduler in given}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"schedulers mixes PyTorch's {kinds[True]} with {kinds[False]}, and each sets the learning rate as if "
-                "it were alone. Use either kind; several Composer schedulers multiply."
-            )
+            _check(scheduler)
         if ratio <= 0:
             raise ValueError(f"scale_schedule_ratio={ratio!r} must be greater than 0; 1.0 changes nothing.")
         for name, is_given in (
@@ -76,11 +65,9 @@ class Schedule:
                 )
         return cls(given, ratio, every_batch)
 
-    def steps_every_batch(self) -> bool:
-        """Say how often to step: as asked, else by epoch as soon as one scheduler is PyTorch's own."""
-        if self.every_batch is not None:
-            return self.every_batch
-        return not any(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers)
+    def steps_every_batch(self) -> bool | None:
+        """Say how often to step: as asked, else Composer's after each batch and PyTorch's after each epoch (`None`)."""
+        return self.every_batch
 
     def compile(self, state: State) -> list[LRScheduler]:
         """Scale the duration of training and every schedule, and turn all schedulers into PyTorch's.
@@ -91,10 +78,24 @@ class Schedule:
         if self.ratio != 1.0 and state.max_duration is not None:
             state.max_duration = _scaled(state.max_duration, self.ratio)
         if not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
-            return list(compile_composer_schedulers(self.schedulers, state, self.ratio))
+            return compile_composer_schedulers(self.schedulers, state, self.ratio)
         for scheduler in self.schedulers:
             scale_pytorch_scheduler(scheduler, self.ratio)
         return list(self.schedulers)
+
+
+def _check(scheduler: Any) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            f"schedulers holds a {type(scheduler).__name__}, whose steps need a loss, and the trainer steps schedulers "
+            f"without one. Use one that goes by time, or step it in a callback's eval_end."
+        )
+    if not isinstance(scheduler, LRScheduler) and (not callable(scheduler) or isinstance(scheduler, type)):
+        hint = f" Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else ""
+        raise TypeError(
+            f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of the "
+            f"state.{hint}"
+        )
 
 
 def _scaled(max_duration: Time[Any], ratio: float) -> Time[Any]:

@@ -4,6 +4,7 @@ What a call does is found in the module that owns it; what happens on an event i
 `fit` beside the table of events in `composer_events.event`.
 """
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
 from composer.trainer._data import TrainBatches
 from composer.trainer._evaluation import FitEvaluation
+from composer.trainer._ranks import Ranks
 from composer.trainer._report import Report
 from composer.trainer._schedules import SchedulerSteps
 from composer_events.engine import Engine
@@ -31,6 +33,7 @@ class Loop:
     evaluate: FitEvaluation
     report: Report
     clock: Clock
+    ranks: Ranks
 
     def fit(self) -> None:
         """Train until `state.max_duration` is reached."""
@@ -91,9 +94,12 @@ class Loop:
 
     def _advance_batch(self) -> None:
         state = self.state
+        samples, tokens, seconds = self.ranks.total(
+            self.batches.num_samples, self.batches.num_tokens, self.clock.end_batch_s()
+        )
         state.previous_timestamp = state.timestamp
         state.timestamp = state.timestamp.to_next_batch(
-            samples=self.batches.num_samples, tokens=self.batches.num_tokens, duration=self.clock.end_batch()
+            samples=samples, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
         )
 
     def _advance_epoch(self) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from composer.trainer import _arguments as arguments
+from composer.trainer import _distributed as distributed
 from composer.trainer import _schedules as schedules
 from composer.trainer._autocast import make_autocast
 from composer.trainer._batch import BatchTrainer
@@ -15,12 +16,14 @@ from composer.trainer._clock import Clock
 from composer.trainer._data import TrainBatches
 from composer.trainer._evaluation import Evaluation, FitEvaluation, restore_dataloader
 from composer.trainer._evaluators import make_evaluators, metrics_of, warn_of_known_labels
+from composer.trainer._ranks import Ranks
 from composer.trainer._report import Report, log_run_facts
 from composer.trainer._schedules import Schedule
 from composer.trainer._train_metrics import TrainMetrics
 from composer.trainer.loop import Loop
-from composer_dist import reproducibility
-from composer_dist.strategy import SingleDevice
+from composer_dist import dist, reproducibility
+from composer_dist.devices import get_device
+from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
 from composer_events.data_spec import ensure_data_spec
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from composer_dist.ddp import DDPSyncStrategy
     from composer_dist.devices import Device
     from composer_dist.precision import Precision
     from composer_events.data_spec import DataSpec
@@ -76,8 +80,20 @@ class Trainer:
         precision_config: Settings of an 8-bit precision.
         device_train_microbatch_size: How many samples go through the model at once; gradients add up over the rest
             of the batch. By default the dataloader's `batch_size`.
-        seed: Seeds Python, NumPy and PyTorch, in [0, 2**32). Drawn by default.
+        accumulate_train_batch_on_tokens: Whether a microbatch counts by the tokens that enter its loss instead of its
+            samples.
+        seed: Seeds Python, NumPy and PyTorch, in [0, 2**32). Drawn by default. Rank r goes on with `seed + r`.
         deterministic_mode: Whether PyTorch must compute the same numbers every time, at the price of speed.
+        dist_timeout: Seconds until a rank gives up waiting for another.
+        ddp_sync_strategy: When the ranks average the gradients of several microbatches; see `DDPSyncStrategy`.
+        deepspeed_config: Settings of DeepSpeed, which then trains the model. What follows from the other arguments
+            may be left out; `{}` leaves out everything.
+
+    Attributes:
+        state: Where training stands; what algorithms and callbacks see.
+        engine: Runs the events.
+        logger: Hands values to the loggers.
+        strategy: How the model is spread over ranks; it has the whole weights, whatever a rank keeps of them.
 
     Raises:
         ValueError, TypeError: If an argument cannot be used; before anything is written.
@@ -122,11 +138,15 @@ class Trainer:
         precision: str | Precision | None = None,
         precision_config: dict[str, Any] | None = None,
         device_train_microbatch_size: int | float | None = None,
+        accumulate_train_batch_on_tokens: bool = False,
         seed: int | None = None,
         deterministic_mode: bool = False,
+        dist_timeout: float = DEFAULT_TIMEOUT_S,
+        ddp_sync_strategy: str | DDPSyncStrategy | None = None,
+        deepspeed_config: dict[str, Any] | None = None,
     ) -> None:
         self._model = arguments.check_model(model)
-        device = arguments.choose_device(device)
+        device = get_device(device)
         precision = arguments.choose_precision(precision, device)
         schedule = Schedule.of(schedulers, scale_schedule_ratio, step_schedulers_every_batch)
         duration = schedules.to_duration(max_duration, "max_duration")
@@ -135,20 +155,48 @@ class Trainer:
         destinations = arguments.choose_destinations(loggers, progress_bar, console_stream)
         evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
         self._microbatch_size = device_train_microbatch_size
+        self._by_tokens = accumulate_train_batch_on_tokens
         arguments.check_subset("train_subset_num_batches", train_subset_num_batches)
         data_spec = None if train_dataloader is None else self._check_data(train_dataloader)
-        seed = arguments.choose_seed(seed)
+        arguments.check_seed(seed)
         optimizers = arguments.choose_optimizers(optimizers, self._model)
-        scaler = arguments.make_scaler(precision, device, optimizers)
+        deepspeed_config = distributed.complete_deepspeed_config(
+            deepspeed_config,
+            data_spec=data_spec,
+            microbatch_size=device_train_microbatch_size,
+            precision=precision,
+            algorithms=algorithms,
+            callbacks=callbacks,
+        )
+        self.strategy = distributed.choose_strategy(device, algorithms, ddp_sync_strategy, deepspeed_config)
+        scaler = None if self.strategy.has_own_precision else arguments.make_scaler(precision, device, optimizers)
 
+        distributed.join(device, dist_timeout, is_needed=deepspeed_config is not None)
+        distributed.check_agreement(
+            self._model,
+            optimizers,
+            algorithms,
+            evaluators,
+            None if data_spec is None else data_spec.dataloader,
+            {
+                "seed": seed,
+                "max_duration": duration,
+                "precision": precision,
+                "device_train_microbatch_size": device_train_microbatch_size,
+                "train_subset_num_batches": train_subset_num_batches,
+                "scale_schedule_ratio": scale_schedule_ratio,
+                "deepspeed_config": deepspeed_config,
+            },
+        )
+        self._ranks = Ranks(self.strategy)
         if deterministic_mode:
             reproducibility.configure_deterministic_mode()
-        reproducibility.seed_all(seed)
-        self._strategy = SingleDevice(device)
-        wrapped, optimizers = self._strategy.prepare(self._model, optimizers)
+        rank_zero_seed = distributed.share_seed(seed)
+        distributed.seed_rank(rank_zero_seed)
+        self.strategy.place(self._model, optimizers)
         self.state = State(
-            wrapped,
-            rank_zero_seed=seed,
+            self._model,
+            rank_zero_seed=rank_zero_seed,
             run_name=arguments.choose_run_name(run_name),
             device=device,
             device_train_microbatch_size=device_train_microbatch_size,
@@ -156,15 +204,18 @@ class Trainer:
             precision_config=precision_config,
             optimizers=optimizers,
             scaler=scaler,
+            deepspeed_config=deepspeed_config,
             algorithms=algorithms,
             callbacks=[*destinations, *callbacks],
         )
+        self.state.run_name = distributed.share_run_name(self.state.run_name)
         self.logger = Logger(self.state, destinations)
         self.engine = Engine(self.state, self.logger, algorithm_passes)
         self._model.logger = self.logger
         self._train_metrics = TrainMetrics(self.state, self._model)
-        self._report = Report(self.state, self.logger, self._train_metrics)
+        self._report = Report(self.state, self.logger, self._train_metrics, self.strategy, self._ranks)
         self._clock = Clock()
+        self._has_failed = False
         self._batches: TrainBatches | None = None
         self._schedule: Schedule | None = None  # what waits for a duration and a dataloader
         self._steps_every_batch = True
@@ -179,13 +230,17 @@ class Trainer:
                 self._set_data(data_spec, train_dataloader_label, train_subset_num_batches)
             self.state.max_duration = duration
             self._set_schedule(schedule)
+            if self.strategy.prepares_before_load:
+                self._prepare_model()
             self.engine.run_event(Event.BEFORE_LOAD)
             self.engine.run_event(Event.AFTER_LOAD)
+            if not self.strategy.prepares_before_load:
+                self._prepare_model()
         except BaseException:
             self.engine.close()  # nobody else can: there will be no Trainer to close
             raise
         # Whatever algorithms drew so far, training draws the same numbers.
-        reproducibility.seed_all(self.state.seed)
+        distributed.seed_rank(self.state.rank_zero_seed)
 
     def fit(
         self,
@@ -252,9 +307,12 @@ class Trainer:
             self._set_evaluators(evaluators)
         if new_precision is not state.precision:
             state.precision, state.scaler = new_precision, scaler
+        distributed.begin_fit(state, self._ranks, batches.data_spec.dataloader)
+        self._has_failed = True  # until this is over
         self._make_loop(batches).fit()
+        self._has_failed = False
         for optimizer in state.optimizers:
-            self._strategy.zero_grad(optimizer)
+            self.strategy.zero_grad(optimizer)
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
         """Evaluate now; the results are on `state.eval_metrics` and in the log.
@@ -288,8 +346,13 @@ class Trainer:
         self.engine.run_event(Event.EVAL_STANDALONE_END)
 
     def close(self) -> None:
-        """Let every callback and logger finish; afterwards the Trainer cannot be used."""
+        """Let every callback and logger finish; afterwards the Trainer cannot be used.
+
+        The ranks wait for each other, unless this one has failed and leaves the others behind.
+        """
         self.engine.close()
+        if not self._has_failed:
+            dist.barrier()
 
     def __enter__(self) -> Trainer:
         return self
@@ -297,7 +360,12 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._has_failed |= error is not None
         self.close()
+
+    def _prepare_model(self) -> None:
+        state = self.state
+        state.model, state.optimizers = self.strategy.prepare(state.model, list(state.optimizers))
 
     def _check_data(self, dataloader: Any) -> DataSpec:
         data_spec = ensure_data_spec(dataloader)
@@ -308,9 +376,10 @@ class Trainer:
     def _set_data(self, data_spec: DataSpec, label: str, subset_num_batches: int) -> TrainBatches:
         state = self.state
         state.set_dataloader(data_spec.dataloader, label, subset_num_batches)
+        distributed.share_length(state)
         state.train_dataloader = data_spec.dataloader
         state.device_train_microbatch_size = arguments.choose_microbatch_size(self._microbatch_size, data_spec)
-        self._batches = TrainBatches(data_spec, state, self.engine)
+        self._batches = TrainBatches(data_spec, state, self.engine, self._ranks)
         return self._batches
 
     def _choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
@@ -375,12 +444,14 @@ class Trainer:
         train_batch = BatchTrainer(
             state,
             self.engine,
-            self._strategy,
+            self.strategy,
             model=self._model,
             data_spec=batches.data_spec,
-            autocast=make_autocast(self.state),
+            autocast=make_autocast(self.state, self.strategy),
             metrics=self._train_metrics,
             create_graph=any(algorithm.backwards_create_graph for algorithm in state.algorithms),
+            ranks=self._ranks,
+            by_tokens=self._by_tokens,
         )
         return Loop(
             state=state,
@@ -391,7 +462,15 @@ class Trainer:
             evaluate=FitEvaluation(state, self.engine, self._make_evaluation(), self._clock),
             report=self._report,
             clock=self._clock,
+            ranks=self._ranks,
         )
 
     def _make_evaluation(self) -> Evaluation:
-        return Evaluation(self.state, self.engine, self.logger, model=self._model, autocast=make_autocast(self.state))
+        return Evaluation(
+            self.state,
+            self.engine,
+            self.logger,
+            self.strategy,
+            model=self._model,
+            autocast=make_autocast(self.state, self.strategy),
+        )

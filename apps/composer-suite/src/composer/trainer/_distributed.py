@@ -1,0 +1,200 @@
+"""How a Trainer takes its place among the ranks: the process group, what all must agree on, and the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer.trainer._ranks import Ranks, agreed_facts
+from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
+from composer_dist.ddp import DDP
+from composer_dist.deepspeed_config import check_deepspeed_fits, parse_deepspeed_config
+from composer_dist.strategy import SingleDevice, Strategy
+from composer_events.logger_destination import LoggerDestination
+from composer_models import MissingConditionalImportError
+from composer_time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from composer_dist.ddp import DDPSyncStrategy
+    from composer_dist.devices import Device
+    from composer_dist.precision import Precision
+    from composer_events.algorithm import Algorithm
+    from composer_events.callback import Callback
+    from composer_events.data_spec import DataSpec
+    from composer_events.evaluator import Evaluator
+    from composer_events.state import State
+    from composer_models import ComposerModel
+
+
+def join(device: Device, timeout_s: float, *, is_needed: bool) -> None:
+    """Make the process group if this process is one of several; all of them wait here for each other.
+
+    Args:
+        device: This rank's.
+        timeout_s: Until a rank gives up waiting for another.
+        is_needed: Whether a process that is alone needs a group too.
+    """
+    if get_world_size() > 1 or is_needed:
+        dist.initialize_dist(device, timeout_s)
+
+
+def choose_strategy(
+    device: Device,
+    algorithms: Iterable[Algorithm],
+    sync_strategy: str | DDPSyncStrategy | None,
+    deepspeed_config: Mapping[str, Any] | None,
+) -> Strategy:
+    """Return how the model is spread: with DeepSpeed if it is configured, else over the ranks there are.
+
+    Raises:
+        ValueError: If there is no such way to synchronise gradients.
+    """
+    if deepspeed_config is not None:
+        from composer_dist.deepspeed import DeepSpeed  # its package is asked for only here
+
+        return DeepSpeed(device, deepspeed_config)
+    find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
+    if get_world_size() > 1:
+        return DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused)
+    return SingleDevice(device)
+
+
+def complete_deepspeed_config(
+    config: Mapping[str, Any] | None,
+    *,
+    data_spec: DataSpec | None,
+    microbatch_size: int | float | None,
+    precision: Precision,
+    algorithms: Iterable[Algorithm],
+    callbacks: Iterable[Callback],
+) -> dict[str, Any] | None:
+    """Return DeepSpeed's configuration with what follows from the other arguments, or `None` without one.
+
+    Raises:
+        MissingConditionalImportError: If the package is not installed.
+        ValueError: If the configuration contradicts another argument.
+        RuntimeError: If the dataloader does not say its batch size.
+    """
+    if config is None:
+        return None
+    if find_spec("deepspeed") is None:
+        raise MissingConditionalImportError("deepspeed", "deepspeed", distribution="composer-suite")
+    check_deepspeed_fits(parallelism_config=None, has_train_dataloader=data_spec is not None, callbacks=callbacks)
+    assert data_spec is not None
+    return parse_deepspeed_config(
+        config,
+        batch_size=getattr(data_spec.dataloader, "batch_size", None),
+        microbatch_size=microbatch_size,
+        world_size=get_world_size(),
+        precision=precision,
+        clip=_clipping(algorithms),
+    )
+
+
+def _clipping(algorithms: Iterable[Algorithm]) -> tuple[str, float] | None:
+    from composer_algorithms.gradient_clipping import GradientClipping  # the only algorithm that DeepSpeed takes over
+
+    for algorithm in algorithms:
+        if isinstance(algorithm, GradientClipping):
+            return algorithm.clipping_type, algorithm.clipping_threshold
+    return None
+
+
+def share_seed(seed: int | None) -> int:
+    """Return the seed of rank 0, where it is drawn if none was given. Every rank must call this."""
+    drawn = torch.tensor([reproducibility.get_random_seed() if seed is None else seed], dtype=torch.int64)
+    dist.broadcast(drawn, src=0)
+    return int(drawn)
+
+
+def seed_rank(rank_zero_seed: int) -> None:
+    """Seed this rank, so that dropout and augmentation differ between ranks."""
+    reproducibility.seed_all((rank_zero_seed + get_global_rank()) % (reproducibility.MAX_SEED + 1))
+
+
+def share_run_name(run_name: str) -> str:
+    """Return the run's name on rank 0. Every rank must call this."""
+    name = [run_name]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
+
+
+def share_length(state: State) -> None:
+    """Let an epoch have as many batches as on the rank that has fewest. Every rank must call this."""
+    if get_world_size() > 1:
+        length = state.dataloader_len
+        lengths = [own for own in dist.all_gather_object(None if length is None else int(length)) if own is not None]
+        if lengths and (length is None or int(length) != min(lengths)):
+            state.dataloader_len = min(lengths)
+
+
+def begin_fit(state: State, ranks: Ranks, dataloader: Any) -> None:
+    """Compare where the ranks stand, and find out what they must tell each other. Every rank must call this.
+
+    Raises:
+        ValueError: On every rank, if they stand at different places of training.
+    """
+    if get_world_size() > 1:
+        agreement.check_agreement(
+            {
+                "max_duration": str(state.max_duration),
+                "batch": int(state.timestamp.batch),
+                "epoch": int(state.timestamp.epoch),
+                "device_train_microbatch_size": state.device_train_microbatch_size,
+                "precision": str(state.precision),
+            }
+        )
+    follow_clock = any(_may_follow_clock(evaluator.eval_interval) for evaluator in state.evaluators)
+    listens = bool(state.callbacks) or follow_clock
+    logs = any(isinstance(callback, LoggerDestination) for callback in state.callbacks)
+    ranks.begin(dataloader, listens=listens, logs=logs)
+
+
+def _may_follow_clock(interval: Any) -> bool:
+    """Say whether an interval function may ask for the time of day, which the ranks must then agree on."""
+    cells = getattr(interval, "__closure__", None)
+    length = cells[-1].cell_contents if cells else None  # where `create_interval_scheduler` keeps it
+    return not isinstance(length, Time) or length.unit is TimeUnit.SECOND
+
+
+def check_agreement(
+    model: ComposerModel,
+    optimizers: Sequence[Optimizer],
+    algorithms: Sequence[Algorithm],
+    evaluators: Sequence[Evaluator],
+    dataloader: Any,
+    arguments: Mapping[str, Any],
+) -> None:
+    """Compare what every rank was given, before any of it is used. Every rank must call this.
+
+    Callbacks and loggers may differ: many people give them to rank 0 alone.
+
+    Raises:
+        ValueError: On every rank, with what differs and where.
+    """
+    if get_world_size() == 1:
+        return
+    facts: dict[str, Any] = {name: str(value) for name, value in arguments.items()}
+    facts["model"] = agreement.describe_model(model)
+    facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in optimizers}
+    facts["algorithms"] = [type(algorithm).__name__ for algorithm in algorithms]
+    facts["eval_dataloader"] = {
+        str(index): {"label": evaluator.label, **agreed_facts(evaluator.dataloader.dataloader)}
+        for index, evaluator in enumerate(evaluators)
+    }
+    facts["train_dataloader"] = None if dataloader is None else agreed_facts(dataloader)
+    agreement.check_agreement(facts)
+
+
+def _settings(optimizer: Optimizer) -> dict[str, str]:
+    return {
+        f"group {index}, {name}": str(value)
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }

@@ -1,0 +1,121 @@
+"""What the ranks of a run tell each other while they train: who has a batch, how much it holds, what the clock says.
+
+A rank that is alone asks nobody. Ranks whose dataloaders keep step by construction know each other's batches without
+asking, so they exchange nothing either, unless somebody reads the losses or the clock.
+"""
+
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+from composer_dist import get_global_rank
+from composer_dist.strategy import Strategy
+
+
+class Ranks:
+    """Answers, alike on every rank, what one rank cannot know by itself.
+
+    Args:
+        strategy: Knows the other ranks.
+
+    Attributes:
+        keep_step: Whether every rank has the same number of samples in every batch.
+        listen: Whether any rank has somebody who reads the losses or the clock of each batch.
+        log: Whether any rank has a destination of the log.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.world_size = strategy.world_size
+        self.keep_step = True
+        self.listen = True
+        self.log = True
+        self._count_tokens: bool | None = None  # known after the first batch
+
+    def begin(self, dataloader: Any, *, listens: bool = False, logs: bool = False) -> None:
+        """Compare the dataloaders before they are read. Every rank must call this.
+
+        Args:
+            dataloader: What this rank is going to read.
+            listens: Whether somebody on this rank reads the losses or the clock.
+            logs: Whether this rank has a destination of the log.
+        """
+        self._count_tokens = None
+        in_step, listening, logging = self._strategy.sum([int(keeps_step(dataloader)), int(listens), int(logs)])
+        self.keep_step = in_step == self.world_size or self.world_size == 1
+        self.listen, self.log = listening > 0, logging > 0
+
+    def all_have_a_batch(self, has_batch: bool) -> bool:
+        """Say whether every rank still has a batch; the rank that runs out first ends the epoch of all."""
+        if self.keep_step:
+            return has_batch
+        return self._strategy.sum([int(has_batch)])[0] == self.world_size
+
+    def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
+        """Return the samples and tokens of a batch on all ranks together, and rank 0's duration of it.
+
+        Args:
+            num_samples: Those of this rank. A float where a rank holds part of a sample.
+            num_tokens: Those of this rank.
+            duration_s: What this rank's clock says.
+
+        Raises:
+            ValueError: If a batch has tokens although the first one had none.
+        """
+        if self.world_size == 1:
+            return int(num_samples), num_tokens, duration_s
+        if self.keep_step and not self.listen and self._count_tokens is False:
+            self._refuse_tokens(num_tokens)
+            return round(num_samples * self.world_size), 0, duration_s
+        of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
+        samples, tokens, seconds = self._strategy.sum([float(num_samples), float(num_tokens), of_rank_0])
+        if self._count_tokens is None:
+            self._count_tokens = tokens > 0
+        return round(samples), round(tokens), seconds
+
+    def mean_weight(self, weight: float, *, is_count_of_samples: bool) -> float:
+        """Return how much a batch weighs on a rank on average; a loss counts in proportion to that.
+
+        Args:
+            weight: What this rank's batch weighs.
+            is_count_of_samples: Whether the weight is the number of samples, which all ranks have alike when they
+                keep step.
+        """
+        if self.world_size == 1 or (self.keep_step and is_count_of_samples):
+            return weight
+        return self._strategy.sum([float(weight)])[0] / self.world_size
+
+    def _refuse_tokens(self, num_tokens: int) -> None:
+        if num_tokens:
+            raise ValueError(
+                f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
+                "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
+            )
+
+
+def keeps_step(dataloader: Any) -> bool:
+    """Say whether a dataloader gives its rank as many samples in each batch as those of the other ranks give theirs.
+
+    That is known of a DataLoader over a DistributedSampler that collates as PyTorch does by default.
+    """
+    return (
+        isinstance(dataloader, DataLoader)
+        and type(dataloader.batch_sampler) is BatchSampler
+        and type(dataloader.batch_sampler.sampler) is DistributedSampler
+        and dataloader.collate_fn is default_collate
+        and not isinstance(dataloader.dataset, IterableDataset)
+    )
+
+
+def agreed_facts(dataloader: Any) -> dict[str, Any]:
+    """Return what all ranks must find the same in their dataloaders, if these share one dataset."""
+    if not isinstance(dataloader, DataLoader):
+        return {"type": type(dataloader).__name__}
+    facts: dict[str, Any] = {"type": type(dataloader).__name__, "dataset": type(dataloader.dataset).__name__}
+    sampler = getattr(dataloader.batch_sampler, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        names = ("num_replicas", "drop_last", "shuffle", "seed", "num_samples")
+        facts |= {f"sampler.{name}": getattr(sampler, name) for name in names}
+        facts |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+    return facts

@@ -1,0 +1,229 @@
+"""Data parallelism: each rank holds the whole model, and the gradients are averaged."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as tdist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from composer_dist.averaging import average_gradients, average_values, sum_counts
+from composer_dist.devices import Device
+from composer_dist.strategy import SingleDevice, TNumber
+from composer_dist.wrapping import unwrap_model
+from composer_time import StringEnum
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = ["DDP", "DDPSyncStrategy", "ddp_sync_context", "prepare_ddp_module"]
+
+_COMM_HOOKS = ("bf16_compress", "fp16_compress", "powersgd")
+_NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
+
+
+class DDPSyncStrategy(StringEnum):
+    """When the ranks average the gradients of a step that has several microbatches.
+
+    - `SINGLE_AUTO_SYNC`: during the last microbatch's backward pass.
+    - `MULTI_AUTO_SYNC`: during every microbatch's. It costs more, and serves models that use other parameters in one
+      microbatch than in the next. All ranks must cut their batches into equally many microbatches.
+    - `FORCED_SYNC`: after the last microbatch, outside of `DistributedDataParallel`. It serves models whose ranks use
+      different parameters, without a search for unused ones.
+    """
+
+    SINGLE_AUTO_SYNC = "single_auto_sync"
+    MULTI_AUTO_SYNC = "multi_auto_sync"
+    FORCED_SYNC = "forced_sync"
+
+
+def prepare_ddp_module(module: "Module", find_unused_parameters: bool) -> "Module":
+    """Wrap a module in `DistributedDataParallel`. Every rank must call this; all get rank 0's weights.
+
+    Args:
+        module: On its device already.
+        find_unused_parameters: Whether some parameters may be without gradient in some steps.
+
+    Returns:
+        The wrapped module, or the module itself if it has nothing to train.
+
+    Raises:
+        RuntimeError: If there is no process group.
+    """
+    if not (tdist.is_available() and tdist.is_initialized()):
+        raise RuntimeError(
+            "a model can be wrapped for several ranks only in a process group, and torch.distributed is not available "
+            "or has not been initialized. Call initialize_dist() first, in processes started by the `composer` "
+            "launcher or by torchrun."
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
+
+
+def ddp_sync_context(
+    state: Any, is_final_microbatch: bool, sync_strategy: str | DDPSyncStrategy
+) -> AbstractContextManager[Any]:
+    """Return the context in which one microbatch runs forward and backward.
+
+    Args:
+        state: An object whose `model` is what `prepare_ddp_module` returned; any other model gets a context that does
+            nothing.
+        is_final_microbatch: Whether the gradients of the ranks must agree after it.
+        sync_strategy: When they are averaged.
+
+    Raises:
+        ValueError: If there is no such strategy.
+    """
+    sync_strategy = DDPSyncStrategy(sync_strategy)
+    model = state.model
+    if not isinstance(model, DistributedDataParallel):
+        return _NOTHING
+    return _sync_context(model, is_final_microbatch, sync_strategy)
+
+
+def _sync_context(
+    model: DistributedDataParallel, is_final: bool, sync_strategy: DDPSyncStrategy
+) -> AbstractContextManager[Any]:
+    if sync_strategy is DDPSyncStrategy.MULTI_AUTO_SYNC:
+        return _NOTHING
+    if not is_final:
+        return model.no_sync()
+    return _NOTHING if sync_strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC else _sync_afterwards(model)
+
+
+@contextmanager
+def _sync_afterwards(model: DistributedDataParallel) -> Iterator[None]:
+    """Average the gradients on leaving, unless an error is the reason for it: then the other ranks must not wait."""
+    with model.no_sync():
+        yield
+    average_gradients(model.parameters(), model.process_group)
+
+
+class DDP(SingleDevice):
+    """Every rank holds the whole model, computes on a part of the batch, and takes the same step.
+
+    Each rank for itself does what a single device does. The gradients after the last microbatch of a step are the
+    mean over the ranks. Buffers, such as BatchNorm's running statistics, are those of rank 0, broadcast before the
+    first forward pass of a step. A model that has nothing to train is not wrapped.
+
+    Args:
+        device: This rank's device.
+        sync_strategy: When gradients are averaged. By default `multi_auto_sync` with `find_unused_parameters`, else
+            `single_auto_sync`.
+        find_unused_parameters: Whether some parameters may be without gradient in some steps on some ranks.
+        comm_hook: How gradients travel: `'bf16_compress'` or `'fp16_compress'` for half the bytes, `'powersgd'` for
+            matrices of low rank (it needs NumPy). As they are when `None`.
+
+    Raises:
+        ValueError: If there is no such strategy or hook, or if the two exclude each other.
+        RuntimeError: If there is no process group.
+        ImportError: If the hook needs NumPy and it is not installed.
+
+    Reference:
+        Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+        arXiv:2006.15704. Vogels et al., "PowerSGD", NeurIPS 2019, arXiv:1905.13727.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        sync_strategy: str | DDPSyncStrategy | None = None,
+        find_unused_parameters: bool = False,
+        comm_hook: str | None = None,
+    ) -> None:
+        super().__init__(device)
+        if sync_strategy is None:
+            sync_strategy = "multi_auto_sync" if find_unused_parameters else "single_auto_sync"
+        self.sync_strategy = DDPSyncStrategy(sync_strategy)
+        self.find_unused_parameters = find_unused_parameters
+        self.comm_hook = comm_hook
+        self._model: DistributedDataParallel | None = None
+        _check_comm_hook(comm_hook, self.sync_strategy)
+
+    @property
+    def world_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # constant once there is a group
+        """Over how many ranks the gradients are a mean."""
+        return tdist.get_world_size()
+
+    def prepare(self, model: "Module", optimizers: Sequence[Optimizer]) -> "tuple[Module, Sequence[Optimizer]]":
+        """Move model and optimizers to the device, in place, and return the model wrapped. Every rank calls this.
+
+        Raises:
+            ValueError: If `forced_sync` is asked for and an embedding of the model has sparse gradients.
+            RuntimeError: If there is no process group, or if the ranks' parameters have different shapes.
+        """
+        if self.sync_strategy is DDPSyncStrategy.FORCED_SYNC:
+            _refuse_sparse_gradients(model)
+        model, optimizers = super().prepare(model, optimizers)
+        model = prepare_ddp_module(model, self.find_unused_parameters)
+        if isinstance(model, DistributedDataParallel):
+            self._model = model
+            if self.comm_hook is not None:
+                _register_comm_hook(model, self.comm_hook)
+        return model, optimizers
+
+    def microbatch(self, *, is_last: bool, sync: bool = True) -> AbstractContextManager[Any]:
+        """Return the context in which one microbatch runs forward and backward."""
+        if self._model is None:
+            return _NOTHING
+        if not sync:
+            return self._model.no_sync()
+        return _sync_context(self._model, is_last, self.sync_strategy)
+
+    def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
+        """Return, for each of a few counts below 2**53, its sum over all ranks. Every rank calls this."""
+        return sum_counts(values)
+
+    def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the mean of each value over all ranks, by way of one collective that nobody waits for."""
+        return average_values(values)
+
+    def model_state_dict(self, model: "Module") -> dict[str, Any]:
+        """Return the state dict of the model that was wrapped, which shares the weights' memory."""
+        return unwrap_model(model).state_dict()
+
+    def load_model_state_dict(
+        self, model: "Module", state_dict: Mapping[str, Any], *, strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load weights into the model that was wrapped, and return the names that were missing and not expected."""
+        return super().load_model_state_dict(unwrap_model(model), state_dict, strict=strict)
+
+
+def _check_comm_hook(name: str | None, sync_strategy: DDPSyncStrategy) -> None:
+    if name is None:
+        return
+    if name not in _COMM_HOOKS:
+        raise ValueError(
+            f"comm_hook={name!r} is not a communication hook. Use one of {', '.join(_COMM_HOOKS)}, or None."
+        )
+    if sync_strategy is DDPSyncStrategy.FORCED_SYNC:
+        raise ValueError(
+            f"comm_hook={name!r} does nothing with sync_strategy='forced_sync', which sends the gradients itself. "
+            "Choose 'single_auto_sync' or 'multi_auto_sync', or leave the hook out."
+        )
+
+
+def _register_comm_hook(model: DistributedDataParallel, name: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # slow, and seldom asked for
+
+    if name == "bf16_compress":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif name == "fp16_compress":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # needs NumPy
+
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+
+
+def _refuse_sparse_gradients(model: "Module") -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"sync_strategy='forced_sync' averages dense gradients only, but the model's {name!r} has sparse ones. "
+                "Make it with sparse=False, or choose 'single_auto_sync' or 'multi_auto_sync'."
+            )

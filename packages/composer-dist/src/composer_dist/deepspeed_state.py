@@ -1,0 +1,321 @@
+"""The whole weights and optimizer state of a DeepSpeed engine, of which each rank has a part.
+
+What each stage keeps where:
+
+| stage | weights | optimizer state |
+|---|---|---|
+| 0 | whole | of each parameter; in half precision of a float32 copy of it |
+| 1, 2 | whole | of the rank's slice of all parameters of a group, laid end to end, in float32 |
+| 3 | a slice of each parameter | of the rank's slices of all parameters of a group, laid end to end, in float32 |
+
+DeepSpeed's public functions (`deepspeed.utils.safe_get_full_fp32_param` and its siblings) gather and set one parameter
+at a time at stages 1 to 3. Two things are reached past them, in `_Zero` and `_Whole`: where the state is before the
+first step, and the float32 copies of stage 0.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as tdist
+from torch.nn import Parameter
+
+__all__ = ["ParameterGroups", "gather_optimizer", "gather_weights", "scatter_optimizer", "scatter_weights"]
+
+ParameterGroups = list[list[Parameter]]
+"""The parameters of an optimizer's groups, in the order that it got them."""
+
+_PER_PARAMETER = "step"  # one number for all of a tensor, also where the tensor is itself one number
+
+
+def gather_weights(engine: Any) -> dict[str, Any]:
+    """Return the whole weights by name. Every rank must call this.
+
+    Trained weights are in float32 if the engine keeps them so. Where a tensor is whole and in its own dtype on every
+    rank, the result shares its memory; what is gathered at stage 3 is on the host.
+    """
+    masters = _masters(engine)
+    gathered: dict[int, torch.Tensor] = {}  # tied weights once
+    weights: dict[str, Any] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            weights[name] = value
+            continue
+        if id(value) not in gathered:
+            gathered[id(value)] = masters.weight(value)
+        weights[name] = gathered[id(value)]
+    return weights
+
+
+def scatter_weights(engine: Any, weights: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+    """Load whole weights, in place, and return the names that were missing and those that were not expected.
+
+    Every rank must call this with the same weights.
+
+    Raises:
+        RuntimeError: If `strict` and there are any such names, or if a shape does not fit.
+    """
+    module, masters = engine.module, _masters(engine)
+    own: dict[str, Any] = module.state_dict(keep_vars=True)
+    if masters.are_sliced:
+        missing = [name for name in own if name not in weights]
+        unexpected = [name for name in weights if name not in own]
+        _check_names_and_shapes(
+            type(module).__name__, own, weights, missing if strict else [], unexpected if strict else []
+        )
+        module.load_state_dict({name: weights[name] for name in weights if not _is_parameter(own, name)}, strict=False)
+    else:
+        keys = module.load_state_dict(dict(weights), strict=strict)
+        missing, unexpected = keys.missing_keys, keys.unexpected_keys
+    with torch.no_grad():
+        for name in weights:
+            if _is_parameter(own, name):
+                masters.set_weight(own[name], weights[name])
+    return missing, unexpected
+
+
+def gather_optimizer(engine: Any, groups: ParameterGroups) -> dict[str, Any]:
+    """Return the state that the engine's optimizer would have had without it. Every rank must call this."""
+    masters = _masters(engine)
+    parameters = [parameter for group in groups for parameter in group]
+    state = {
+        index: {key: masters.state(parameter, key) for key in masters.keys(parameter)}
+        for index, parameter in enumerate(parameters)
+    }
+    described, start = [], 0
+    for options, group in zip(engine.basic_optimizer.param_groups, groups, strict=True):
+        indices = list(range(start, start + len(group)))
+        described.append({**{key: value for key, value in options.items() if key != "params"}, "params": indices})
+        start += len(group)
+    return {"state": {index: values for index, values in state.items() if values}, "param_groups": described}
+
+
+def scatter_optimizer(engine: Any, groups: ParameterGroups, state_dict: Mapping[str, Any]) -> None:
+    """Load such a state, in place. Every rank must call this with the same state.
+
+    Raises:
+        ValueError: If its groups are not those of the engine's optimizer.
+    """
+    sizes, own_sizes = [len(group["params"]) for group in state_dict["param_groups"]], [len(group) for group in groups]
+    if sizes != own_sizes:
+        raise ValueError(
+            f"the optimizer's state has parameter groups of the sizes {sizes}, but the optimizer has {own_sizes}. Load "
+            "it into an optimizer that was made for the same parameters."
+        )
+    for options, saved in zip(engine.basic_optimizer.param_groups, state_dict["param_groups"], strict=True):
+        options.update({key: value for key, value in saved.items() if key != "params"})
+    parameters = [parameter for group in groups for parameter in group]
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    states = {
+        parameter: state_dict["state"][index]
+        for parameter, index in zip(parameters, indices, strict=True)
+        if state_dict["state"].get(index)
+    }
+    masters = _masters(engine)
+    with torch.no_grad():
+        masters.make_room(states)
+        for parameter, values in states.items():
+            for key, value in values.items():
+                if _is_whole(key, value, _shape(parameter)):
+                    masters.set_state(parameter, key, value)
+
+
+def _is_parameter(own: Mapping[str, Any], name: str) -> bool:
+    return isinstance(own.get(name), Parameter)
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    """Return the shape of the whole tensor, also where the rank has only a slice of it."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def _is_whole(key: str, value: object, shape: torch.Size) -> bool:
+    """Say whether an entry of an optimizer's state has a number for each of the parameter's."""
+    return key != _PER_PARAMETER and isinstance(value, torch.Tensor) and value.shape == shape
+
+
+def _check_names_and_shapes(
+    model: str, own: Mapping[str, Any], weights: Mapping[str, Any], missing: list[str], unexpected: list[str]
+) -> None:
+    """Raise as torch's `load_state_dict` does, on every rank alike."""
+    faults = [f"Missing key(s) in state_dict: {missing}."] if missing else []
+    faults += [f"Unexpected key(s) in state_dict: {unexpected}."] if unexpected else []
+    faults += [
+        f"size mismatch for {name}: {tuple(weights[name].shape)} was given, the model has {tuple(_shape(own[name]))}."
+        for name in own
+        if _is_parameter(own, name) and name in weights and weights[name].shape != _shape(own[name])
+    ]
+    if faults:
+        raise RuntimeError("\n".join([f"Error(s) in loading state_dict for {model}:", *faults]))
+
+
+class _Masters(Protocol):
+    """The tensors that the engine's optimizer moves, seen as one whole tensor for each parameter."""
+
+    are_sliced: bool
+    """Whether a parameter itself is only a slice."""
+
+    def weight(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None: ...
+
+    def keys(self, parameter: Parameter) -> list[str]: ...
+
+    def state(self, parameter: Parameter, key: str) -> Any: ...
+
+    def make_room(self, states: Mapping[Parameter, Mapping[str, Any]]) -> None: ...
+
+    def set_state(self, parameter: Parameter, key: str, value: torch.Tensor) -> None: ...
+
+
+def _masters(engine: Any) -> _Masters:
+    return _Whole(engine) if engine.zero_optimization_stage() == 0 else _Zero(engine)
+
+
+class _Whole:
+    """Stage 0: each rank has all."""
+
+    are_sliced = False
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer: torch.optim.Optimizer = engine.basic_optimizer
+        self._copies: dict[Parameter, torch.Tensor] = {}
+        wrapper = engine.optimizer
+        if wrapper is self._optimizer:
+            return
+        if not hasattr(wrapper, "fp32_groups"):
+            raise RuntimeError(
+                f"DeepSpeed wraps this optimizer in {type(wrapper).__name__}, whose state cannot be taken apart. Set "
+                "deepspeed_config['zero_optimization'] to {'stage': 1}, or use an optimizer of torch."
+            )
+        for halves, copies in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            self._copies.update(zip(halves, copies, strict=True))
+
+    def _master(self, tensor: Any) -> torch.Tensor:
+        copy = self._copies.get(tensor)
+        return tensor if copy is None else copy
+
+    def weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._master(tensor).detach()
+
+    def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None:
+        self._master(parameter).copy_(value)
+
+    def keys(self, parameter: Parameter) -> list[str]:
+        return list(self._optimizer.state.get(self._master(parameter), {}))
+
+    def state(self, parameter: Parameter, key: str) -> Any:
+        return self._optimizer.state[self._master(parameter)][key]
+
+    def make_room(self, states: Mapping[Parameter, Mapping[str, Any]]) -> None:
+        self._optimizer.state.clear()
+        for parameter, values in states.items():
+            self._optimizer.state[self._master(parameter)] = {key: _copy(value) for key, value in values.items()}
+
+    def set_state(self, parameter: Parameter, key: str, value: torch.Tensor) -> None:
+        master = self._master(parameter)
+        self._optimizer.state[master][key] = value.detach().clone().to(master.device)
+
+
+class _Zero:
+    """Stages 1 to 3: the optimizer sees one flat tensor for each group, of what belongs to this rank."""
+
+    def __init__(self, engine: Any) -> None:
+        from deepspeed import utils, zero  # loaded, or there would be no engine
+
+        self._functions: Any = utils
+        self._zero: Any = zero
+        self._wrapper = engine.optimizer
+        self._optimizer: torch.optim.Optimizer = engine.basic_optimizer
+        self.are_sliced = engine.zero_optimization_stage() == 3
+        self._flats: dict[Parameter, torch.Tensor] = {}
+        if not self.are_sliced:
+            groups = zip(self._wrapper.bit16_groups, self._wrapper.single_partition_of_fp32_groups, strict=True)
+            self._flats = {parameter: flat for group, flat in groups for parameter in group}
+        self._link_states()
+
+    def _link_states(self) -> None:
+        """Let DeepSpeed's functions find the state of each parameter in the flat tensors, at stages 1 and 2.
+
+        The engine does so only once, when its optimizer has moved the first group, and misses the others (0.19).
+        """
+        if not self.are_sliced and self._optimizer.state:
+            self._wrapper._hp_optimizer_states_linked = False
+            self._wrapper._lazy_init_hp_params_optimizer_state()
+
+    def weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, Parameter):
+            return tensor.detach()
+        if not self.are_sliced and (tensor.dtype is torch.float32 or not tensor.requires_grad):
+            return tensor.detach()
+        if tensor.requires_grad:
+            whole = self._functions.safe_get_full_fp32_param(tensor)
+            return whole.cpu() if self.are_sliced else whole
+        with self._zero.GatheredParameters([tensor]):
+            return tensor.detach().cpu().clone()
+
+    def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None:
+        if self.are_sliced:
+            with self._zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+        if not parameter.requires_grad:
+            return
+        if self.are_sliced:
+            self._functions.safe_set_local_fp32_param(parameter, _slice(parameter, value))
+        else:
+            self._functions.safe_set_full_fp32_param(parameter, _like(parameter, value))
+
+    def keys(self, parameter: Parameter) -> list[str]:
+        return list(self._optimizer.state.get(self._flat(parameter), {})) if parameter.requires_grad else []
+
+    def state(self, parameter: Parameter, key: str) -> Any:
+        flat = self._flat(parameter)
+        value = self._optimizer.state[flat][key]
+        if not _is_whole(key, value, flat.shape):
+            return value
+        whole = self._functions.safe_get_full_optimizer_state(parameter, key)
+        return whole.cpu() if self.are_sliced else whole
+
+    def make_room(self, states: Mapping[Parameter, Mapping[str, Any]]) -> None:
+        self._optimizer.state.clear()
+        for parameter, values in states.items():
+            flat = self._flat(parameter)
+            if flat in self._optimizer.state:
+                continue
+            self._optimizer.state[flat] = {
+                key: torch.zeros_like(flat) if _is_whole(key, value, _shape(parameter)) else _copy(value)
+                for key, value in values.items()
+            }
+        self._link_states()
+
+    def set_state(self, parameter: Parameter, key: str, value: torch.Tensor) -> None:
+        if self.are_sliced:
+            self._functions.safe_set_local_optimizer_state(parameter, _slice(parameter, value), key)
+        else:
+            self._functions.safe_set_full_optimizer_state(parameter, _like(parameter, value), key)
+
+    def _flat(self, parameter: Parameter) -> torch.Tensor:
+        """Return the flat tensor of the parameter's group."""
+        if self.are_sliced:
+            index = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)][0]
+            return self._wrapper.fp32_partitioned_groups_flat[index]
+        return self._flats[parameter]
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _like(parameter: Parameter, value: torch.Tensor) -> torch.Tensor:
+    """Return the value as the engine's functions take it."""
+    return value.detach().to(device=parameter.device, dtype=torch.float32)
+
+
+def _slice(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's slice of a whole tensor; all slices are equally long, so the last ones are padded.
+
+    DeepSpeed's own function for whole tensors fails where they do not divide evenly.
+    """
+    size, rank = parameter.ds_tensor.numel(), tdist.get_rank(parameter.ds_process_group)
+    flat = _like(parameter, value).flatten()[rank * size : (rank + 1) * size]
+    return torch.nn.functional.pad(flat, (0, size - flat.numel()))

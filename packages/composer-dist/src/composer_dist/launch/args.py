@@ -1,0 +1,311 @@
+"""The command line of the launcher, as typed."""
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from composer_dist.launch.cluster import CLUSTERS
+
+__all__ = ["FAILURE_TIMEOUT_S", "PLACEHOLDERS", "SIGNAL_TIMEOUT_S", "Options", "parse_options", "version"]
+
+FAILURE_TIMEOUT_S = 8.0
+"""How long ranks may take to end once another has failed: with what else is to be done, all is over within 10 s."""
+SIGNAL_TIMEOUT_S = 30.0
+"""How long ranks may take to end after a signal, which may ask them for a last checkpoint."""
+PLACEHOLDERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
+"""What the names of output files may have in braces."""
+
+_EPILOG = """\
+Everything after the script is passed on to it, options too. '~' and '$VAR' in its arguments are expanded with the
+variables of each rank, so that '--log run-$RANK.txt' names one file per rank if your shell leaves it alone.
+
+Exit status: 0 if every rank ended with 0; otherwise that of the rank that failed first, 128 + s if it was killed by
+signal s; 128 + s also if the launcher itself received signal s; 2 for a command line that cannot be followed.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was typed. `None` stands for an option that was not."""
+
+    nproc: int | None
+    stdout: str | None
+    stderr: str | None
+    verbose: bool
+    module_mode: bool
+    command_mode: bool
+    world_size: int | None
+    base_rank: int | None
+    node_rank: int | None
+    master_addr: str | None
+    master_port: int | None
+    tee: bool
+    log_dir: str | None
+    log_filter: str | None
+    max_restarts: int
+    nnodes: str | None
+    rdzv_backend: str
+    rdzv_endpoint: str | None
+    rdzv_id: str | None
+    rdzv_conf: str
+    elastic_batch: str | None
+    monitor_interval: float
+    shutdown_timeout: float | None
+    stopped_timeout: float
+    signals_to_handle: str
+    numa_binding: str | None
+    cluster: str
+    dry_run: bool
+    python: str
+    training_script: str
+    training_script_args: list[str]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether a rendezvous gives out the ranks, and may do so again."""
+        return self.max_restarts > 0 or self.nnodes is not None
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    """Return the options of a command line.
+
+    Args:
+        arguments: What follows the command's name.
+
+    Raises:
+        ValueError: If options contradict each other or have values that they cannot have.
+        SystemExit: If there is an option that does not exist, or a value of the wrong type; and after `--help` and
+            `--version`.
+    """
+    options = Options(**vars(_make_parser().parse_args(arguments)))
+    _check(options)
+    return options
+
+
+def version() -> str:
+    """Return what `--version` prints."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed  # reading the metadata takes longer than parsing
+
+    try:
+        number = installed("composer-suite")
+    except PackageNotFoundError:  # this package serves other training loops as well
+        number = installed("composer-dist")
+    return f"MosaicML Composer {number}"
+
+
+def _check(options: Options) -> None:
+    """Raise for what argparse does not see."""
+    if options.module_mode and options.command_mode:
+        raise ValueError(
+            "--module_mode and --command_mode exclude each other: the first runs `python -m SCRIPT`, the second runs "
+            "SCRIPT without Python. Give one of them, or none for `python SCRIPT`."
+        )
+    for name in ("max_restarts", "shutdown_timeout", "stopped_timeout"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise ValueError(f"--{name}={value!r} is below 0. Give 0 or more.")
+    if options.monitor_interval <= 0:
+        raise ValueError(f"--monitor_interval={options.monitor_interval!r} is not above 0. Give seconds, such as 0.1.")
+    if options.nnodes is not None:
+        _check_nnodes(options)
+    for stream in ("stdout", "stderr"):
+        _check_format(stream, getattr(options, stream))
+    _check_signals(options.signals_to_handle)
+    try:
+        re.compile(options.log_filter or "")
+    except re.error as error:
+        raise ValueError(f"--log_filter={options.log_filter!r} is no regular expression: {error}.") from None
+
+
+def _check_nnodes(options: Options) -> None:
+    """Raise if the number of nodes is none, or if ranks are given beside it."""
+    low, _, high = str(options.nnodes).partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (low, high or low)]
+    if not 0 < numbers[0] <= numbers[1]:
+        raise ValueError(f"--nnodes={options.nnodes!r} is not a number of nodes. Give N, or MIN:MAX with MIN <= MAX.")
+    fixed = [name for name in ("world_size", "base_rank", "node_rank") if getattr(options, name) is not None]
+    if fixed:
+        raise ValueError(
+            f"--nnodes and --{fixed[0]} exclude each other: with --nnodes the nodes agree on their ranks when they "
+            "meet. Leave one of them out."
+        )
+
+
+def _check_signals(names: str) -> None:
+    """Raise if one of the signals does not exist or cannot be handled."""
+    known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+    unknown = [name for name in names.split(",") if name.strip() not in known]
+    if unknown:
+        raise ValueError(
+            f"--signals_to_handle={names!r}: {unknown[0]!r} is no signal that a process can handle. Give names such as "
+            "SIGTERM, separated by commas."
+        )
+
+
+def _check_format(stream: str, name_format: str | None) -> None:
+    """Raise if a file name has a placeholder that does not exist."""
+    try:
+        (name_format or "").format(**dict.fromkeys(PLACEHOLDERS, 0))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        known = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+        raise ValueError(
+            f"--{stream}={name_format!r} is not a file name with placeholders ({type(error).__name__}: {error}). "
+            f"There are {known}; a brace that is meant as such is written twice."
+        ) from None
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(f"{version()}\n")
+        parser.exit()
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="composer",
+        usage="composer [-n NPROC] [options] training_script ...",
+        description="Run a training script in several processes on this node, as ranks of one run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what is unambiguous today need not be so in the next release
+    )
+    parser.add_argument(
+        "--version", nargs=0, action=_Version, dest=argparse.SUPPRESS, help="print the version and exit"
+    )
+    required = parser.add_argument_group("required arguments")
+    required.add_argument("training_script", help="file to run in each process; a module with -m, a command with -c")
+    required.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
+    )
+    _add_run(_adder(parser))
+    _add_nodes(_adder(parser.add_argument_group("several nodes", "Needed if the world size is above NPROC.")))
+    _add_output(_adder(parser.add_argument_group("output")))
+    _add_end(_adder(parser.add_argument_group("failures, signals and restarts")))
+    return parser
+
+
+_Add = Callable[..., None]
+
+
+def _adder(group: Any) -> _Add:
+    """Return a function that adds an option in both spellings, of which the help shows the one with underscores."""
+
+    def add(*names: str, **settings: Any) -> None:
+        group.add_argument(*names, **settings)
+        dashed = [name.replace("_", "-") for name in names if "_" in name]
+        if dashed:
+            destination = next(name for name in names if name.startswith("--")).removeprefix("--")
+            settings.pop("metavar", None)
+            hidden = settings | {"dest": destination, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            group.add_argument(*dashed, **hidden)
+
+    return add
+
+
+def _add_run(add: _Add) -> None:
+    add(
+        "-n",
+        "--nproc",
+        type=int,
+        help="processes on this node (default: $LOCAL_WORLD_SIZE, then what the cluster says, then one for each "
+        "visible accelerator, at least 1)",
+    )
+    add("-v", "--verbose", action="store_true", help="say what the launcher does")
+    add("-m", "--module_mode", action="store_true", help="run `python -m training_script`")
+    add("-c", "--command_mode", action="store_true", help="run training_script itself, without Python")
+    add("--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: the launcher's)")
+    add(
+        "--numa_binding",
+        choices=["node", "socket", "exclusive", "core-complex"],
+        help="bind each rank to the processor cores near its accelerator",
+    )
+    add("--dry_run", action="store_true", help="print the ranks, their environment and commands as JSON; start none")
+    # Two spellings of one wish.
+    add("--explain", dest="dry_run", action="store_true", default=argparse.SUPPRESS, help="the same as --dry_run")
+
+
+def _add_nodes(add: _Add) -> None:
+    add("--world_size", type=int, help="processes on all nodes (default: $WORLD_SIZE, then NPROC)")
+    add(
+        "--base_rank",
+        type=int,
+        help="lowest rank of this node (default: $BASE_RANK, then NODE_RANK * NPROC). Give it together with "
+        "--node_rank where the nodes run different numbers of processes.",
+    )
+    add("--node_rank", type=int, help="number of this node (default: $NODE_RANK, then BASE_RANK / NPROC)")
+    add("--master_addr", help="host of rank 0 (default: $MASTER_ADDR; 127.0.0.1 on a single node)")
+    add("--master_port", type=int, help="port on that host (default: $MASTER_PORT; a free one on a single node)")
+    add(
+        "--cluster",
+        choices=["auto", "none", *CLUSTERS],
+        default="auto",
+        help="whose variables fill in what neither an option nor a variable above says (default: %(default)s)",
+    )
+    add("--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
+    add("--rdzv_backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
+    add("--rdzv_endpoint", metavar="HOST:PORT", help="where it is (default: localhost:0, this node alone)")
+    add("--rdzv_id", metavar="ID", help="name of the run, the same on every node (default: a random one)")
+    add("--rdzv_conf", default="", metavar="K=V,...", help="settings of the rendezvous, such as join_timeout=600")
+    add(
+        "--elastic_batch",
+        choices=["keep-global", "keep-per-device"],
+        help="which batch size stays when the number of nodes changes; ranks find it in $COMPOSER_ELASTIC_BATCH",
+    )
+
+
+def _add_output(add: _Add) -> None:
+    placeholders = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    add(
+        "--stdout",
+        metavar="FORMAT",
+        help="file to which a rank's stdout is appended, except that of local rank 0, which goes to the console. "
+        f"Placeholders: {placeholders}",
+    )
+    add("--stderr", metavar="FORMAT", help="the same for stderr")
+    add("--tee", action="store_true", help="show every rank's output on the console, each line after '[rank N]:'")
+    add("--log_filter", metavar="REGEX", help="show those lines of the other ranks on the console that match")
+    add(
+        "--log_dir",
+        metavar="DIR",
+        help="where each rank's stdout.log, stderr.log and error.json are kept (default: a temporary folder, which "
+        "stays if the run fails)",
+    )
+
+
+def _add_end(add: _Add) -> None:
+    add("--max_restarts", type=int, default=0, metavar="N", help="start all ranks again when one fails, up to N times")
+    add(
+        "--shutdown_timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"until ranks that do not end are killed (default: {FAILURE_TIMEOUT_S:g} after a rank failed, "
+        f"{SIGNAL_TIMEOUT_S:g} after a signal). Give more if ranks save a checkpoint when they get a signal.",
+    )
+    add(
+        "--stopped_timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="for how long a rank may be suspended (SIGSTOP) until that counts as a failure; 0: for ever "
+        "(default: %(default)g)",
+    )
+    add(
+        "--monitor_interval",
+        type=float,
+        default=0.1,
+        metavar="SECONDS",
+        help="how often the ranks are looked at (default: %(default)g)",
+    )
+    add(
+        "--signals_to_handle",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        metavar="NAMES",
+        help="signals that are passed on to the ranks and end the run (default: %(default)s)",
+    )

@@ -1,0 +1,196 @@
+"""What the variables of a cluster say about this node: pure functions of an environment.
+
+Each system is expected to start one launcher on each node, and the launcher to start the ranks.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["CLUSTERS", "ClusterHints", "Found", "expand_nodelist", "infer"]
+
+Environment = Mapping[str, str]
+T = TypeVar("T", int, str)
+
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOSTS = rf"(?:[^\[\],\s]|{_RANGES})+"
+_NODELIST = re.compile(rf"{_HOSTS}(?:,{_HOSTS})*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[T]):
+    """A value, and where it comes from."""
+
+    value: T
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterHints:
+    """What a cluster says. `None` stands for what it does not say."""
+
+    cluster: str
+    num_nodes: Found[int]
+    node_rank: Found[int]
+    nproc: Found[int] | None = None
+    master_addr: Found[str] | None = None
+    master_port: Found[int] | None = None
+
+
+def infer(cluster: str, environ: Environment) -> ClusterHints | None:
+    """Return what a cluster's variables say, or `None` where there is no cluster.
+
+    Args:
+        cluster: One of `CLUSTERS`; `'auto'` for the first whose variables are set; `'none'`.
+        environ: The variables.
+
+    Raises:
+        ValueError: If a variable is not a number that it should be, if the named cluster's variables are missing, or
+            if several launchers were started on this node.
+    """
+    if cluster == "none":
+        return None
+    if cluster == "auto":
+        return next((read(environ) for needs, read in _SYSTEMS.values() if all(map(environ.get, needs))), None)
+    needs, read = _SYSTEMS[cluster]
+    missing = [variable for variable in needs if not environ.get(variable)]
+    if missing:
+        raise ValueError(
+            f"--cluster={cluster!r} needs the environment variables {', '.join(needs)}, of which {', '.join(missing)} "
+            "is not set. Set it, or give --node_rank, --world_size, --master_addr and --master_port."
+        )
+    return read(environ)
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """Return the hosts that Slurm's short form of a list stands for.
+
+    Args:
+        nodelist: Names separated by commas, in which brackets hold numbers and ranges.
+
+    Raises:
+        ValueError: If the brackets do not match or hold something else.
+
+    Example:
+        >>> expand_nodelist("n[01-03,7],login")
+        ['n01', 'n02', 'n03', 'n7', 'login']
+    """
+    if not _NODELIST.fullmatch(nodelist):
+        raise ValueError(
+            f"the list of nodes {nodelist!r} is not one that Slurm writes, such as 'n[01-03,7],login'. Give "
+            "--master_addr instead."
+        )
+    entries = re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist)
+    return [host for entry in entries for host in _expand_entry(entry)]
+
+
+def _expand_entry(entry: str) -> Iterator[str]:
+    """Yield the hosts of one entry, which may have several brackets."""
+    before, opening, rest = entry.partition("[")
+    if not opening:
+        yield entry
+        return
+    inside, _, after = rest.partition("]")
+    tails = list(_expand_entry(after))
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            for tail in tails:
+                yield f"{before}{number:0{len(low)}d}{tail}"  # leading zeros are part of the name
+
+
+def _slurm(environ: Environment) -> ClusterHints:
+    _refuse_second_launcher(environ, "SLURM_LOCALID", "srun --ntasks-per-node=1 composer ...")
+    # A step (`srun`) may have fewer nodes than the job.
+    in_step = bool(environ.get("SLURM_STEP_NUM_NODES"))
+    nodes = "SLURM_STEP_NUM_NODES" if in_step else "SLURM_NNODES"
+    hosts = "SLURM_STEP_NODELIST" if in_step and environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    nodelist, job = environ.get(hosts), environ.get("SLURM_JOB_ID", "")
+    port = Found(20000 + int(job) % 20000, f"20000 + SLURM_JOB_ID={job!r} mod 20000") if job.isdecimal() else None
+    return ClusterHints(
+        cluster="slurm",
+        num_nodes=_integer(environ, nodes),
+        node_rank=_integer(environ, "SLURM_NODEID"),
+        nproc=_plain_integer(environ, "SLURM_GPUS_ON_NODE"),
+        master_addr=Found(expand_nodelist(nodelist)[0], f"first host of {hosts}={nodelist!r}") if nodelist else None,
+        master_port=port,
+    )
+
+
+def _kubernetes(environ: Environment) -> ClusterHints:
+    return ClusterHints(
+        cluster="kubernetes",
+        num_nodes=_integer(environ, "COMPOSER_NUM_NODES"),
+        node_rank=_integer(environ, "JOB_COMPLETION_INDEX"),
+        master_addr=_text(environ, "COMPOSER_MASTER_ADDR"),
+        master_port=Found(29500, "the default of --cluster kubernetes"),
+    )
+
+
+def _training_operator(environ: Environment) -> ClusterHints:
+    return ClusterHints(
+        cluster="training-operator",
+        num_nodes=_integer(environ, "PET_NNODES"),
+        node_rank=_integer(environ, "PET_NODE_RANK"),
+        nproc=_plain_integer(environ, "PET_NPROC_PER_NODE"),  # 'auto' and 'gpu' leave it to the accelerators
+        master_addr=_text(environ, "PET_MASTER_ADDR"),
+        master_port=_integer(environ, "PET_MASTER_PORT") if environ.get("PET_MASTER_PORT") else None,
+    )
+
+
+def _openmpi(environ: Environment) -> ClusterHints:
+    _refuse_second_launcher(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun --map-by ppr:1:node composer ...")
+    return ClusterHints(
+        cluster="openmpi",
+        num_nodes=_integer(environ, "OMPI_COMM_WORLD_SIZE"),
+        node_rank=_integer(environ, "OMPI_COMM_WORLD_RANK"),
+    )
+
+
+def _pmi(environ: Environment) -> ClusterHints:
+    _refuse_second_launcher(environ, "MPI_LOCALRANKID", "mpiexec -ppn 1 composer ...")
+    return ClusterHints(cluster="pmi", num_nodes=_integer(environ, "PMI_SIZE"), node_rank=_integer(environ, "PMI_RANK"))
+
+
+# The variables that must be set, and how they are read. Slurm comes before MPI, whose processes it starts.
+_SYSTEMS: dict[str, tuple[tuple[str, ...], Callable[[Environment], ClusterHints]]] = {
+    "training-operator": (("PET_NNODES", "PET_NODE_RANK"), _training_operator),
+    "kubernetes": (("COMPOSER_NUM_NODES", "JOB_COMPLETION_INDEX"), _kubernetes),
+    "slurm": (("SLURM_NNODES", "SLURM_NODEID"), _slurm),
+    "openmpi": (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _openmpi),
+    "pmi": (("PMI_SIZE", "PMI_RANK"), _pmi),
+}
+
+CLUSTERS = tuple(_SYSTEMS)
+"""The systems whose variables are understood."""
+
+
+def _refuse_second_launcher(environ: Environment, variable: str, command: str) -> None:
+    """Raise if this is not the node's first launcher: each of them would start all of the node's ranks."""
+    if environ.get(variable, "0") not in ("", "0"):
+        raise ValueError(
+            f"{variable}={environ[variable]!r}: several launchers were started on this node, and each would start all "
+            f"of its ranks. Start one on each node, `{command}`, or give --cluster none."
+        )
+
+
+def _integer(environ: Environment, variable: str) -> Found[int]:
+    text = environ[variable]
+    if not text.isdecimal():
+        raise ValueError(
+            f"the environment variable {variable}={text!r} is not an integer of 0 or more. Set it to one, or give "
+            "--cluster none and say with options which node this is."
+        )
+    return Found(int(text), variable)
+
+
+def _plain_integer(environ: Environment, variable: str) -> Found[int] | None:
+    """Return a variable that may as well hold a word."""
+    text = environ.get(variable, "")
+    return Found(int(text), variable) if text.isdecimal() else None
+
+
+def _text(environ: Environment, variable: str) -> Found[str] | None:
+    text = environ.get(variable)
+    return Found(text, variable) if text else None

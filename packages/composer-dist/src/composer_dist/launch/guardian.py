@@ -1,0 +1,145 @@
+"""A small process that outlives the launcher, if that is killed, and then kills what the launcher had started.
+
+It hears from the launcher through a pipe, whose end the system closes however the launcher ends, and it sits in a
+session of its own, so that what is sent to the launcher's process group does not reach it. This file is also the
+program that it runs, without site-packages: it imports the standard library only.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = ["Guardian", "process_state", "sweep"]
+
+_VARIABLE = "COMPOSER_LAUNCH_ID"
+_SWEEP_S = 5.0
+
+
+class Guardian:
+    """The guardian as the launcher sees it.
+
+    Args:
+        launch_id: What the variable `COMPOSER_LAUNCH_ID` of the ranks is set to.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        self.launch_id = launch_id
+        self._groups: set[int] = set()
+        # -I and -S: no environment variable and no site-packages may slow it down or change it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, launch_id, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            # Were this launch part of another one, that other's sweep would take the guardian with the launcher.
+            env={name: value for name, value in os.environ.items() if name != _VARIABLE},
+            text=True,
+        )
+
+    def watch(self, groups: Iterable[int]) -> None:
+        """Add process groups to those that are to be killed in the end."""
+        new = set(groups) - self._groups
+        self._groups |= new
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody killed it; the run goes on without
+            self._process.stdin.write("".join(f"{group}\n" for group in new))
+            self._process.stdin.flush()
+
+    def close(self, *, spare_detached: bool) -> list[int]:
+        """Kill what is left of the launch, dismiss the guardian, and return whom that hit.
+
+        Args:
+            spare_detached: Leave processes alone that went into sessions of their own, as services do.
+        """
+        killed = sweep(self._groups, None if spare_detached else self.launch_id)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        return killed
+
+
+def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEEP_S) -> list[int]:
+    """Kill process groups, and whatever else was started with a launch's identity in its environment.
+
+    Without `/proc` (systems other than Linux) only the groups are found.
+
+    Args:
+        groups: Numbers of process groups.
+        launch_id: The identity, or `None` for the groups only.
+        timeout_s: For how long processes that do not go away are tried again.
+
+    Returns:
+        The processes that were still there, as far as they could be seen.
+    """
+    seen: set[int] = set()
+    groups = set(groups)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = set(_members(groups, launch_id))
+        seen |= left
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left or time.monotonic() > deadline:
+            return sorted(seen)
+        time.sleep(0.02)  # what was being forked just now shows itself in the next round
+
+
+def process_state(pid: int) -> str | None:
+    """Return the letter by which Linux names a process's state, such as `'T'` for stopped, or `None`."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
+    """Yield the living processes of the groups and of the launch, other than this one."""
+    marker = f"{_VARIABLE}={launch_id}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        fields = _stat(pid)
+        if pid == os.getpid() or not fields or fields[0] in "ZX":
+            continue
+        if int(fields[2]) in groups or (launch_id is not None and marker in _environment(entry)):
+            yield pid
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields after the name: state, parent, process group, and so on."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name may hold anything, also brackets
+
+
+def _environment(entry: Path) -> list[bytes]:
+    try:
+        return (entry / "environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or somebody else's
+        return []
+
+
+def _main(launch_id: str, launcher: str) -> None:
+    """Wait for the launcher's end, which must have been a sudden one, and kill what it started."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    groups = {int(line) for line in sys.stdin}  # all that come until the pipe is closed
+    killed = sweep(groups, launch_id)
+    if killed:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"composer: the launcher (PID {launcher}) is gone; its processes were killed: {killed}\n")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,123 @@
+"""What is said about a run that failed: every failure with its output, and the first one's traceback last."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_dist.launch.workers import Ending
+
+__all__ = ["crash_report", "is_on_console", "root_cause"]
+
+_MAX_LINES = 200
+_MAX_BYTES = 64 * 1024
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_LAST_LINES = 20
+
+
+def crash_report(failures: Sequence["Ending"]) -> str:
+    """Return what each failed rank wrote, as far as the console has not shown it.
+
+    Args:
+        failures: How they ended, in the order in which they failed: the first is the root cause.
+    """
+    return "".join(_block(ending, is_root=number == 0) for number, ending in enumerate(failures))
+
+
+def root_cause(ending: "Ending", others: Sequence[int], folder: str | None) -> str:
+    """Return the sentence that names the first failure, what to make of it, and last its traceback.
+
+    Args:
+        ending: The first failure.
+        others: The ranks of this node that had not failed, and were stopped.
+        folder: Where the files are.
+    """
+    when = time.strftime("%H:%M:%S", time.localtime(ending.time))
+    lines = ["", f"composer: error: rank {ending.rank} (PID {ending.pid}) failed first: it {ending.what} at {when}."]
+    lines += [f"composer: {hint}" for hint in _hints(ending, others)]
+    if folder is not None:
+        lines.append(f"composer: the logs are in {folder}")
+    words = _last_words(ending)
+    if words:
+        lines.append(f"composer: rank {ending.rank} ended{_during(ending)} with:")
+    elif is_on_console(ending):
+        lines.append(f"composer: what rank {ending.rank} wrote is above: the first rank of a node has the console.")
+    return "\n".join(lines) + "\n" + words
+
+
+def is_on_console(ending: "Ending") -> bool:
+    """Return whether nobody but the console knows what a rank wrote: a node's first rank, without an error file.
+
+    Args:
+        ending: How the rank ended.
+    """
+    return not ending.stderr and not _last_words(ending)
+
+
+def _last_words(ending: "Ending") -> str:
+    """Return the exception as Python shows it, or the last lines of stderr."""
+    if ending.error is not None and ending.error.get("traceback"):
+        return str(ending.error["traceback"])
+    lines = _tail(ending.stderr)[0].splitlines(keepends=True) if ending.stderr else []
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    if not starts:
+        return "".join(lines[-_LAST_LINES:])
+    start = starts.pop()
+    while starts and any(_is_link(line) for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return "".join(lines[start:])
+
+
+def _is_link(line: str) -> bool:
+    """Return whether a line stands between the tracebacks of an exception and of its cause."""
+    return any(link in line for link in _CHAINED)  # torch puts the rank before each line
+
+
+def _block(ending: "Ending", *, is_root: bool) -> str:
+    """Return one rank's part. Local rank 0 has no files: it wrote to the console."""
+    mark = " (root cause)" if is_root else ""
+    text = f"Global rank {ending.rank} (PID {ending.pid}) {ending.what}{mark}\n"
+    if ending.error is not None:
+        lines = [f"{ending.error.get('message')}{_during(ending)}", *ending.error.get("notes", ())]
+        text += "".join(f"{line}\n" for line in lines)
+    for label, path in (("STDOUT", ending.stdout), ("STDERR", ending.stderr)):
+        if path:
+            content, is_cut = _tail(path)
+            cut = f"[the last lines; the others are in {path}]\n" if is_cut else ""
+            end = "\n" if content and not content.endswith("\n") else ""
+            text += f"----------Begin global rank {ending.rank} {label}----------\n{cut}{content}{end}"
+            text += f"----------End global rank {ending.rank} {label}----------\n"
+    return text
+
+
+def _tail(path: str) -> tuple[str, bool]:
+    """Return the end of a file, and whether that is not all of it."""
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _MAX_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return "", False
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[-_MAX_LINES:]), size > _MAX_BYTES or len(lines) > _MAX_LINES
+
+
+def _hints(ending: "Ending", others: Sequence[int]) -> list[str]:
+    """Return what to make of endings that do not say it themselves."""
+    message = str(ending.error.get("message", "")).lower() if ending.error else ""
+    if ending.exit_code == -9:
+        return ["The launcher did not send SIGKILL: the system was out of memory (see dmesg), or somebody did."]
+    if ending.exit_code == -19:
+        return ["A suspended rank holds up all others. With --stopped_timeout 0 they would wait until it goes on."]
+    if "timed out" in message or "timeout" in message:
+        names = ", ".join(map(str, others)) or "none on this node"
+        return [f"A rank that times out has waited for another one. Ranks that had not failed by then: {names}."]
+    return []
+
+
+def _during(ending: "Ending") -> str:
+    event = ending.error.get("event") if ending.error else None
+    return f" during the event {event}" if event else ""

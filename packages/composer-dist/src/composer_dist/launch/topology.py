@@ -1,0 +1,221 @@
+"""Which ranks this node runs and where all ranks meet: pure functions of options and environment."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from composer_dist.launch.args import Options
+from composer_dist.launch.cluster import ClusterHints, Found, infer
+from composer_dist.ports import get_free_tcp_port
+
+__all__ = ["Topology", "resolve", "resolve_nproc"]
+
+_SINGLE_NODE = "single node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The place of this node in the run."""
+
+    nproc: int
+    world_size: int
+    base_rank: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    sources: Mapping[str, str]
+    """From the name of each value above to where it comes from."""
+
+    @property
+    def is_multi_node(self) -> bool:
+        """Whether some of the ranks run on other nodes."""
+        return self.world_size > self.nproc
+
+
+def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> Topology:
+    """Return the place that options, environment and cluster, in this order, give to this node.
+
+    Args:
+        options: What was typed.
+        environ: The launcher's environment.
+        nproc: What `resolve_nproc` returned.
+
+    Raises:
+        ValueError: If values contradict each other, are missing, or are no integers.
+    """
+    inputs = _Inputs(options, environ)
+    world_size = _world_size(inputs, nproc)
+    if world_size.value > nproc.value:
+        base_rank, node_rank = _ranks_of_one_node(inputs, nproc, world_size)
+        master_addr, master_port = _meeting_point(inputs, world_size, nproc)
+    else:
+        base_rank, node_rank = _ranks_of_the_only_node(inputs)
+        master_addr = inputs.text("master_addr") or Found("127.0.0.1", _SINGLE_NODE)
+        master_port = inputs.integer("master_port") or Found(get_free_tcp_port(), "a free port")
+    _check_port(master_port)
+    found = {
+        "nproc": nproc,
+        "world_size": world_size,
+        "base_rank": base_rank,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    return Topology(
+        nproc=nproc.value,
+        world_size=world_size.value,
+        base_rank=base_rank.value,
+        node_rank=node_rank.value,
+        master_addr=master_addr.value,
+        master_port=master_port.value,
+        sources={name: value.source for name, value in found.items()},
+    )
+
+
+def resolve_nproc(options: Options, environ: Mapping[str, str], count_accelerators: Callable[[], int]) -> Found[int]:
+    """Return how many processes to start on this node, and what said so.
+
+    Args:
+        options: What was typed.
+        environ: The launcher's environment.
+        count_accelerators: Called only if nothing else says it.
+
+    Raises:
+        ValueError: If the number is below 1 or none.
+    """
+    inputs = _Inputs(options, environ)
+    nproc = inputs.flag("nproc") or inputs.variable("LOCAL_WORLD_SIZE")
+    if nproc is None and inputs.hints is not None:
+        nproc = inputs.hints.nproc
+    if nproc is None:
+        count = count_accelerators()
+        nproc = Found(count, f"{count} visible accelerators")
+    if nproc.value == 0 and nproc.source != "--nproc":
+        nproc = Found(1, f"at least 1; {nproc.source} gives 0")
+    if nproc.value < 1:
+        raise ValueError(f"nproc={nproc.value} (from {nproc.source}) starts no process. Give --nproc 1 or more.")
+    return nproc
+
+
+class _Inputs:
+    """Where values are looked for. The cluster is asked only where the rest does not answer."""
+
+    def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
+        self.options, self.environ = options, environ
+        self.hints: ClusterHints | None = infer(options.cluster, environ)
+
+    def flag(self, name: str) -> Found[int] | None:
+        value: int | None = getattr(self.options, name)
+        return None if value is None else Found(value, f"--{name}")
+
+    def variable(self, name: str) -> Found[int] | None:
+        text = self.environ.get(name, "")
+        if not text:
+            return None
+        try:
+            return Found(int(text), name)
+        except ValueError:
+            raise ValueError(
+                f"the environment variable {name}={text!r} is not an integer. Set it to one, unset it, or give the "
+                "value as an option."
+            ) from None
+
+    def integer(self, name: str) -> Found[int] | None:
+        return self.flag(name) or self.variable(name.upper())
+
+    def text(self, name: str) -> Found[str] | None:
+        typed: str | None = getattr(self.options, name)
+        if typed:
+            return Found(typed, f"--{name}")
+        text = self.environ.get(name.upper())
+        return Found(text, name.upper()) if text else None
+
+
+def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
+    """Return the number of all processes."""
+    environ, hints = inputs.environ, inputs.hints
+    world_size = inputs.flag("world_size")
+    # Equal numbers describe a single node, whose number of processes --nproc may change.
+    if world_size is None and environ.get("WORLD_SIZE") != environ.get("LOCAL_WORLD_SIZE"):
+        world_size = inputs.variable("WORLD_SIZE")
+    if world_size is None and hints is not None:
+        source = f"nproc * {hints.num_nodes.source}={hints.num_nodes.value}"
+        world_size = Found(nproc.value * hints.num_nodes.value, source)
+    world_size = world_size or Found(nproc.value, "nproc")
+    if world_size.value < nproc.value:
+        raise ValueError(
+            f"world_size={world_size.value} (from {world_size.source}) is less than the nproc={nproc.value} processes "
+            f"(from {nproc.source}) of this node alone. Lower --nproc, or raise --world_size."
+        )
+    return world_size
+
+
+def _ranks_of_the_only_node(inputs: _Inputs) -> tuple[Found[int], Found[int]]:
+    """Return the lowest rank and the node's number, both 0, or raise if something says otherwise."""
+    for name in ("base_rank", "node_rank"):
+        value = inputs.integer(name)
+        if value is not None and value.value != 0:
+            raise ValueError(
+                f"{name}={value.value} (from {value.source}), but the ranks of this node are all there are, and start "
+                f"with 0. Give --world_size if there are other nodes, or remove {value.source}."
+            )
+    return Found(0, _SINGLE_NODE), Found(0, _SINGLE_NODE)
+
+
+def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int]) -> tuple[Found[int], Found[int]]:
+    """Return the lowest rank and the number of one node among several."""
+    base_rank, node_rank = inputs.integer("base_rank"), inputs.integer("node_rank")
+    if base_rank is None and node_rank is None and inputs.hints is not None:
+        node_rank = inputs.hints.node_rank
+    for name, value in (("base_rank", base_rank), ("node_rank", node_rank)):
+        if value is not None and value.value < 0:
+            raise ValueError(f"{name}={value.value} (from {value.source}) is below 0. Ranks and nodes count from 0.")
+    nodes = f"world_size={world_size.value} (from {world_size.source}) and nproc={nproc.value} (from {nproc.source})"
+    if base_rank is None and node_rank is None:
+        raise ValueError(f"{nodes} speak of other nodes, but not which one this is. Give --node_rank or --base_rank.")
+    alike = world_size.value % nproc.value == 0
+    if node_rank is None:
+        assert base_rank is not None
+        if not alike or base_rank.value % nproc.value:
+            raise ValueError(
+                f"node_rank does not follow from base_rank={base_rank.value} (from {base_rank.source}): {nodes} do "
+                "not fit nodes with equally many processes. Give --node_rank as well."
+            )
+        node_rank = Found(base_rank.value // nproc.value, f"{base_rank.source} / nproc")
+    elif base_rank is None:
+        if not alike:
+            raise ValueError(
+                f"base_rank does not follow from node_rank={node_rank.value} (from {node_rank.source}): {nodes} do "
+                "not fit nodes with equally many processes. Give --base_rank as well."
+            )
+        base_rank = Found(node_rank.value * nproc.value, f"{node_rank.source} * nproc")
+    if base_rank.value + nproc.value > world_size.value:
+        raise ValueError(
+            f"the last rank of this node would be {base_rank.value + nproc.value - 1}, with base_rank="
+            f"{base_rank.value} (from {base_rank.source}), but {nodes} end with rank {world_size.value - 1}. Lower "
+            "the node's or base rank, or raise --world_size."
+        )
+    return base_rank, node_rank
+
+
+def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -> tuple[Found[str], Found[int]]:
+    """Return where the ranks of several nodes meet, which all of them must be told alike."""
+    hints = inputs.hints
+    master_addr = inputs.text("master_addr") or (hints and hints.master_addr)
+    master_port = inputs.integer("master_port") or (hints and hints.master_port)
+    reason = f"world_size={world_size.value} (from {world_size.source}) is more than nproc={nproc.value}"
+    if not master_addr:
+        raise ValueError(
+            f"master_addr is not known, but {reason}: the nodes must know where rank 0 is. Give --master_addr HOST, "
+            "the same on every node."
+        )
+    if not master_port:
+        raise ValueError(
+            f"master_port is not known, but {reason}: the nodes must agree on one. Give --master_port, one that is "
+            "free on rank 0's host, the same on every node."
+        )
+    return master_addr, master_port
+
+
+def _check_port(port: Found[int]) -> None:
+    if not 0 < port.value < 65536:
+        raise ValueError(f"master_port={port.value} (from {port.source}) is no TCP port. Give one from 1 to 65535.")

@@ -1,0 +1,266 @@
+"""The processes of one attempt: started by torch.distributed.elastic, watched until all end or one fails."""
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SubprocessContext, start_processes
+
+from composer_dist.launch.args import Options
+from composer_dist.launch.guardian import Guardian, process_state
+from composer_dist.launch.logs import Logs
+
+__all__ = ["Ending", "Workers"]
+
+_log = logging.getLogger("composer_dist.launch")
+
+_LINGER_S = 2.0  # how long a rank that has raised may take to end, with its exit handlers
+_LOOK_AT_STATES_S = 1.0
+_KILL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a rank ended, and by itself or not."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    """As the system gives it: -s for a process killed by signal s."""
+    time: float
+    """When it failed, in seconds since 1970: the exception's time where the rank told it."""
+    by_itself: bool
+    """Whether it failed before the launcher asked any rank to end."""
+    what: str
+    error: Mapping[str, Any] | None
+    stdout: str
+    stderr: str
+
+    @property
+    def status(self) -> int:
+        """The exit code as a shell gives it: 128 + s for a process killed by signal s."""
+        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
+
+
+class Workers:
+    """The processes of one attempt.
+
+    Args:
+        commands: For each local rank, what it runs.
+        envs: For each local rank, the variables that it has beside the launcher's.
+        options: What was typed.
+        logs: Where their output goes.
+        guardian: Who is told of them.
+    """
+
+    def __init__(
+        self,
+        commands: Mapping[int, Sequence[str]],
+        envs: dict[int, dict[str, str]],
+        options: Options,
+        logs: Logs,
+        guardian: Guardian,
+    ) -> None:
+        self._envs, self._options = envs, options
+        self._exits: dict[int, tuple[int, float]] = {}
+        self._stop_time: float | None = None
+        self._failed_since: float | None = None
+        self._stopped = _Suspensions(options.stopped_timeout)
+        settings: dict[str, Any] = {}
+        if options.numa_binding is not None:
+            from torch.numa.binding import AffinityMode, NumaOptions  # nobody else needs it
+
+            settings["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
+        context = start_processes(
+            name="composer",
+            entrypoint=commands[0][0],
+            args={local_rank: tuple(command[1:]) for local_rank, command in commands.items()},
+            envs=envs,
+            logs_specs=logs,
+            log_line_prefixes=logs.line_prefixes(envs),
+            **settings,
+        )
+        assert isinstance(context, SubprocessContext)  # the entrypoint is a program
+        self._context = context
+        guardian.watch(self.pids.values())
+        self._pidfds = _open_pidfds(self.pids)
+        logs.start_copies(envs)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process of each local rank; each one leads a process group."""
+        return self._context.pids()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks."""
+        return [int(env["RANK"]) for env in self._envs.values()]
+
+    @property
+    def are_done(self) -> bool:
+        """Whether all have ended."""
+        return len(self._exits) == len(self._envs)
+
+    def look(self, timeout_s: float) -> bool:
+        """Wait until something may have happened, and say whether a rank has failed.
+
+        Args:
+            timeout_s: How long to wait at most.
+        """
+        self._wait(timeout_s)
+        self._collect()
+        states = self._stopped.look({lr: pid for lr, pid in self.pids.items() if lr not in self._exits})
+        has_raised = self._failed_since is None and any(self._error(lr) for lr in self._envs if lr not in self._exits)
+        has_failed = any(code for code, _ in self._exits.values()) or states
+        if (has_raised or has_failed) and self._failed_since is None:
+            self._failed_since = time.monotonic()
+        lingers = self._failed_since is not None and time.monotonic() - self._failed_since > _LINGER_S
+        return has_failed or lingers
+
+    def stop(self, signum: signal.Signals, timeout_s: float) -> None:
+        """Send a signal to all that still run, and kill those that do not end in time.
+
+        Args:
+            signum: The signal.
+            timeout_s: In seconds, from the first sign of a failure if there was one.
+        """
+        self._stop_time = self._stop_time or time.time()
+        since = self._failed_since or time.monotonic()
+        for local_rank, pid in self.pids.items():
+            if local_rank not in self._exits and process_state(pid) == "T":
+                os.killpg(pid, signal.SIGCONT)  # it would not see any other signal
+        remaining = max(0.0, since + timeout_s - time.monotonic())
+        self._context.close(signum, remaining)  # pyright: ignore[reportArgumentType]  # fractions of seconds work
+        self._collect()
+
+    def kill(self) -> None:
+        """Kill all that still run."""
+        self._stop_time = self._stop_time or time.time()
+        self._context.close(signal.SIGKILL, int(_KILL_TIMEOUT_S))
+        self._collect()
+
+    def failures(self) -> list[Ending]:
+        """Return the ranks that failed by themselves, in the order in which they did."""
+        failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._error(lr)}
+        endings = (self._ending(local_rank) for local_rank in failed)
+        return sorted((ending for ending in endings if ending.by_itself), key=lambda ending: ending.time)
+
+    def close(self) -> None:
+        """Let go of files and threads once all have ended."""
+        self._context.close()
+        for handler in self._context.subprocess_handlers.values():
+            # No public way: torch closes its end of a rank's files only if it had to signal the rank.
+            for file in (getattr(handler, "_stdout", None), getattr(handler, "_stderr", None)):
+                if file is not None:
+                    file.close()
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleep, or wake up when a rank ends where the system can tell; then the first to end is known for sure."""
+        running = [pidfd for local_rank, pidfd in self._pidfds.items() if local_rank not in self._exits]
+        if running:
+            wait(running, timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def _collect(self) -> None:
+        """Take down who has ended."""
+        for local_rank, handler in self._context.subprocess_handlers.items():
+            code = handler.proc.poll()
+            if code is None or local_rank in self._exits:
+                continue
+            self._exits[local_rank] = (code, time.time())
+            if code == 0:
+                _log.info("Rank %s finished successfully.", self._envs[local_rank]["RANK"])
+
+    def _error(self, local_rank: int) -> Mapping[str, Any] | None:
+        """Return what the rank wrote about the exception that ended it, or is about to."""
+        try:
+            error = json.loads(Path(self._envs[local_rank]["COMPOSER_ERROR_FILE"]).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return error if isinstance(error, dict) and "exception_type" in error else None
+
+    def _ending(self, local_rank: int) -> Ending:
+        """Return how a rank ended, once all of them have."""
+        env, error = self._envs[local_rank], self._error(local_rank)
+        code, ended = self._exits.get(local_rank, (-signal.SIGKILL, time.time()))  # not to be reaped: stuck in a driver
+        stopped_s = self._stopped.too_long.get(local_rank)
+        failed = ended if error is None else float(error["timestamp"])
+        by_itself = (code != 0 or stopped_s is not None) and (self._stop_time is None or failed <= self._stop_time)
+        if stopped_s is not None:
+            failed, by_itself, code = self._stop_time or ended, True, -signal.SIGSTOP
+            what = f"was suspended by SIGSTOP for {stopped_s:.0f} s"
+        elif by_itself and code < 0 and ended > (self._stop_time or ended):
+            code, what = 1, "raised, did not end, and was killed"
+        else:
+            what = _describe(code)
+        return Ending(
+            rank=int(env["RANK"]),
+            local_rank=local_rank,
+            pid=self.pids[local_rank],
+            exit_code=code,
+            time=failed,
+            by_itself=by_itself,
+            what=what,
+            error=error,
+            stdout=self._context.stdouts[local_rank],
+            stderr=self._context.stderrs[local_rank],
+        )
+
+
+class _Suspensions:
+    """For how long processes have been suspended. A debugger's hold does not count."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._looked_at: float | None = None
+        self._dwell_s: dict[int, float] = {}
+        self.too_long: dict[int, float] = {}
+
+    def look(self, pids: Mapping[int, int]) -> bool:
+        """Look at the processes, not more often than needed, and say whether one is suspended for too long."""
+        now = time.monotonic()
+        if not self._timeout_s or (self._looked_at is not None and now - self._looked_at < _LOOK_AT_STATES_S):
+            return bool(self.too_long)
+        # A launcher that was itself suspended, as by `scontrol suspend`, has not seen how long the ranks were.
+        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * _LOOK_AT_STATES_S)
+        self._looked_at = now
+        for local_rank, pid in pids.items():
+            if process_state(pid) != "T":
+                self._dwell_s.pop(local_rank, None)
+                continue
+            self._dwell_s[local_rank] = self._dwell_s.get(local_rank, -passed) + passed
+            if self._dwell_s[local_rank] >= self._timeout_s:
+                self.too_long[local_rank] = self._dwell_s[local_rank]
+        return bool(self.too_long)
+
+
+def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
+    """Return a descriptor of each process that is ready once it ends; none where the system does not have them."""
+    if not hasattr(os, "pidfd_open"):
+        return {}
+    try:
+        return {local_rank: os.pidfd_open(pid) for local_rank, pid in pids.items()}
+    except OSError:  # not allowed in some sandboxes
+        return {}
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"exited with code {128 - code} (killed by {name})"

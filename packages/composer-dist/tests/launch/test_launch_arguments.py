@@ -1,0 +1,200 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from composer_dist.launch.args import parse_options
+from composer_dist.launch.main import main
+from composer_dist.launch.topology import resolve, resolve_nproc
+
+HERE = "127.0.0.1"
+MEET = "--master_addr h --master_port 1"
+
+
+@pytest.fixture
+def place():
+    """Return a function that says which ranks a command line and an environment give to this node."""
+
+    def find(arguments, environment="", accelerators=0):
+        environ = dict(pair.split("=") for pair in environment.split())
+        options = parse_options([*arguments.split(), "script.py"])
+        return resolve(options, environ, resolve_nproc(options, environ, lambda: accelerators))
+
+    return find
+
+
+# Environment, arguments, and (nproc, world size, base rank, node rank, address).
+PLACES = [
+    ("", "", (1, 1, 0, 0, HERE)),
+    ("LOCAL_WORLD_SIZE=4", "", (4, 4, 0, 0, HERE)),
+    ("LOCAL_WORLD_SIZE=0", "", (1, 1, 0, 0, HERE)),
+    ("LOCAL_WORLD_SIZE=4 WORLD_SIZE=4", "-n 2", (2, 2, 0, 0, HERE)),
+    (
+        "LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h MASTER_PORT=1",
+        "",
+        (4, 8, 4, 1, "h"),
+    ),
+    ("WORLD_SIZE=8 NODE_RANK=3", f"-n 2 {MEET}", (2, 8, 6, 3, "h")),
+    ("", f"-n 2 --world_size 6 --base_rank 4 {MEET}", (2, 6, 4, 2, "h")),
+    ("", f"-n 2 --world_size 7 --node_rank 1 --base_rank 3 {MEET}", (2, 7, 3, 1, "h")),
+    ("", f"-n 2 --node_rank 0 --world_size 4 --base_rank 2 {MEET}", (2, 4, 2, 0, "h")),
+    ("BASE_RANK=4", f"-n 2 --world_size 6 {MEET}", (2, 6, 4, 2, "h")),
+    ("NODE_RANK=0 BASE_RANK=0", "-n 2", (2, 2, 0, 0, HERE)),
+    ("NODE_RANK=1", f"-n 2 --world_size 4 --node_rank 0 {MEET}", (2, 4, 0, 0, "h")),
+    ("LOCAL_WORLD_SIZE= WORLD_SIZE=", "-n 2", (2, 2, 0, 0, HERE)),
+]
+
+REFUSED = [
+    ("WORLD_SIZE=8", f"-n 2 {MEET}", r"world_size=8 \(from WORLD_SIZE\).*Give --node_rank or --base_rank"),
+    ("", f"-n 2 --world_size 7 --base_rank 4 {MEET}", "node_rank does not follow from base_rank=4"),
+    ("", f"-n 2 --world_size 6 --base_rank 3 {MEET}", "node_rank does not follow from base_rank=3"),
+    ("", f"-n 2 --world_size 7 --node_rank 1 {MEET}", "base_rank does not follow from node_rank=1"),
+    ("", f"-n 4 --world_size 6 --node_rank 1 --base_rank 4 {MEET}", "last rank of this node would be 7.*rank 5"),
+    ("", "-n 2 --world_size 4 --node_rank 1 --master_port 1", "master_addr is not known"),
+    ("", "-n 2 --world_size 4 --node_rank 1 --master_addr h", "master_port is not known"),
+    ("", "-n 4 --world_size 2", r"world_size=2 \(from --world_size\) is less than the nproc=4"),
+    ("", "-n 2 --base_rank 2", r"base_rank=2 \(from --base_rank\)"),
+    ("", "-n 2 --node_rank 1", r"node_rank=1 \(from --node_rank\)"),
+    ("NODE_RANK=1", "-n 2", r"node_rank=1 \(from NODE_RANK\)"),
+    ("", "-n 0", r"nproc=0 \(from --nproc\)"),
+    ("", "-n -1", r"nproc=-1 \(from --nproc\)"),
+    ("LOCAL_WORLD_SIZE=-1", "", r"nproc=-1 \(from LOCAL_WORLD_SIZE\)"),
+    ("LOCAL_WORLD_SIZE=four", "", "LOCAL_WORLD_SIZE='four' is not an integer"),
+    ("WORLD_SIZE=4.0", "-n 2", "WORLD_SIZE='4.0' is not an integer"),
+    ("MASTER_PORT=http", "-n 2", "MASTER_PORT='http' is not an integer"),
+    ("MASTER_PORT=65536", "-n 2", r"master_port=65536 \(from MASTER_PORT\) is no TCP port"),
+    ("", f"-n 2 --world_size 4 --node_rank -1 {MEET}", "node_rank=-1.*below 0"),
+    ("", "-m -c", "--module_mode and --command_mode exclude each other"),
+    ("", "-n 2 --stdout out_{node}.log", "--stdout='out_{node}.log'.*There are {rank} {local_rank}"),
+    ("", "-n 2 --stderr out_{.log", "--stderr='out_{.log'"),
+    ("", "-n 2 --log_filter (", "--log_filter='\\(' is no regular expression"),
+    ("", "-n 2 --max_restarts -1", "--max_restarts=-1 is below 0"),
+    ("", "-n 2 --monitor_interval 0", "--monitor_interval=0.0 is not above 0"),
+    ("", "-n 2 --nnodes 4:2", "--nnodes='4:2' is not a number of nodes"),
+    ("", "-n 2 --nnodes 2 --node_rank 1", "--nnodes and --node_rank exclude each other"),
+    ("", "-n 2 --signals_to_handle SIGTREM", "--signals_to_handle='SIGTREM'"),
+]
+
+
+@pytest.mark.parametrize(("environment", "arguments", "expected"), PLACES)
+def test_options_and_environment_give_each_node_its_ranks(place, environment, arguments, expected):
+    topology = place(arguments, environment)
+    found = (topology.nproc, topology.world_size, topology.base_rank, topology.node_rank, topology.master_addr)
+    assert found == expected
+    assert 0 < topology.master_port < 65536
+
+
+@pytest.mark.parametrize(("environment", "arguments", "words"), REFUSED)
+def test_values_that_do_not_fit_are_refused_with_their_origin(place, environment, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        place(arguments, environment)
+
+
+def test_accelerators_count_where_nobody_says_how_many_processes(place):
+    assert place("", accelerators=3).nproc == 3
+    assert place("", "LOCAL_WORLD_SIZE=2", accelerators=3).nproc == 2
+
+
+def test_a_port_of_the_environment_holds_on_a_single_node_too(place):
+    assert place("-n 2", "MASTER_PORT=77").master_port == 77
+
+
+def test_each_value_says_where_it_comes_from(place):
+    sources = place("--world_size 8", "LOCAL_WORLD_SIZE=2 NODE_RANK=1 MASTER_ADDR=h MASTER_PORT=1").sources
+    assert sources == {
+        "nproc": "LOCAL_WORLD_SIZE",
+        "world_size": "--world_size",
+        "base_rank": "NODE_RANK * nproc",
+        "node_rank": "NODE_RANK",
+        "master_addr": "MASTER_ADDR",
+        "master_port": "MASTER_PORT",
+    }
+
+
+def test_options_are_spelled_with_underscores_or_dashes():
+    underscores = "--module_mode --world_size 4 --node_rank 1 --master_addr h --master_port 2 --dry_run"
+    assert parse_options([*underscores.split(), "s"]) == parse_options([*underscores.replace("_", "-").split(), "s"])
+
+
+def test_what_follows_the_script_is_the_scripts():
+    options = parse_options(["-n", "2", "s.py", "-n", "5", "--verbose", "--", "x"])
+    assert (options.nproc, options.verbose) == (2, False)
+    assert options.training_script_args == ["-n", "5", "--verbose", "--", "x"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "-n two s.py", "--nprocs 2 s.py", "-n 4 --world_size 2 s.py", "-n 2 nowhere.py"]
+)
+def test_a_command_line_that_cannot_be_followed_ends_with_2_and_a_sentence(arguments, capsys):
+    try:
+        status = main(arguments.split())
+    except SystemExit as exit_request:
+        status = exit_request.code
+    assert status == 2
+    assert "composer: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [("--help", 0, "training_script"), ("--version", 0, "MosaicML Composer "), ("-n 2 --dry_run s.py", 0, "{"),
+     ("-n x s.py", 2, ""), ("-n 4 --world_size 2 s.py", 2, "")],
+)  # fmt: skip
+def test_what_starts_nothing_does_not_wait_for_torch(arguments, status, words):
+    program = (
+        "import sys\nfrom composer_dist.launch.main import main\ntry:\n    status = main(sys.argv[1:])\n"
+        "except SystemExit as request:\n    status = request.code or 0\n"
+        "assert 'torch' not in sys.modules\nsys.exit(status)"
+    )
+    run = subprocess.run([sys.executable, "-c", program, *arguments.split()], capture_output=True, text=True)
+    assert run.returncode == status, run.stderr
+    assert words in run.stdout
+
+
+def test_a_dry_run_prints_ranks_commands_variables_and_their_sources(capsys, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    assert main(["-n", "2", "--python", "/py", "--stdout", "o{rank}", "--explain", "-m", "mod", "$RANK/$NOPE"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["topology"]["master_port"] == {"value": 1234, "source": "MASTER_PORT"}
+    assert plan["env_sources"]["WORLD_SIZE"] == "nproc"
+    first, second = plan["ranks"]
+    assert second["argv"] == ["/py", "-m", "mod", "1/$NOPE"]
+    assert (first["stdout"], second["stdout"]) == ("console", "o1")
+    expected = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    assert expected.items() <= second["env"].items()
+    assert set(second["env"]) == set(plan["env_sources"])
+
+
+def test_a_dry_run_of_an_elastic_launch_prints_where_the_nodes_would_meet(capsys):
+    arguments = "-n 2 --nnodes 1:4 --rdzv_endpoint h:29400 --rdzv_id job --rdzv_conf join_timeout=9 --dry_run s.py"
+    assert main(arguments.split()) == 0
+    rendezvous = json.loads(capsys.readouterr().out)["rendezvous"]
+    assert rendezvous["config"] == {"join_timeout": "9"}
+    assert (rendezvous["min_nodes"], rendezvous["max_nodes"], rendezvous["endpoint"]) == (1, 4, "h:29400")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("-n 2 --nnodes 2", "Give --rdzv_endpoint HOST:PORT"),
+        ("-n 2 --nnodes 1 --rdzv_conf join_timeout", "'join_timeout' is not KEY=VALUE"),
+        (
+            "-n 2 --max_restarts 1 --world_size 3 --node_rank 0 --base_rank 0 --master_addr h --master_port 1",
+            "--nnodes",
+        ),
+    ],
+)
+def test_a_rendezvous_that_cannot_be_is_refused(arguments, words, capsys):
+    assert main([*arguments.split(), "s.py"]) == 2
+    assert words in capsys.readouterr().err

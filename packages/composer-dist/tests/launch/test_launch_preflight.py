@@ -1,0 +1,45 @@
+import socket
+
+import pytest
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_port_that_is_taken_is_refused_with_its_origin(launch, script, environ, family):
+    try:
+        taken = socket.create_server(("", 0), family=family)
+    except OSError:
+        pytest.skip("this machine does not have both kinds of addresses")
+    with taken:
+        environ["MASTER_PORT"] = str(taken.getsockname()[1])
+        status, out, err = launch("-n", 2, script("print('started')"))
+    assert status == 2
+    assert "started" not in out
+    assert f"master_port={environ['MASTER_PORT']} (from MASTER_PORT) is taken" in err
+
+
+def test_a_port_of_another_host_is_not_looked_at(launch, script):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        places = f"--world_size 2 --node_rank 1 --master_addr 127.0.0.1 --master_port {port}"
+        status, out, _ = launch("-n", 1, *places.split(), script("print(os.environ['MASTER_PORT'])"))
+    assert (status, out.strip()) == (0, str(port))
+
+
+def test_a_host_without_address_is_refused_with_its_origin(launch, script):
+    status, _, err = launch("-n", 2, "--master_addr", "no-such-host.invalid", script(""))
+    assert status == 2
+    assert "master_addr='no-such-host.invalid' (from --master_addr) cannot be resolved" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.py"], "the training script 'missing.py' does not exist"),
+        (["-c", "no-such-command"], "the command 'no-such-command' does not exist"),
+        (["--python", "/no/python", "x.py"], "--python='/no/python' does not exist"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_anything_starts(launch, arguments, words):
+    status, _, err = launch("-n", 2, *arguments)
+    assert status == 2
+    assert words in err

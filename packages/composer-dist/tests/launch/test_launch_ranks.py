@@ -1,0 +1,256 @@
+"""Launches of real processes from within this one, which has torch loaded already."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+
+def test_every_rank_has_its_variables_and_arguments(launch, script, tmp_path, environ):
+    environ["OUT"], environ["HOME"] = str(tmp_path), "/home/someone"
+    dump = script(
+        """
+        import json
+        with open(f"{os.environ['OUT']}/{rank}.json", "w") as file:
+            json.dump([sys.argv[1:], os.getcwd(), dict(os.environ)], file)
+        """
+    )
+    before = dict(os.environ)
+    status, *_ = launch("-n", 2, "--master_port", 29501, dump, "~/a", "run-$RANK-${WORLD_SIZE}", "$NOPE", "--x", "a ~")
+    assert status == 0
+    assert dict(os.environ) == before
+    for rank in range(2):
+        arguments, folder, variables = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert arguments == ["/home/someone/a", f"run-{rank}-2", "$NOPE", "--x", "a ~"]
+        assert folder == os.getcwd()
+        expected = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29501",
+            "PYTHONUNBUFFERED": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+            "OUT": str(tmp_path),
+        }
+        assert expected.items() <= variables.items()
+        assert variables["COMPOSER_ERROR_FILE"] == variables["TORCHELASTIC_ERROR_FILE"]
+
+
+def test_number_of_threads_is_the_users_if_set(launch, script, environ):
+    environ["OMP_NUM_THREADS"] = "7"
+    _, out, _ = launch("-n", 2, script("print(os.environ['OMP_NUM_THREADS'] if rank == '0' else '')"))
+    assert out.split() == ["7"]
+
+
+def test_nodes_of_different_size_count_their_ranks_from_the_base_rank(launch, script):
+    show = script(
+        "print(rank, os.environ['WORLD_SIZE'], os.environ['NODE_RANK'], os.environ['LOCAL_RANK'], flush=True)"
+    )
+    places = "--world_size 5 --node_rank 1 --base_rank 3 --master_addr 127.0.0.1 --master_port 1"
+    status, out, _ = launch("-n", 2, *places.split(), "--tee", show)
+    assert status == 0
+    assert sorted(out.splitlines()) == ["[rank 3]:3 5 1 0", "[rank 4]:4 5 1 1"]
+
+
+def test_a_module_or_a_command_runs_instead_of_a_script(launch, tmp_path, environ):
+    (tmp_path / "mod.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    environ["PYTHONPATH"] = str(tmp_path)
+    assert launch("-n", 1, "-m", "mod", "$RANK")[1].strip() == "__main__ ['0']"
+    assert launch("-n", 1, "--command-mode", "echo", "rank", "$RANK")[1].strip() == "rank 0"
+
+
+def test_only_the_first_rank_writes_to_the_console(launch, script):
+    status, out, err = launch("-n", 2, script("print('out', rank); print('err', rank, file=sys.stderr)"))
+    assert (status, out.split("\n"), err.split("\n")) == (0, ["out 0", ""], ["err 0", ""])
+
+
+def test_named_files_are_appended_to_and_folders_made(launch, script, tmp_path):
+    show = script("print('out', sys.argv[1]); print('err without end', end='', file=sys.stderr)")
+    formats = ["--stdout", tmp_path / "new/out_{rank}.log", "--stderr", tmp_path / "err_{local_rank}_{world_size}.log"]
+    for run in ("first", "second"):
+        assert launch("-n", 3, *formats, show, run)[0] == 0
+    files = sorted(path.name for path in [*(tmp_path / "new").iterdir(), *tmp_path.glob("err*")])
+    assert files == ["err_1_3.log", "err_2_3.log", "out_1.log", "out_2.log"]
+    assert (tmp_path / "new/out_1.log").read_text() == "out first\nout second\n"
+    assert (tmp_path / "err_2_3.log").read_text() == "err without end" * 2
+
+
+def test_ranks_may_share_a_file_and_no_line_is_lost(launch, script, tmp_path):
+    show = script("for i in range(100): print(rank, i)")
+    launch("-n", 3, "--stdout", tmp_path / "all.log", "--stderr", tmp_path / "all.log", show)
+    lines = (tmp_path / "all.log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("1 ")] == [f"1 {i}" for i in range(100)]
+    assert len(lines) == 200
+
+
+def test_a_filter_shows_matching_lines_of_the_other_ranks(launch, script):
+    _, out, _ = launch("-n", 2, "--log_filter", "loss=[0-9]+", script("print('loss=3'); print('x', rank)"))
+    assert sorted(out.splitlines()) == ["[rank 1]:loss=3", "loss=3", "x 0"]
+
+
+def test_a_folder_for_logs_keeps_every_attempts_files(launch, script, tmp_path):
+    assert launch("-n", 2, "--log_dir", tmp_path / "logs", script("print('out', rank)"))[0] == 0
+    (run,) = (tmp_path / "logs").iterdir()
+    assert (run / "attempt_0/1/stdout.log").read_text() == "out 1\n"
+
+
+def test_a_hosted_platform_collects_both_streams_in_its_own_files(launch, script, tmp_path, environ):
+    environ["MOSAICML_PLATFORM"], environ["MOSAICML_LOG_DIR"] = "true", str(tmp_path / "platform")
+    environ["MOSAICML_GPU_LOG_FILE_PREFIX"] = "gpu_"
+    show = script("print('out', rank); print('err', rank, file=sys.stderr)")
+    launch("-n", 2, "--stdout", tmp_path / "mine_{rank}", show)
+    assert sorted((tmp_path / "platform/gpu_1.txt").read_text().splitlines()) == ["err 1", "out 1"]
+    assert not list(tmp_path.glob("mine*"))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected", "words"),
+    [
+        ("sys.exit(7)", 7, "exited with code 7 (root cause)"),
+        ("raise RuntimeError('boom')", 1, "exited with code 1 (root cause)"),
+        ("os.kill(os.getpid(), 11)", 139, "exited with code 139 (killed by SIGSEGV) (root cause)"),
+        ("os.kill(os.getpid(), 9)", 137, "exited with code 137 (killed by SIGKILL) (root cause)"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_rank_that_failed(launch, script, body, expected, words):
+    fail = script(f"print('last words', file=sys.stderr)\nif rank == '1':\n    {body}\ntime.sleep(60)")
+    status, out, err = launch("-n", 2, fail)
+    assert status == expected
+    assert f"Global rank 1 (PID " in out  # noqa: F541
+    assert words in out
+    block = out.partition("----------Begin global rank 1 STDERR----------\n")[2]
+    assert block.startswith("last words\n")
+    assert "Global rank 0" not in out
+    assert f"composer: Rank 1 crashed with exit code {expected}." in err
+
+
+def test_the_traceback_of_the_first_failure_is_the_last_thing_said(launch, script):
+    fail = script(
+        """
+        if rank == '1':
+            try:
+                {}['cause']
+            except KeyError:
+                raise RuntimeError('boom')
+        time.sleep(60)
+        """
+    )
+    _, _, err = launch("-n", 2, fail)
+    assert err.rstrip().endswith("RuntimeError: boom")
+    last = err[err.index("composer: error: rank 1 (PID ") :]
+    assert "failed first" in last
+    assert "KeyError: 'cause'" in last
+
+
+def test_what_a_first_rank_wrote_stays_the_end_of_stderr(launch, script):
+    status, out, err = launch("-n", 2, script("if rank == '0': raise RuntimeError('boom')\ntime.sleep(60)"))
+    assert status == 1
+    assert err.rstrip().endswith("RuntimeError: boom")
+    assert "rank 0 (PID " in out
+
+
+def test_an_error_file_tells_the_first_failure_with_its_event(launch, script):
+    fail = script(
+        """
+        from composer_dist import error_file
+        error_file.install()
+        class Failure(RuntimeError):
+            event = "after_loss"
+        if rank == '0':
+            time.sleep(0.3)
+            raise ValueError('connection closed by peer')
+        # The cause, although this process ends later.
+        import atexit; atexit.register(time.sleep, 1.0)
+        error = Failure('boom'); error.add_note('in MixUp')
+        raise error
+        """
+    )
+    status, out, err = launch("-n", 2, fail)
+    assert status == 1
+    assert "Failure: boom during the event after_loss" in out
+    last = err[err.index("composer: error: ") :]
+    assert "rank 1 (PID " in last.splitlines()[0]
+    assert "connection closed" not in last
+    assert err.rstrip().endswith("Failure: boom\nin MixUp")
+
+
+def test_a_rank_that_raised_and_does_not_end_is_a_failure(launch, script):
+    hang = script(
+        """
+        from composer_dist import error_file
+        import threading
+        error_file.install()
+        if rank == '1':
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            raise RuntimeError('boom')
+        time.sleep(60)
+        """
+    )
+    status, out, err = launch("-n", 2, hang)
+    assert status == 1
+    assert "raised, did not end, and was killed" in out
+    assert err.rstrip().endswith("RuntimeError: boom")
+
+
+def test_a_rank_that_ignores_being_asked_to_end_is_killed(launch, script):
+    stubborn = script(f"{IGNORE_TERM}time.sleep(0.5 if rank == '1' else 60)\nif rank == '1': sys.exit(3)")
+    status, out, _ = launch("-n", 2, "--shutdown_timeout", 1, stubborn)
+    assert status == 3
+    assert "Waiting up to 1 seconds for all training processes to terminate." in out
+
+
+@pytest.mark.parametrize("detached", ["False", "True"])
+def test_what_a_failed_rank_left_running_is_killed(launch, script, running, detached):
+    leave = script(
+        f"""
+        import subprocess
+        subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(61.25)'], start_new_session={detached})
+        sys.exit(1 if rank == '1' else 0)
+        """
+    )
+    assert launch("-n", 2, leave)[0] == 1
+    assert not running("time.sleep(61.25)")
+
+
+def test_a_suspended_rank_is_named_and_ends_the_run(launch, script):
+    suspend = script("if rank == '1': os.kill(os.getpid(), 19)\ntime.sleep(60)")
+    status, out, err = launch("-n", 2, "--stopped_timeout", 2, suspend)
+    assert status == 128 + signal.SIGSTOP
+    assert "Global rank 1" in out
+    assert "was suspended by SIGSTOP for 2 s (root cause)" in out
+    assert "composer: error: rank 1 (PID " in err
+
+
+def test_logs_of_a_failed_run_are_kept_and_found(launch, script):
+    _, _, err = launch("-n", 2, script("print('out', rank)\nif rank == '1': sys.exit(1)"))
+    folder = Path(err.partition("the logs are in ")[2].splitlines()[0])
+    assert (folder / "attempt_0/1/stdout.log").read_text() == "out 1\n"
+
+
+def test_long_output_is_cut_to_its_end(launch, script):
+    _, out, _ = launch("-n", 2, script("for i in range(1000 * int(rank)): print('line', i)\nsys.exit(int(rank))"))
+    assert "line 999\n" in out
+    assert "line 800\n" in out
+    assert "line 799\n" not in out
+    assert "[the last lines; the others are in " in out
+
+
+def test_a_launch_says_what_it_does_if_asked(launch, script):
+    _, _, err = launch("-n", 2, "-v", script(""))
+    assert "composer: Rank 0 finished successfully." in err
+    assert "composer: Rank 1 finished successfully." in err
+
+
+def test_another_interpreter_runs_the_ranks(launch, script, tmp_path):
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    assert launch("-n", 1, "--python", other, script("print(sys.argv[0])"))[0] == 0

@@ -1,0 +1,109 @@
+"""Signals to launchers that are processes of their own, and what is left of their runs: nothing, seen in /proc."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through Linux's /proc")
+
+# Says which signal it got, and leaves a process behind in a session of its own.
+PATIENT = """
+import signal, subprocess
+subprocess.Popen([sys.executable, '-c', f'import time; time.sleep(90) # {sys.argv[1]}'], start_new_session=True)
+def note(signum, frame):
+    open(f'{sys.argv[1]}/got-{rank}-{signum}', 'w').close()
+    if sys.argv[2] == 'end':
+        sys.exit(0)
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(signum, note)
+open(f'{sys.argv[1]}/ready-{rank}', 'w').close()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def run(started, script, tmp_path, wait_for):
+    """Return a function that starts two ranks and returns their launcher once they are ready."""
+
+    def begin(then="end", *arguments):
+        folder = tmp_path / "ranks"
+        folder.mkdir()
+        launcher = started("-n", 2, *arguments, script(PATIENT), folder, then)
+        wait_for(lambda: len(list(folder.glob("ready-*"))) == 2 or launcher.poll() is not None)
+        assert launcher.poll() is None, launcher.communicate()
+        return launcher, folder
+
+    return begin
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_reaches_every_rank_and_ends_the_launcher_with_its_number(run, running, name):
+    signum = getattr(signal, name)
+    launcher, folder = run()
+    launcher.send_signal(signum)
+    out, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signum
+    assert sorted(path.name for path in folder.glob("got-*")) == [f"got-{rank}-{int(signum)}" for rank in range(2)]
+    assert f"{'Ctrl-C' if name == 'SIGINT' else name} received; terminating training processes." in out
+    assert not running(str(folder))
+
+
+def test_a_second_interrupt_ends_the_run_at_once(run, running, wait_for):
+    launcher, folder = run("stay")
+    launcher.send_signal(signal.SIGINT)
+    wait_for(lambda: len(list(folder.glob("got-*"))) == 2)
+    launcher.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    launcher.communicate(timeout=30)
+    assert time.monotonic() - start < 10  # and not 30, since interpreters with torch take a while to go
+    assert launcher.returncode == 130
+    assert not running(str(folder))
+
+
+def test_ranks_that_do_not_end_after_a_signal_are_killed(run, running):
+    launcher, folder = run("stay", "--shutdown_timeout", 1)
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert not running(str(folder))
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(run, running, wait_for):
+    launcher, folder = run("stay")
+    assert len(running(str(folder))) == 5  # the launcher, two ranks, and the process that each of them started
+    launcher.kill()
+    wait_for(lambda: not running(str(folder)), timeout_s=10)
+    _, err = launcher.communicate(timeout=10)
+    assert f"the launcher (PID {launcher.pid}) is gone" in err
+    assert not running("guardian.py")
+
+
+def test_a_killed_rank_is_named_and_ends_the_run(run, running, wait_for):
+    launcher, folder = run("stay", "--shutdown_timeout", 1)
+    (second,) = [pid for pid in running("script.py") if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(second, signal.SIGKILL)
+    _, err = launcher.communicate(timeout=10)
+    assert launcher.returncode == 137
+    assert f"rank 1 (PID {second}) failed first" in err
+    assert "out of memory" in err
+    assert not running(str(folder))
+
+
+def test_a_launch_within_a_launch_ends_with_the_outer_one(started, script, tmp_path, running, wait_for):
+    inner = script(f"open('{tmp_path}/ready', 'w').close()\ntime.sleep(90)", "inner.py")
+    outer = started("-n", 1, "-m", "composer_dist.launch", "-n", 1, inner)
+    wait_for(lambda: (tmp_path / "ready").exists())
+    outer.kill()
+    wait_for(lambda: not running(inner), timeout_s=10)
+
+
+def test_the_command_answers_by_its_name(started):
+    out, _ = started("--version").communicate(timeout=30)
+    assert out.startswith("MosaicML Composer ")
+    assert out.count("\n") == 1
+    assert sys.version_info >= (3, 11)

@@ -1,0 +1,89 @@
+"""With DeepSpeed too, the same global batch gives the same weights, at every stage and however the batch is cut."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer import Trainer
+from composer.models import ComposerModel
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+
+STEPS = 5
+LR = 0.05
+BATCH = 8
+NUM_SAMPLES = STEPS * BATCH - 4  # the last batch is cut into fewer microbatches than the others
+STAGES = (0, 1, 2, 3)
+MICROBATCHES = {"one": 1, "two": 2, "four": 4}  # how many each rank's batch is cut into
+# As for DDP, in the dtype in which DeepSpeed keeps its weights: everything below is of size 1, a sum of `BATCH` terms
+# in another order differs by at most `BATCH` roundings, and passes through fewer than 8 sums a step.
+TOLERANCE = STEPS * 8 * BATCH * torch.finfo(torch.float32).eps
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return (
+        torch.randn(NUM_SAMPLES, 4, generator=generator),
+        torch.randint(3, (NUM_SAMPLES,), generator=generator),
+    )
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+
+
+def train(stage: int, num_microbatches: int) -> list[torch.Tensor]:
+    dataset = TensorDataset(*make_data())
+    per_rank = BATCH // dist.get_world_size()
+    model = ComposerModel.from_module(make_network(), nn.functional.cross_entropy)
+    with Trainer(
+        model=model,
+        train_dataloader=DataLoader(dataset, batch_size=per_rank, sampler=dist.get_sampler(dataset)),
+        max_duration="1ep",
+        optimizers=make_optimizer(model),
+        device="cpu",
+        device_train_microbatch_size=per_rank // num_microbatches,
+        deepspeed_config={"zero_optimization": {"stage": stage}},
+        progress_bar=False,
+        seed=1,
+    ) as trainer:
+        trainer.fit()
+        weights = trainer.strategy.model_state_dict(trainer.state.model)
+    return [weight.clone() for weight in weights.values()]
+
+
+def train_all() -> dict[str, list[torch.Tensor]]:
+    return {
+        f"{stage}, {name}": train(stage, number)
+        for stage, (name, number) in itertools.product(STAGES, MICROBATCHES.items())
+    }
+
+
+@pytest.fixture(scope="module", params=(1, 2), ids=lambda world_size: f"{world_size} ranks")
+def trained(request, tmp_path_factory):
+    store = tmp_path_factory.mktemp("deepspeed") / "store"
+    return run_ranks(train_all, store=store, world_size=request.param, timeout_s=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("micro", MICROBATCHES)
+def test_every_stage_gives_the_weights_of_the_whole_batch(trained, stage, micro):
+    network = make_network()
+    optimizer = make_optimizer(network)
+    inputs, targets = make_data()
+    for batch, labels in zip(inputs.split(BATCH), targets.split(BATCH), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(batch), labels).backward()
+        optimizer.step()
+    for weights in trained:
+        for own, expected in zip(weights[f"{stage}, {micro}"], network.parameters(), strict=True):
+            torch.testing.assert_close(own, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
