@@ -1,5 +1,7 @@
 """Code as users of Composer wrote it, from its welcome tour and guides: it runs as it was written."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,8 +42,8 @@ def model(network):
     return Net()
 
 
-def mixup_algorithm():
-    """The MixUp of the welcome tour."""
+def welcome_tour_mixup():
+    """Make the class MixUp of the welcome tour."""
     from composer import Algorithm, Event, Logger, State
     from composer.functional import mixup_batch
 
@@ -64,7 +66,7 @@ def mixup_algorithm():
                 state.loss *= 1 - self.mixing
                 state.loss += self.mixing * new_loss
 
-    return MixUp()
+    return MixUp
 
 
 def test_the_functional_loop_of_the_welcome_tour(network, dataloader):
@@ -83,27 +85,54 @@ def test_the_functional_loop_of_the_welcome_tour(network, dataloader):
     assert not torch.equal(before[0], next(network.parameters()))
 
 
-def test_the_hand_written_event_loop_of_the_welcome_tour(model, dataloader):
-    from composer import Engine, State, Time
+@pytest.fixture
+def your_model(network):
+    """Make the model that the welcome tour's loop leaves to its reader; it keeps what it was called with."""
+    from composer.models import ComposerModel
 
-    your_dataloader = dataloader
+    class YourModel(ComposerModel):
+        def __init__(self):
+            super().__init__()
+            self.network = network
+            self.seen_inputs, self.seen_targets = [], []
+
+        def forward(self, inputs):  # the loop hands it inputs
+            self.seen_inputs.append(inputs)
+            return self.network(inputs)
+
+        def loss(self, outputs, targets):  # the loop hands it targets, the tour's MixUp a pair of inputs and targets
+            if isinstance(targets, tuple):
+                _, targets = targets
+            self.seen_targets.append(targets)
+            return F.cross_entropy(outputs, targets)
+
+    return YourModel()
+
+
+def train_by_events(your_model, your_dataloader, MixUp):
+    """Run the hand-written loop of the welcome tour; optimizers and schedulers are what it leaves to its reader."""
+    from composer import Engine, State
+
+    dataloader = your_dataloader
+    NUM_EPOCHS = 2
+
+    # fmt: off
+    from composer import Time
+
     state = State(
-        model=model,
-        max_duration=Time(10, "epoch"),
+        model=your_model,  # ComposerModel
+        max_duration=Time(10, 'epoch'),
         rank_zero_seed=0,
-        dataloader=your_dataloader,  # torch.utils.DataLoader,
+        dataloader=your_dataloader  # torch.utils.DataLoader,
     )
-    state.optimizers = torch.optim.SGD(model.parameters(), lr=0.1)
-    state.schedulers = torch.optim.lr_scheduler.StepLR(state.optimizers[0], 1)
-    model.forward = lambda inputs: model.model(inputs)  # the tour's loop hands inputs and targets, not batches
-    model.loss = lambda outputs, targets: F.cross_entropy(outputs, targets)
+    state.optimizers = torch.optim.SGD(your_model.parameters(), lr=0.1)
+    state.schedulers = torch.optim.lr_scheduler.ExponentialLR(state.optimizers[0], 0.9)
 
-    with pytest.warns(DeprecationWarning, match="older spelling"):
-        engine = Engine(state=state, algorithms=[])
+    engine = Engine(state=state, algorithms=[MixUp()])
 
     engine.run_event("init")
     engine.run_event("fit_start")
-    for _ in range(2):
+    for epoch in range(NUM_EPOCHS):  # noqa: B007
         engine.run_event("epoch_start")
         for state.inputs, state.targets in dataloader:
             engine.run_event("after_dataloader")
@@ -127,31 +156,46 @@ def test_the_hand_written_event_loop_of_the_welcome_tour(model, dataloader):
 
             engine.run_event("batch_end")
         engine.run_event("epoch_end")
+    # fmt: on
     engine.close()
-    assert state.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
-def test_the_welcome_tours_mixup_trains_by_events(model, dataloader):
-    from composer import Engine, State, Time
+@pytest.mark.filterwarnings("ignore:Engine.state, algorithms=:DeprecationWarning")
+def test_the_event_loop_of_the_welcome_tour_trains_as_its_functional_loop_does(your_model, dataloader):
+    from composer import functional as cf
 
-    mixup = mixup_algorithm()
-    state = State(model=model, max_duration=Time(10, "epoch"), rank_zero_seed=0, dataloader=dataloader)
-    with pytest.warns(DeprecationWarning, match="older spelling"):
-        engine = Engine(state=state, algorithms=[mixup])
-    engine.run_event("init")
-    engine.run_event("fit_start")
-    for state.batch in dataloader:
-        plain = state.batch[0].clone()
-        engine.run_event("after_dataloader")
-        state.outputs = state.model.forward(state.batch)
-        state.loss = state.model.loss(state.outputs, state.batch)
-        unmixed = state.loss.item()
-        engine.run_event("after_loss")
-        permuted = F.cross_entropy(state.outputs, mixup.permuted_target).item()
-        expected = (1 - mixup.mixing) * unmixed + mixup.mixing * permuted
-        assert state.loss.item() == pytest.approx(expected, rel=1e-6)
-        assert mixup.mixing == 0 or not torch.equal(plain, state.batch[0])
-    engine.close()
+    network = copy.deepcopy(your_model.network)
+    torch.manual_seed(1)
+    train_by_events(your_model, dataloader, welcome_tour_mixup())
+
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    torch.manual_seed(1)
+    for _ in range(2):
+        for inputs, targets in dataloader:
+            inputs, targets_perm, mixing = cf.mixup_batch(inputs, targets, alpha=0.2)
+            outputs = network.forward(inputs)
+            loss = (1 - mixing) * F.cross_entropy(outputs, targets) + mixing * F.cross_entropy(outputs, targets_perm)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+    torch.testing.assert_close(your_model.network.state_dict(), network.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Engine.state, algorithms=:DeprecationWarning")
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+def test_the_event_loop_of_the_welcome_tour_trains_with_the_mixup_of_the_library(
+    your_model, dataloader, interpolate_loss
+):
+    from composer.algorithms import MixUp
+
+    train_by_events(your_model, dataloader, lambda: MixUp(alpha=1.0, interpolate_loss=interpolate_loss))
+    plain_inputs, plain_targets = map(list, zip(*[*dataloader, *dataloader], strict=True))
+    assert not any(map(torch.equal, your_model.seen_inputs, plain_inputs))
+    if interpolate_loss:  # the loss of the batch's own targets, then that of the others'
+        assert all(map(torch.equal, your_model.seen_targets[::2], plain_targets))
+    else:
+        assert all(targets.shape == (4, 10) for targets in your_model.seen_targets)
 
 
 def test_the_welcome_tours_mixup_in_the_trainer(model, dataloader):
@@ -162,7 +206,7 @@ def test_the_welcome_tours_mixup_in_the_trainer(model, dataloader):
         train_dataloader=dataloader,
         max_duration="2ep",
         optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        algorithms=[mixup_algorithm()],
+        algorithms=[welcome_tour_mixup()()],
         device="cpu",
         progress_bar=False,
         seed=42,

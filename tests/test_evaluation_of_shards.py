@@ -1,0 +1,113 @@
+"""An evaluation counts every sample once, however unevenly the samples fall on the ranks."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer import Callback, Evaluator, Trainer
+from composer.models import ComposerClassifier
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+
+BATCH = 3
+SIZES = range(2 * BATCH * 3 + 2)  # from nothing to two full batches on each of three ranks and one sample more
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(4, 3)
+
+
+def make_dataset(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(size)
+    inputs = torch.randn(size, 4, generator=generator)
+    return TensorDataset(inputs, torch.randint(3, (size,), generator=generator))
+
+
+class Count(Callback):
+    """Notes how many samples an evaluation has counted, batch by batch."""
+
+    def __init__(self):
+        self.samples = []
+
+    def eval_batch_end(self, state, logger):
+        self.samples.append(int(state.eval_timestamp.sample))
+
+
+def evaluate_all(microbatch_size) -> dict[int, tuple[float, float, list[int]]]:
+    results = {}
+    for size in SIZES:
+        dataset, count = make_dataset(size), Count()
+        loader = DataLoader(dataset, batch_size=BATCH, sampler=dist.get_sampler(dataset))
+        evaluator = Evaluator(label="eval", dataloader=loader, device_eval_microbatch_size=microbatch_size)
+        model = ComposerClassifier(make_network(), num_classes=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Trainer(
+            model=model, optimizers=optimizer, callbacks=count, device="cpu", progress_bar=False, seed=1
+        ) as trainer:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "No batches were evaluated" if size == 0 else "^$")
+                trainer.eval(evaluator)
+            values = trainer.state.eval_metric_values
+            results[size] = (
+                float(values.get("CrossEntropy", 0)),
+                float(values.get("MulticlassAccuracy", 0)),
+                count.samples,
+            )
+    return results
+
+
+def evaluate_cut_and_uncut() -> dict[int, dict[int, tuple[float, float, list[int]]]]:
+    return {microbatch_size: evaluate_all(microbatch_size) for microbatch_size in (1, BATCH)}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda world_size: f"{world_size} ranks")
+def evaluated(request, tmp_path_factory):
+    store = tmp_path_factory.mktemp("shards") / "store"
+    return run_ranks(evaluate_cut_and_uncut, store=store, world_size=request.param, timeout_s=120)
+
+
+@pytest.mark.parametrize("microbatch_size", [BATCH, 1])
+def test_metrics_are_those_of_the_whole_dataset(evaluated, microbatch_size):
+    network = make_network()
+    for size in SIZES:
+        inputs, targets = make_dataset(size).tensors
+        outputs = network(inputs).detach()
+        loss = float(nn.functional.cross_entropy(outputs, targets)) if size else 0
+        accuracy = float((outputs.argmax(1) == targets).float().mean()) if size else 0
+        for own_loss, own_accuracy, samples in (results[microbatch_size][size] for results in evaluated):
+            if microbatch_size == 1:  # the metric is a mean over the microbatches it was shown
+                # A mean of at most 20 float32 values of size 1, summed in parts.
+                assert own_loss == pytest.approx(loss, rel=20 * torch.finfo(torch.float32).eps, abs=1e-6)
+            assert own_accuracy == pytest.approx(accuracy, abs=1e-6)
+            assert samples == sorted(samples)
+            assert (samples[-1] if samples else 0) == size
+
+
+def evaluate_streams(lengths) -> list[int]:
+    """Evaluate a stream of so many batches on each rank, and return what was counted."""
+    count = Count()
+    batch = (torch.randn(BATCH, 4), torch.zeros(BATCH, dtype=torch.long))
+    model = ComposerClassifier(make_network(), num_classes=3)
+    with Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=count,
+        device="cpu",
+        progress_bar=False,
+    ) as trainer:
+        trainer.eval(
+            Evaluator(
+                label="eval",
+                dataloader=[batch] * lengths[dist.get_global_rank()],
+                device_eval_microbatch_size=BATCH,
+            )
+        )
+    return count.samples
+
+
+def test_the_shortest_of_unequal_streams_ends_the_evaluation_of_all(tmp_path):
+    assert run_ranks(evaluate_streams, [2, 3], store=tmp_path / "store", world_size=2) == [[6, 12], [6, 12]]
