@@ -94,8 +94,8 @@ def train_evenly() -> dict[str, list[torch.Tensor]]:
 
 def train_unevenly(sizes) -> dict[str, list[torch.Tensor]]:
     return {
-        micro: train(rank_shares(sizes), device_train_microbatch_size=size)
-        for micro, size in (("one", BATCH), ("uneven", 3))
+        f"{micro}, {sync}": train(rank_shares(sizes), device_train_microbatch_size=size, ddp_sync_strategy=sync)
+        for (micro, size), sync in itertools.product((("one", BATCH), ("uneven", 3)), SYNC_STRATEGIES)
     }
 
 
@@ -130,8 +130,8 @@ def test_a_batch_of_which_the_ranks_have_unequal_parts_counts_every_sample_alike
     inputs, targets = make_data(sum(sizes))
     expected = train_by_hand(zip(inputs.split(sizes), targets.split(sizes), strict=True))
     trained = run_ranks(train_unevenly, sizes, store=tmp_path / "store", world_size=world_size)
-    for micro in ("one", "uneven"):
-        assert_equal_weights([weights[micro] for weights in trained], expected)
+    for case in trained[0]:
+        assert_equal_weights([weights[case] for weights in trained], expected)
 
 
 def make_sentences() -> list[tuple[torch.Tensor, torch.Tensor]]:

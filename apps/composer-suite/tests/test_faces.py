@@ -41,6 +41,7 @@ IMPORT_MAP = [
     ("Evaluator", "composer_events.evaluator", "composer composer.core composer.core.evaluator"),
     ("ensure_evaluator", "composer_events.evaluator", "composer.core composer.core.evaluator"),
     ("evaluate_periodically", "composer_events.intervals", "composer.core.evaluator"),
+    ("validate_eval_automicrobatching", "composer_events.evaluator", "composer.core.evaluator"),
     ("Precision get_precision_context", "composer_dist.precision", "composer.core composer.core.precision"),
     ("Serializable", "composer_time", "composer_events.serializable composer.core composer.core.serializable"),
     ("Batch JSON Dataset MemoryFormat TrainerMode", "composer_events.types", "composer.core composer.core.types"),
@@ -113,6 +114,23 @@ IMPORT_MAP = [
     ),
     ("iterate_with_callback", "composer_events.iter_helpers", "composer.utils.iter_helpers"),
     ("model_eval_mode", "composer_models", "composer.utils composer.utils.misc"),
+    ("is_notebook", "composer.utils.notebook", "composer.utils composer.utils.misc"),
+    ("ParallelismType", "composer_events.parallelism", "composer_events composer.utils composer.utils.misc"),
+    ("warning_on_one_line", "composer_events.warnings", "composer.utils.misc"),
+    ("import_object", "composer.utils.import_helpers", "composer.utils"),
+    ("retry", "composer_checkpoint.retry", "composer.utils composer.utils.retrying"),
+    ("is_model_deepspeed", "composer_dist.wrapping", "composer_dist composer.utils"),
+    (
+        "ReplacementFunction replace_module_classes count_module_instances update_params_in_optimizer",
+        "composer_algorithms.module_surgery",
+        "composer.utils.module_surgery",
+    ),
+    (
+        "DDPSyncStrategy ddp_sync_context prepare_ddp_module",
+        "composer_dist",
+        "composer.distributed composer.distributed.dist_strategy",
+    ),
+    ("scale_pytorch_scheduler", "composer_optim", "composer.trainer._scale_schedule"),
     ("create_interval_scheduler", "composer_events.intervals", "composer.utils composer.utils.misc"),
     ("get_free_tcp_port", "composer_dist.ports", "composer.utils composer.utils.misc"),
     ("STR_TO_DTYPE", "composer_dist.precision", "composer.utils composer.utils.misc"),
@@ -167,6 +185,201 @@ IMPORT_MAP = [
         "composer_algorithms.functional",
         "composer.functional composer.algorithms.label_smoothing composer.algorithms.label_smoothing.label_smoothing",
     ),
+    (
+        "AugMix",
+        "composer_algorithms.augmix",
+        "composer_algorithms composer.algorithms composer.algorithms.augmix composer.algorithms.augmix.augmix",
+    ),
+    (
+        "AugmentAndMixTransform",
+        "composer_algorithms.augmix",
+        "composer_algorithms composer.algorithms composer.algorithms.augmix composer.algorithms.augmix.augmix",
+    ),
+    (
+        "augmix_image",
+        "composer_algorithms.augmix",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.augmix composer.algorithms.augmix.augmix",
+    ),
+    (
+        "ColOut",
+        "composer_algorithms.colout",
+        "composer_algorithms composer.algorithms composer.algorithms.colout composer.algorithms.colout.colout",
+    ),
+    (
+        "ColOutTransform",
+        "composer_algorithms.colout",
+        "composer_algorithms composer.algorithms composer.algorithms.colout composer.algorithms.colout.colout",
+    ),
+    (
+        "colout_batch",
+        "composer_algorithms.colout",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.colout composer.algorithms.colout.colout",
+    ),
+    (
+        "CutMix",
+        "composer_algorithms.cutmix",
+        "composer_algorithms composer.algorithms composer.algorithms.cutmix composer.algorithms.cutmix.cutmix",
+    ),
+    (
+        "cutmix_batch",
+        "composer_algorithms.cutmix",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.cutmix composer.algorithms.cutmix.cutmix",
+    ),
+    (
+        "CutOut",
+        "composer_algorithms.cutout",
+        "composer_algorithms composer.algorithms composer.algorithms.cutout composer.algorithms.cutout.cutout",
+    ),
+    (
+        "cutout_batch",
+        "composer_algorithms.cutout",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.cutout composer.algorithms.cutout.cutout",
+    ),
+    (
+        "GradientClipping",
+        "composer_algorithms.gradient_clipping",
+        "composer_algorithms composer.algorithms "
+        "composer.algorithms.gradient_clipping composer.algorithms.gradient_clipping.gradient_clipping",
+    ),
+    (
+        "apply_gradient_clipping",
+        "composer_algorithms.gradient_clipping",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.gradient_clipping composer.algorithms.gradient_clipping.gradient_clipping",
+    ),
+    (
+        "LayerFreezing",
+        "composer_algorithms.layer_freezing",
+        "composer_algorithms composer.algorithms "
+        "composer.algorithms.layer_freezing composer.algorithms.layer_freezing.layer_freezing",
+    ),
+    (
+        "freeze_layers",
+        "composer_algorithms.layer_freezing",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.layer_freezing composer.algorithms.layer_freezing.layer_freezing",
+    ),
+    (
+        "ProgressiveResizing",
+        "composer_algorithms.progressive_resizing",
+        "composer_algorithms composer.algorithms "
+        "composer.algorithms.progressive_resizing composer.algorithms.progressive_resizing.progressive_resizing",
+    ),
+    (
+        "resize_batch",
+        "composer_algorithms.progressive_resizing",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.progressive_resizing composer.algorithms.progressive_resizing.progressive_resizing",
+    ),
+    (
+        "RandAugment",
+        "composer_algorithms.randaugment",
+        "composer_algorithms composer.algorithms "
+        "composer.algorithms.randaugment composer.algorithms.randaugment.randaugment",
+    ),
+    (
+        "RandAugmentTransform",
+        "composer_algorithms.randaugment",
+        "composer_algorithms composer.algorithms "
+        "composer.algorithms.randaugment composer.algorithms.randaugment.randaugment",
+    ),
+    (
+        "randaugment_image",
+        "composer_algorithms.randaugment",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.randaugment composer.algorithms.randaugment.randaugment",
+    ),
+    (
+        "SAM",
+        "composer_algorithms.sam",
+        "composer_algorithms composer.algorithms composer.algorithms.sam composer.algorithms.sam.sam",
+    ),
+    (
+        "SAMOptimizer",
+        "composer_algorithms.sam",
+        "composer.algorithms.sam composer.algorithms.sam.sam",
+    ),
+    (
+        "SelectiveBackprop",
+        "composer_algorithms.selective_backprop",
+        "composer_algorithms composer.algorithms "
+        "composer.algorithms.selective_backprop composer.algorithms.selective_backprop.selective_backprop",
+    ),
+    (
+        "select_using_loss",
+        "composer_algorithms.selective_backprop",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.selective_backprop composer.algorithms.selective_backprop.selective_backprop",
+    ),
+    (
+        "should_selective_backprop",
+        "composer_algorithms.selective_backprop",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.selective_backprop composer.algorithms.selective_backprop.selective_backprop",
+    ),
+    (
+        "SeqLengthWarmup",
+        "composer_algorithms.seq_length_warmup",
+        "composer_algorithms composer.algorithms "
+        "composer.algorithms.seq_length_warmup composer.algorithms.seq_length_warmup.seq_length_warmup",
+    ),
+    (
+        "set_batch_sequence_length",
+        "composer_algorithms.seq_length_warmup",
+        "composer_algorithms.functional composer.functional "
+        "composer.algorithms.seq_length_warmup composer.algorithms.seq_length_warmup.seq_length_warmup",
+    ),
+    (
+        "SWA",
+        "composer_algorithms.swa",
+        "composer_algorithms composer.algorithms composer.algorithms.swa composer.algorithms.swa.swa",
+    ),
+    (
+        "AGC",
+        "composer_algorithms.gradient_clipping",
+        "composer_algorithms composer.algorithms",
+    ),
+    (
+        "apply_agc",
+        "composer_algorithms.gradient_clipping",
+        "composer_algorithms.functional composer.functional",
+    ),
+    (
+        "cutmix",
+        "composer_algorithms.cutmix",
+        "composer_algorithms.functional composer.functional",
+    ),
+    (
+        "selective_backprop",
+        "composer_algorithms.selective_backprop",
+        "composer_algorithms.functional composer.functional",
+    ),
+    (
+        "image_as_type map_pillow_function",
+        "composer_algorithms.augmentation",
+        "composer.algorithms.utils composer.algorithms.utils.augmentation_common",
+    ),
+    (
+        "augmentation_sets",
+        "composer_algorithms.augmentation",
+        "composer.algorithms.utils composer.algorithms.utils.augmentation_primitives",
+    ),
+    (
+        "autocontrast brightness brightness_original color color_original contrast contrast_original equalize "
+        "posterize rotate sharpness sharpness_original shear_x shear_y solarize translate_x translate_y "
+        "AugmentationFunction",
+        "composer_algorithms.augmentation.primitives",
+        "composer.algorithms.utils.augmentation_primitives",
+    ),
+    (
+        "add_vision_dataset_transform",
+        "composer_algorithms.dataset_transforms",
+        "composer_algorithms composer.utils composer.utils.misc",
+    ),
     ("NoEffectWarning NotIntendedUseWarning", "composer_events.warnings", "composer.algorithms.warnings"),
 ]
 PATHS = [
@@ -181,6 +394,7 @@ LAZY_FACES = [
     "composer.core",
     "composer.core.types",
     "composer.devices",
+    "composer.distributed",
     "composer.functional",
     "composer.loggers",
     "composer.loss",
@@ -203,9 +417,12 @@ def test_each_import_path_gives_the_owners_object(owner, path):
     assert given[name] is getattr(import_module(owner), name)
 
 
-@pytest.mark.parametrize("name", ["dist", "reproducibility"])
-def test_a_module_that_users_patch_is_the_owners_module(name, monkeypatch):
-    owner = import_module(f"composer_dist.{name}")
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("composer_dist", "dist"), ("composer_dist", "reproducibility"), ("composer_algorithms", "module_surgery")],
+)
+def test_a_module_that_users_patch_is_the_owners_module(package, name, monkeypatch):
+    owner = import_module(f"{package}.{name}")
     given = {}
     exec(f"from composer.utils import {name} as a\nimport composer.utils.{name} as b", given)
     assert given["a"] is owner
@@ -233,7 +450,7 @@ def test_a_star_import_brings_every_public_name(face):
 @pytest.mark.parametrize("face", LAZY_FACES)
 def test_a_face_has_no_public_name_that_the_import_map_lacks(face):
     mapped = {name for names, _, modules in IMPORT_MAP for name in names.split() if face in modules.split()}
-    whole_modules = {"dist", "reproducibility"} if face == "composer.utils" else set()
+    whole_modules = {"dist", "module_surgery", "reproducibility"} if face == "composer.utils" else set()
     assert set(import_module(face).__all__) == mapped | whole_modules
 
 
@@ -340,3 +557,36 @@ def test_the_trainer_loads_no_library_that_is_slow_to_load_and_perhaps_not_neede
     slow = "{'torchmetrics', 'torchvision', 'torch._dynamo', 'sympy', 'scipy'}"
     code = f"from composer import Trainer; import sys; print(sorted({slow} & set(sys.modules)))"
     assert in_a_fresh_interpreter(code) == "[]"
+
+
+def test_a_notebook_is_a_kernel_and_a_terminal_is_none(monkeypatch):
+    from types import SimpleNamespace
+
+    from composer.utils import is_notebook
+
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert not is_notebook()
+    for shell, expected in ((SimpleNamespace(), False), (SimpleNamespace(kernel=object()), True), (None, False)):
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        assert is_notebook() is expected
+
+
+def test_an_object_is_imported_by_its_name():
+    from collections import OrderedDict
+
+    from composer.utils import import_object
+
+    assert import_object("collections:OrderedDict") is OrderedDict
+    with pytest.raises(ValueError, match=r"name='collections\.OrderedDict' does not say what to import"):
+        import_object("collections.OrderedDict")
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        import_object("collections:Nothing")
+
+
+def test_warnings_can_be_written_on_one_line():
+    from composer.utils.misc import warning_on_one_line
+
+    code = f"import warnings; from {warning_on_one_line.__module__} import warning_on_one_line as one\n"
+    code += "warnings.formatwarning = one; warnings.warn_explicit('It is late.', UserWarning, 'clock.py', 12)"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+    assert shown == "UserWarning: It is late. (source: clock.py:12)\n"

@@ -3,6 +3,7 @@ import re
 import pytest
 
 from composer_events import DataSpec, Evaluator, Event, State, ensure_evaluator
+from composer_events.evaluator import validate_eval_automicrobatching
 
 
 class Loader(list):
@@ -135,3 +136,8 @@ def test_ensure_evaluator_wraps_what_is_none_and_keeps_what_is_one():
     assert ensure_evaluator(evaluator, ["x"]) is evaluator
     wrapped = ensure_evaluator(Loader(), ["x"])
     assert (wrapped.label, wrapped.metric_names) == ("eval", ["x"])
+
+
+def test_the_check_of_microbatch_sizes_that_had_a_function_of_its_own_says_that_it_is_gone():
+    with pytest.warns(DeprecationWarning, match="Evaluator checks device_eval_microbatch_size when it is made"):
+        assert validate_eval_automicrobatching("auto", object()) is None

@@ -17,6 +17,7 @@ PUBLIC = [
     "Callback",
     "Serializable",
     "State",
+    "ParallelismType",
     "DataSpec",
     "default_split_batch",
     "ensure_data_spec",

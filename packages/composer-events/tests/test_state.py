@@ -111,6 +111,44 @@ def test_attributes_may_be_added_freely():
     assert state.inputs == 5
 
 
+def test_inputs_and_targets_are_the_batch_of_a_loop_that_sets_no_other():
+    state = make_state()
+    for state.inputs, state.targets in [(1, 2), (3, 4)]:
+        assert state.batch == (state.inputs, state.targets)
+    assert state.batch == (3, 4)
+    state.batch = (5, 4)  # as an algorithm does
+    assert (state.inputs, state.targets) == (5, 4)
+    state.inputs = 6
+    assert state.batch == (6, 4)
+
+
+@pytest.mark.parametrize("batch", [(1, 2), {"inputs": 1}, [1, 2, 3]])
+def test_inputs_and_targets_of_ones_own_leave_a_batch_alone(batch):
+    state = make_state()
+    state.batch = batch
+    state.inputs, state.targets = 3, 4
+    assert state.batch is batch
+    assert (state.inputs, state.targets) == (3, 4)
+
+
+def test_one_part_alone_is_no_batch():
+    state = make_state()
+    assert not hasattr(state, "inputs")
+    with pytest.raises(AttributeError, match="'State' object has no attribute 'targets'"):
+        _ = state.targets
+    state.inputs = 3
+    assert (state.inputs, state.batch) == (3, None)
+
+
+def test_a_batch_of_another_make_ends_the_pair():
+    state = make_state()
+    state.inputs, state.targets = 1, 2
+    state.batch = {"x": 3}
+    assert (state.inputs, state.targets) == (1, 2)
+    state.inputs = 4
+    assert (state.inputs, state.batch) == (4, {"x": 3})
+
+
 def test_the_seed_of_a_rank_is_that_of_rank_zero_and_its_rank(monkeypatch):
     state = make_state()
     state.rank_zero_seed = 17
@@ -294,79 +332,6 @@ def test_a_state_without_parallelism_says_so():
     assert not state.fsdp_sharded_state_dict_enabled
     assert not state.load_monolith_rank0_only
     assert not state.is_model_ddp
-
-
-class FSDPConfig:
-    def __init__(self, state_dict_type="full", load_monolith_rank0_only=False, auto_wrap=True):
-        self.state_dict_type = state_dict_type
-        self.load_monolith_rank0_only = load_monolith_rank0_only
-        self.auto_wrap = auto_wrap
-
-
-class FSDP2Config(FSDPConfig):
-    pass
-
-
-class ParallelismConfig:
-    def __init__(self, fsdp=None, fsdp2=None, tp=None):
-        self.fsdp, self.fsdp2, self.tp = fsdp, fsdp2, tp
-
-
-@pytest.mark.parametrize(("kind", "version"), [("fsdp", 1), ("fsdp2", 2)])
-def test_the_parallelism_configuration_is_read_by_its_attributes(kind, version):
-    config, tp = FSDPConfig(), object()
-    state = make_state(parallelism_config=ParallelismConfig(**{kind: config}, tp=tp))
-    assert state.fsdp_config is config
-    assert state.fsdp_config_version == version
-    assert state.tp_config is tp
-    config.load_monolith_rank0_only = True
-    assert state.load_monolith_rank0_only
-    assert not state.fsdp_enabled  # nothing has been sharded yet
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("fsdp", {"auto_wrap": False}),
-        ("fsdp", {"state_dict_type": "sharded"}),
-        ("fsdp2", {"state_dict_type": "sharded"}),
-    ],
-)
-def test_only_a_full_checkpoint_of_an_automatically_wrapped_model_is_read_on_rank_zero_alone(kind, settings):
-    config = FSDPConfig(load_monolith_rank0_only=True, **settings)
-    assert not make_state(parallelism_config=ParallelismConfig(**{kind: config})).load_monolith_rank0_only
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp2"])
-@pytest.mark.parametrize("state_dict_type", [None, "full", "sharded", "local"])
-def test_the_ways_to_save_a_sharded_model_are_accepted(kind, state_dict_type):
-    config = FSDPConfig(state_dict_type=state_dict_type)
-    assert make_state(parallelism_config=ParallelismConfig(**{kind: config})).fsdp_config is config
-
-
-@pytest.mark.parametrize(
-    ("config", "settings", "message"),
-    [
-        (ParallelismConfig(fsdp=FSDPConfig("Full")), {}, "state_dict_type='Full'"),
-        (ParallelismConfig(fsdp2=FSDP2Config("flat")), {}, "state_dict_type='flat'"),
-        (ParallelismConfig(fsdp2=FSDP2Config("sharded")), {"save_metrics": True}, "save_metrics=True"),
-        (ParallelismConfig(tp=object()), {}, "only together with FSDP"),
-        (ParallelismConfig(fsdp=FSDPConfig(load_monolith_rank0_only=True), tp=object()), {}, "load_monolith_rank0_on"),
-    ],
-)
-def test_a_parallelism_configuration_that_contradicts_itself_is_refused(config, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_state(parallelism_config=config, **settings)
-
-
-def test_the_sharding_configuration_can_be_replaced_by_one_of_its_kinds_only():
-    state = make_state()
-    state.fsdp_config = config = FSDPConfig()
-    assert (state.fsdp_config, state.fsdp_config_version) == (config, 1)
-    state.fsdp_config = config = FSDP2Config()
-    assert (state.fsdp_config, state.fsdp_config_version) == (config, 2)
-    with pytest.raises(TypeError, match="neither an FSDPConfig nor an FSDP2Config"):
-        state.fsdp_config = {}
 
 
 def test_the_modes_and_memory_formats_have_torchs_names():

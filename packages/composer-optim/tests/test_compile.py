@@ -119,11 +119,10 @@ def test_a_ratio_for_a_callable_that_takes_none_is_refused(optimized):
             compile_composer_scheduler(scheduler, optimized("4ba"), 0.5)
 
 
-def test_a_scheduler_of_pytorchs_among_them_is_refused(optimized, optimizer):
-    state = optimized("4ba")
+def test_a_scheduler_of_pytorchs_alone_needs_no_compiling(optimized, optimizer):
     theirs = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with pytest.raises(ValueError, match=r"\['LinearScheduler', 'StepLR'\] has PyTorch's StepLR"):
-        compile_composer_schedulers([LinearScheduler(), theirs], state)
+    with pytest.raises(ValueError, match="scheduler=StepLR is PyTorch's own"):
+        compile_composer_scheduler(theirs, optimized("4ba"))
 
 
 @pytest.mark.parametrize("ssr", [0.0, -1.0, float("nan")])

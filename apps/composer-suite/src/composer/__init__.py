@@ -61,6 +61,7 @@ __getattr__, __dir__ = lazy_face(
         "algorithms",
         "core",
         "devices",
+        "distributed",
         "functional",
         "loggers",
         "loss",

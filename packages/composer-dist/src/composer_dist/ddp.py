@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +120,6 @@ class DDP(SingleDevice):
 
     Raises:
         ValueError: If there is no such strategy or hook, or if the two exclude each other.
-        RuntimeError: If there is no process group.
         ImportError: If the hook needs NumPy and it is not installed.
 
     Reference:
@@ -166,13 +166,15 @@ class DDP(SingleDevice):
                 _register_comm_hook(model, self.comm_hook)
         return model, optimizers
 
-    def microbatch(self, *, is_last: bool, sync: bool = True) -> AbstractContextManager[Any]:
+    def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
         """Return the context in which one microbatch runs forward and backward."""
         if self._model is None:
             return _NOTHING
         if not sync:
             return self._model.no_sync()
-        return _sync_context(self._model, is_last, self.sync_strategy)
+        # Ranks with fewer microbatches would not be there for every one of `multi_auto_sync`.
+        meet_once = not is_aligned and self.sync_strategy is DDPSyncStrategy.MULTI_AUTO_SYNC
+        return _sync_context(self._model, is_last, DDPSyncStrategy.FORCED_SYNC if meet_once else self.sync_strategy)
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
         """Return, for each of a few counts below 2**53, its sum over all ranks. Every rank calls this."""
@@ -204,6 +206,12 @@ def _check_comm_hook(name: str | None, sync_strategy: DDPSyncStrategy) -> None:
         raise ValueError(
             f"comm_hook={name!r} does nothing with sync_strategy='forced_sync', which sends the gradients itself. "
             "Choose 'single_auto_sync' or 'multi_auto_sync', or leave the hook out."
+        )
+    if name == "powersgd" and find_spec("numpy") is None:
+        raise ImportError(
+            "comm_hook='powersgd' needs the package 'numpy', which is not installed. It comes with the extra 'numpy': "
+            "run `pip install 'composer-dist[numpy]'`.",
+            name="numpy",
         )
 
 

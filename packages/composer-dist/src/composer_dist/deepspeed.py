@@ -4,6 +4,7 @@ import atexit
 import copy
 import importlib
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -98,9 +99,10 @@ class DeepSpeed:
         deepspeed = _start(self.device)
         # Noted down before the engine flattens them.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
-        self._engine, wrapped, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=copy.deepcopy(self._config)
-        )
+        with _without_advice():
+            self._engine, wrapped, _, _ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=copy.deepcopy(self._config)
+            )
         _destroy_group_at_exit()
         return self._engine, [wrapped]
 
@@ -111,12 +113,18 @@ class DeepSpeed:
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 
-    def microbatch(self, *, is_last: bool, sync: bool = True) -> AbstractContextManager[Any]:
+    def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
         """Return the context in which one microbatch runs forward and backward.
 
         Raises:
-            ValueError: If the ranks shall keep their own gradients, which the engine shards.
+            ValueError: If the ranks shall keep their own gradients, which the engine shards, or if they have unequally
+                many microbatches.
         """
+        if not is_aligned:
+            raise ValueError(
+                "the ranks cut this batch into unequally many microbatches, but DeepSpeed's engine lets them meet in "
+                "each. Give every rank's dataloader batches of the same size (drop_last=True), or train with DDP."
+            )
         if not sync:
             raise ValueError(
                 "sync=False asks for gradients that differ between the ranks, but DeepSpeed's engine shards them as "
@@ -245,6 +253,21 @@ def _start(device: Device) -> Any:
     initialize_dist(device)
     deepspeed.init_distributed(dist_backend=device.dist_backend or "gloo", verbose=False)
     return deepspeed
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep DeepSpeed from warning of every optimizer that is not its own, which the configuration has allowed."""
+    logger = logging.getLogger("DeepSpeed")
+
+    def is_not_advice(record: logging.LogRecord) -> bool:
+        return "untested optimizer" not in record.getMessage()
+
+    logger.addFilter(is_not_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_not_advice)
 
 
 @cache

@@ -88,9 +88,9 @@ def parse_deepspeed_config(
         NotImplementedError: If gradients shall be clipped in another way than by norm.
 
     Example:
-        >>> parse_deepspeed_config({}, batch_size=8, microbatch_size=2, world_size=4, precision="fp32")
-        {'train_batch_size': 32, 'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 4,
-         'zero_allow_untested_optimizer': True}
+        >>> config = parse_deepspeed_config({}, batch_size=8, microbatch_size=2, world_size=4, precision="fp32")
+        >>> config["train_batch_size"], config["gradient_accumulation_steps"]
+        (32, 4)
     """
     parsed: dict[str, Any] = copy.deepcopy(dict(config))
     _refuse_names(parsed)

@@ -246,9 +246,9 @@ class _Zero:
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, Parameter):
             return tensor.detach()
-        if not self.are_sliced and (tensor.dtype is torch.float32 or not tensor.requires_grad):
+        if not self.are_sliced and (tensor.dtype is torch.float32 or not self._is_moved(tensor)):
             return tensor.detach()
-        if tensor.requires_grad:
+        if self._is_moved(tensor):
             whole = self._functions.safe_get_full_fp32_param(tensor)
             return whole.cpu() if self.are_sliced else whole
         with self._zero.GatheredParameters([tensor]):
@@ -258,7 +258,7 @@ class _Zero:
         if self.are_sliced:
             with self._zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
-        if not parameter.requires_grad:
+        if not self._is_moved(parameter):
             return
         if self.are_sliced:
             self._functions.safe_set_local_fp32_param(parameter, _slice(parameter, value))
@@ -266,7 +266,7 @@ class _Zero:
             self._functions.safe_set_full_fp32_param(parameter, _like(parameter, value))
 
     def keys(self, parameter: Parameter) -> list[str]:
-        return list(self._optimizer.state.get(self._flat(parameter), {})) if parameter.requires_grad else []
+        return list(self._optimizer.state.get(self._flat(parameter), {})) if self._is_moved(parameter) else []
 
     def state(self, parameter: Parameter, key: str) -> Any:
         flat = self._flat(parameter)
@@ -293,6 +293,12 @@ class _Zero:
             self._functions.safe_set_local_optimizer_state(parameter, _slice(parameter, value), key)
         else:
             self._functions.safe_set_full_optimizer_state(parameter, _like(parameter, value), key)
+
+    def _is_moved(self, parameter: Parameter) -> bool:
+        """Say whether the optimizer moves the parameter: it may be frozen, or not in the optimizer at all."""
+        if self.are_sliced:
+            return self._wrapper.get_param_id(parameter) in self._wrapper.grad_position
+        return parameter in self._flats
 
     def _flat(self, parameter: Parameter) -> torch.Tensor:
         """Return the flat tensor of the parameter's group."""

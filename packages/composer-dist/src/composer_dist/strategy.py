@@ -28,8 +28,9 @@ class Strategy(Protocol):
             for optimizer in optimizers:
                 strategy.zero_grad(optimizer)
             for index, microbatch in enumerate(microbatches):
+                microbatch = strategy.prepare_batch(microbatch)
                 with strategy.microbatch(is_last=index == len(microbatches) - 1):
-                    strategy.backward(loss_of(model, microbatch))
+                    strategy.backward(loss_of(model, microbatch) * share_of(microbatch))
             strategy.clip_grad_norm(model.parameters(), 1.0)
             for optimizer in optimizers:
                 strategy.step(optimizer)
@@ -78,7 +79,7 @@ class Strategy(Protocol):
         """Return a batch, which is on the device, in the dtypes that the model computes with."""
         ...
 
-    def microbatch(self, *, is_last: bool, sync: bool = True) -> AbstractContextManager[Any]:
+    def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
         """Return the context in which one microbatch runs forward and backward.
 
         Args:
@@ -86,6 +87,7 @@ class Strategy(Protocol):
                 Before it, a strategy may save the communication.
             sync: Whether they must agree at all. An optimizer that looks at a batch several times may want each rank's
                 own gradients first.
+            is_aligned: Whether every rank has as many microbatches in this step, so that they may meet in each.
         """
         ...
 
@@ -201,7 +203,7 @@ class SingleDevice:
         """Return the batch as it is."""
         return batch
 
-    def microbatch(self, *, is_last: bool, sync: bool = True) -> AbstractContextManager[Any]:
+    def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
         """Return a context that does nothing, the same one each time: there is nobody to synchronise with."""
         return _NOTHING
 

@@ -50,7 +50,7 @@ def unwrap_model(model: "Module") -> "Module":
     while True:
         if is_model_ddp(model) or is_model_deepspeed(model):
             model = model.get_submodule("module")
-        elif "_orig_mod" in model._modules:  # where `torch.compile` keeps it
+        elif getattr(model, "_orig_mod", None) is not None:  # where `torch.compile` keeps it
             model = model.get_submodule("_orig_mod")
         else:
             return model

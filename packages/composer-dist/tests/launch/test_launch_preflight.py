@@ -31,6 +31,13 @@ def test_a_host_without_address_is_refused_with_its_origin(launch, script):
     assert "master_addr='no-such-host.invalid' (from --master_addr) cannot be resolved" in err
 
 
+def test_a_host_that_is_not_this_one_is_refused_on_a_single_node(launch, script, environ):
+    environ["MASTER_ADDR"] = "192.0.2.7"  # an address of nobody's, RFC 5737
+    status, _, err = launch("-n", 2, script(""))
+    assert status == 2
+    assert "master_addr='192.0.2.7' (from MASTER_ADDR) is no address of this machine" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,7 @@ def test_a_rank_that_raised_and_does_not_end_is_a_failure(launch, script):
     )
     status, out, err = launch("-n", 2, hang)
     assert status == 1
-    assert "raised, did not end, and was killed" in out
+    assert "raised, but did not end (root cause)" in out
     assert err.rstrip().endswith("RuntimeError: boom")
 
 
@@ -206,6 +207,41 @@ def test_a_rank_that_ignores_being_asked_to_end_is_killed(launch, script):
     status, out, _ = launch("-n", 2, "--shutdown_timeout", 1, stubborn)
     assert status == 3
     assert "Waiting up to 1 seconds for all training processes to terminate." in out
+
+
+def test_ten_seconds_after_a_failure_nothing_runs(launch, script, tmp_path):
+    stubborn = script(
+        f"""
+        import pathlib
+        {IGNORE_TERM}
+        if rank == '1':
+            pathlib.Path(sys.argv[1]).write_text(str(time.time()))
+            sys.exit(1)
+        time.sleep(60)
+        """
+    )
+    assert launch("-n", 2, stubborn, tmp_path / "failed")[0] == 1
+    assert time.time() - float((tmp_path / "failed").read_text()) < 10
+
+
+def test_the_rank_that_others_failed_to_meet_is_the_root_cause(launch, script):
+    meet = script(
+        """
+        import torch
+        from composer_dist import dist
+        torch.set_num_threads(1)
+        dist.initialize_dist("cpu", timeout=60)
+        dist.barrier()
+        if rank == '1':
+            raise RuntimeError('boom')
+        dist.barrier()
+        """
+    )
+    status, out, err = launch("-n", 2, meet)
+    assert status == 1
+    assert "RuntimeError: boom\n" in out.partition("Global rank 1 (PID ")[2]
+    assert "composer: error: rank 1 (PID " in err
+    assert err.rstrip().endswith("RuntimeError: boom")
 
 
 @pytest.mark.parametrize("detached", ["False", "True"])

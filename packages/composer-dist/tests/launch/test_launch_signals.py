@@ -30,10 +30,10 @@ while True:
 def run(started, script, tmp_path, wait_for):
     """Return a function that starts two ranks and returns their launcher once they are ready."""
 
-    def begin(then="end", *arguments):
+    def begin(then="end", *arguments, **settings):
         folder = tmp_path / "ranks"
         folder.mkdir()
-        launcher = started("-n", 2, *arguments, script(PATIENT), folder, then)
+        launcher = started("-n", 2, *arguments, script(PATIENT), folder, then, **settings)
         wait_for(lambda: len(list(folder.glob("ready-*"))) == 2 or launcher.poll() is not None)
         assert launcher.poll() is None, launcher.communicate()
         return launcher, folder
@@ -51,6 +51,17 @@ def test_a_signal_reaches_every_rank_and_ends_the_launcher_with_its_number(run, 
     assert sorted(path.name for path in folder.glob("got-*")) == [f"got-{rank}-{int(signum)}" for rank in range(2)]
     assert f"{'Ctrl-C' if name == 'SIGINT' else name} received; terminating training processes." in out
     assert not running(str(folder))
+
+
+def test_a_launcher_in_the_background_survives_what_nohup_ignores(run, running):
+    launcher, folder = run("end", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert launcher.poll() is None
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert [path.name for path in folder.glob("got-0-*")] == ["got-0-15"]
 
 
 def test_a_second_interrupt_ends_the_run_at_once(run, running, wait_for):

@@ -4,6 +4,8 @@ All cases train in one pair of processes: importing DeepSpeed takes longer than 
 """
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 class Model(torch.nn.Module):
-    """A part that is not trained, weights that are used twice, and numbers that two ranks cannot share evenly."""
+    """A part that is frozen, one that nobody uses, tied weights, and sizes that two ranks cannot share evenly."""
 
     def __init__(self):
         super().__init__()
@@ -35,6 +37,7 @@ class Model(torch.nn.Module):
         self.tied = torch.nn.Linear(5, 3)
         self.tied.weight = self.first.weight
         self.last = torch.nn.Linear(3, 1)
+        self.left_out = torch.nn.Parameter(torch.full((3,), 0.5))
         self.register_buffer("offset", torch.tensor([0.25]))
 
     def forward(self, inputs):
@@ -245,3 +248,66 @@ def test_bfloat16_computes_in_halves_and_keeps_float32(ranks, plain, stage):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         # 8 bits of mantissa in each of a handful of operations.
         torch.testing.assert_close(losses, plain[2], rtol=0.1, atol=0)
+
+
+ALONE = """
+import torch
+from composer_dist import DeepSpeed, get_device, parse_deepspeed_config
+
+run = {"batch_size": 4, "microbatch_size": 2, "world_size": 1, "precision": "fp32"}
+strategy = DeepSpeed(get_device("cpu"), parse_deepspeed_config({"zero_optimization": {"stage": 2}}, **run))
+layer = torch.nn.Linear(3, 1)
+model, (optimizer,) = strategy.prepare(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)])
+with strategy.microbatch(is_last=True):
+    strategy.backward(model(torch.ones(2, 3)).sum())
+strategy.step(optimizer)
+"""
+
+
+def test_a_process_that_nobody_launched_trains_quietly_leaves_no_file_and_ends(tmp_path):
+    run = subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def alone():
+    strategy = DeepSpeed(get_device("cpu"), {"train_batch_size": 1})
+    return strategy, torch.nn.Linear(1, 1)
+
+
+def test_there_is_no_engine_before_prepare(alone):
+    with pytest.raises(RuntimeError, match="there is no DeepSpeed engine yet"):
+        alone[0].engine  # noqa: B018
+
+
+def test_float16_on_a_cpu_is_refused_with_what_to_use():
+    with pytest.raises(ValueError, match=r"does not train in float16 on a CPU\. Use precision='amp_bf16'"):
+        DeepSpeed(get_device("cpu"), {"fp16": {"enabled": True}})
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_engine_takes_exactly_one_optimizer(alone, number):
+    strategy, model = alone
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(number)]
+    with pytest.raises(ValueError, match=f"{number} optimizers were given, and DeepSpeed's engine takes exactly one"):
+        strategy.prepare(model, optimizers)
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(alone):
+    strategy, model = alone
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss itself"):
+        strategy.prepare(model, [torch.optim.LBFGS(model.parameters())])
+
+
+def test_what_the_engine_cannot_do_is_refused(alone):
+    strategy, model = alone
+    with pytest.raises(ValueError, match="create_graph=True"):
+        strategy.backward(torch.zeros(()), create_graph=True)
+    with pytest.raises(ValueError, match="sync=False asks for gradients that differ"):
+        strategy.microbatch(is_last=True, sync=False)
+    with pytest.raises(RuntimeError, match=r"deepspeed_config\['gradient_clipping'\]"):
+        strategy.clip_grad_norm(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match="scales losses itself"):
+        strategy.step(None, scaler=torch.amp.GradScaler("cpu"))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from composer_events.log_values import format_log_data_value as format_log_data_value
     from composer_events.logger import Logger as Logger
     from composer_events.logger_destination import LoggerDestination as LoggerDestination
+    from composer_events.parallelism import ParallelismType as ParallelismType
     from composer_events.passes import AlgorithmPass as AlgorithmPass
     from composer_events.profiler_action import ProfilerAction as ProfilerAction
     from composer_events.serializable import Serializable as Serializable
@@ -60,6 +61,7 @@ _HOME = {
     "Callback": "composer_events.callback",
     "Serializable": "composer_events.serializable",
     "State": "composer_events.state",
+    "ParallelismType": "composer_events.parallelism",
     "DataSpec": "composer_events.data_spec",
     "default_split_batch": "composer_events.data_spec",
     "ensure_data_spec": "composer_events.data_spec",
@@ -103,6 +105,7 @@ __all__ = [
     "Callback",
     "Serializable",
     "State",
+    "ParallelismType",
     "DataSpec",
     "default_split_batch",
     "ensure_data_spec",

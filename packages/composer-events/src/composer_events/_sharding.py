@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Final
+from typing import Any
+
+from composer_events._parallelism_checks import check_fsdp_settings, check_loading_on_rank_zero, usable_tp_config
+from composer_events.parallelism import make_device_mesh
 
 __all__ = ["ShardingAnswers", "is_ddp", "is_sharded"]
-
-# 'local' is the legacy type, which the layer of checkpoints still reads.
-_STATE_DICT_TYPES: Final = (None, "full", "sharded", "local")
 
 
 def is_ddp(model: object) -> bool:
@@ -33,6 +33,7 @@ class ShardingAnswers:
     """
 
     model: Any
+    device: Any
     tp_config: Any
     device_mesh: Any
     _fsdp_config: Any
@@ -41,11 +42,11 @@ class ShardingAnswers:
     def _set_parallelism(self, parallelism_config: Any, save_metrics: bool) -> None:
         self._fsdp_config = getattr(parallelism_config, "fsdp", None)
         self._fsdp2_config = getattr(parallelism_config, "fsdp2", None)
-        self.tp_config = getattr(parallelism_config, "tp", None)
-        self.device_mesh = None
-        # Building the device mesh, and refusing what only the model's parameters tell, is composer-fsdp's.
-        _check_state_dict_type(self.fsdp_config, save_metrics)
-        _check_tensor_parallelism(self.tp_config, self.fsdp_config, self.load_monolith_rank0_only)
+        check_fsdp_settings(self.fsdp_config, save_metrics)
+        self.tp_config = usable_tp_config(getattr(parallelism_config, "tp", None), self.fsdp_config)
+        if self.load_monolith_rank0_only:
+            check_loading_on_rank_zero(self.model, self.fsdp_config, self.fsdp_config_version, self.tp_config)
+        self.device_mesh = make_device_mesh(self.fsdp_config, self.tp_config, self.device)
 
     @property
     def fsdp_config(self) -> Any:
@@ -109,32 +110,3 @@ class ShardingAnswers:
     def is_model_ddp(self) -> bool:
         """Whether the model is wrapped in `DistributedDataParallel`."""
         return is_ddp(self.model)
-
-
-def _check_state_dict_type(fsdp_config: Any, save_metrics: bool) -> None:
-    kind: object = getattr(fsdp_config, "state_dict_type", None)
-    if kind not in _STATE_DICT_TYPES:
-        raise ValueError(
-            f"state_dict_type={kind!r} of the FSDP settings is not a way to save a sharded model. Use 'full', one "
-            f"checkpoint on rank 0, or 'sharded', one part on each rank."
-        )
-    if kind == "sharded" and save_metrics:
-        raise ValueError(
-            "save_metrics=True does not go with state_dict_type='sharded', since metrics are not sharded. Use "
-            "save_metrics=False, or state_dict_type='full'."
-        )
-
-
-def _check_tensor_parallelism(tp_config: Any, fsdp_config: Any, load_monolith_rank0_only: bool) -> None:
-    if tp_config is None:
-        return
-    if fsdp_config is None:
-        raise ValueError(
-            f"The parallelism configuration has tp={tp_config!r} and no FSDP settings, and tensor parallelism works "
-            f"only together with FSDP. Give FSDP settings too, or leave tp out."
-        )
-    if load_monolith_rank0_only:
-        raise ValueError(
-            "load_monolith_rank0_only=True does not go with tensor parallelism, where no rank holds whole parameters "
-            "to pass on. Leave one of the two out."
-        )

@@ -16,7 +16,7 @@ from composer_time import Time
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = ["Evaluator", "ensure_evaluator", "evaluate_periodically"]
+__all__ = ["Evaluator", "ensure_evaluator", "evaluate_periodically", "validate_eval_automicrobatching"]
 
 
 class Evaluator:
@@ -93,6 +93,16 @@ def ensure_evaluator(evaluator: Any, default_metric_names: list[str]) -> Evaluat
     if isinstance(evaluator, Evaluator):
         return evaluator
     return Evaluator(label="eval", dataloader=evaluator, metric_names=default_metric_names)
+
+
+def validate_eval_automicrobatching(*args: Any, **kwargs: Any) -> None:
+    """Warn that there is nothing to do: an older name, kept until 1.0, for a check that `Evaluator` makes itself."""
+    warnings.warn(
+        "validate_eval_automicrobatching() does nothing any more, since Evaluator checks device_eval_microbatch_size "
+        "when it is made. Leave the call out.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
 
 
 def _check_metric_names(metric_names: object) -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from composer_events._batch_parts import BatchPart
 from composer_events._data_source import DataSource
 from composer_events._entry_points import to_device, to_precision
 from composer_events._kept_list import KeptList, SteppingList
@@ -35,7 +36,8 @@ class State(DataSource, ShardingAnswers, Serializable):
     What changes at every batch is a plain attribute: `timestamp`, `previous_timestamp` (`None` before the first batch
     is done), `eval_timestamp`, `predict_timestamp`, `batch`, `outputs`, `loss`, `model`. `batch` is the whole batch
     from `Event.AFTER_DATALOADER` on, and a microbatch between `Event.BEFORE_FORWARD` and `Event.AFTER_BACKWARD`. Other
-    attributes may be added freely.
+    attributes may be added freely. In a loop written as `for state.inputs, state.targets in dataloader:`, which never
+    sets `batch`, the batch is the pair of these two.
 
     `optimizers`, `schedulers`, `algorithms`, `callbacks` and `evaluators` are lists that keep their identity:
     assigning one object or several replaces their contents.
@@ -62,7 +64,8 @@ class State(DataSource, ShardingAnswers, Serializable):
         save_metrics: Whether metrics go into checkpoints.
         algorithms: One or several.
         callbacks: One or several, loggers included.
-        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`.
+        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`. Where a process group runs,
+            `device_mesh` is made as they say, so that every rank must call this.
         grad_accum: Into how many microbatches each batch is cut, where a loop still counts them.
         deepspeed_config: The settings of DeepSpeed, if it trains the model.
 
@@ -77,6 +80,8 @@ class State(DataSource, ShardingAnswers, Serializable):
     algorithms: KeptList[WatchedList[Algorithm]] = KeptList()
     callbacks: KeptList[WatchedList[Callback]] = KeptList()
     evaluators: KeptList[WatchedList[Evaluator]] = KeptList()
+    inputs = BatchPart()
+    targets = BatchPart()
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The warnings that say what an algorithm cannot do well, or what goes away and when."""
 
-__all__ = ["NoEffectWarning", "NotIntendedUseWarning", "VersionedDeprecationWarning"]
+__all__ = ["NoEffectWarning", "NotIntendedUseWarning", "VersionedDeprecationWarning", "warning_on_one_line"]
 
 
 class NoEffectWarning(Warning):
@@ -31,3 +31,15 @@ class VersionedDeprecationWarning(DeprecationWarning):
 
     def __str__(self) -> str:
         return f"{self.message} It will be removed in version {self.remove_version}."
+
+
+def warning_on_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    r"""Write a warning as one line, for logs in which the lines of many ranks mix: `warnings.formatwarning = ...`.
+
+    Example:
+        >>> warning_on_one_line("It is late.", UserWarning, "clock.py", 12)
+        'UserWarning: It is late. (source: clock.py:12)\n'
+    """
+    return f"{category.__name__}: {message} (source: {filename}:{lineno})\n"

@@ -82,7 +82,8 @@ def test_an_engine_has_one_reference_so_that_it_can_go(state, make_callback):
     state.callbacks.append(make_callback("A", "init"))
     engine = Engine(state)
     engine.run_event("init")
-    assert sys.getrefcount(engine) == 2, "the variable's and the call's"
+    alone = object()
+    assert sys.getrefcount(engine) == sys.getrefcount(alone)  # 2 up to Python 3.13, where the call holds one too
     engine.close()
 
 

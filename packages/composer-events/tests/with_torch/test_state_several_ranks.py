@@ -1,21 +1,9 @@
-import json
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
 PROGRAM = """
-import copy, json, sys, warnings
-import torch
+import copy
 from torch.distributed.fsdp import fully_shard
 from composer_events import State
-
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-rank, folder = int(sys.argv[1]), sys.argv[2]
-store = torch.distributed.FileStore(f"{folder}/store", 2)
-torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 class FSDP2Config:
     state_dict_type = "full"
@@ -40,7 +28,7 @@ def step(state):
 def full(state):
     return [parameter.full_tensor().tolist() for parameter in state.model.parameters()]
 
-seen = {"seed": make_state(0).seed}
+seen["seed"] = make_state(0).seed
 state = make_state(0)
 step(state)
 saved = copy.deepcopy(state.state_dict())
@@ -59,28 +47,12 @@ states = {"Adam": lone.get_optim_state_dict()["Adam"]} if rank == 0 else {}
 other = make_state(0, sharded=False)
 other.load_optim_state({"optimizers": states})
 seen["restored"] = bool(other.optimizers[0].state)
-torch.distributed.destroy_process_group()
-print(json.dumps(seen))
 """
 
 
-@pytest.fixture
-def what_the_ranks_saw(tmp_path):
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    commands = [[sys.executable, str(tmp_path / "program.py"), str(rank), str(tmp_path)] for rank in range(2)]
-    ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors for _, errors in outputs)
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
-
-
 @pytest.mark.slow
-def test_two_ranks_save_and_load_as_one(what_the_ranks_saw):
-    first, second = what_the_ranks_saw
+def test_two_ranks_save_and_load_as_one(run_two_ranks):
+    first, second = run_two_ranks(PROGRAM)
     assert (first["seed"], second["seed"]) == (10, 11)
     assert first["world_size"] == second["world_size"] == 2
     # A full checkpoint is gathered on rank 0 only, and given to both when it is loaded.

@@ -5,9 +5,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from composer_optim.side_by_side import SharedRate, mark_composers, rates_without_factor
 from composer_optim.time_conversion import SchedulerState
+from composer_optim.torch_schedulers import scale_pytorch_scheduler
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -55,22 +58,30 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: Optimized
         >>> compile_composer_scheduler(LinearScheduler(), state).get_last_lr()
         [1.5]
     """
-    return compile_composer_schedulers([scheduler], state, ssr)[0]
+    if isinstance(scheduler, LRScheduler):
+        raise ValueError(
+            f"scheduler={type(scheduler).__name__} is PyTorch's own, which needs no compiling. Step it as it is, or "
+            f"give it to compile_composer_schedulers together with Composer's."
+        )
+    optimizer = _only_optimizer(state)
+    return LambdaLR(optimizer, _product([(scheduler, ratio_argument(scheduler, ssr))], state))
 
 
 def compile_composer_schedulers(
-    schedulers: Sequence[Callable[..., float]], state: OptimizedState, ssr: float = 1.0
-) -> list[LambdaLR]:
+    schedulers: Sequence[Callable[..., float] | LRScheduler], state: OptimizedState, ssr: float = 1.0
+) -> list[LRScheduler]:
     """Bind several schedulers to one state, so that the learning rate is multiplied with all of their factors.
 
-    Each of the results sets the learning rate to what it was at first times the factors of its own scheduler and of
-    those before it. They are to be stepped in their order, all of them: the last one has the last word.
+    Each of the results of Composer's schedulers sets the learning rate to what it was at first times the factors of its
+    own scheduler and of those before it. They are to be stepped in their order, all of them: the last one has the last
+    word.
 
-    That word sets the learning rate, whatever it is by then: a scheduler of PyTorch's own beside these would not be one
-    factor more, but be overwritten, or overwrite. One among `schedulers` is refused.
+    PyTorch's schedulers may stand among them. They are made shorter or longer with `ssr` and stay as they are; what
+    they make of the learning rate, alone and in their order, is one factor more. Step such a list with
+    `step_schedulers`.
 
     Args:
-        schedulers: As for `compile_composer_scheduler`, and so is all the rest.
+        schedulers: As for `compile_composer_scheduler`, or PyTorch's. The rest is as it is there, too.
         state: See there.
         ssr: See there.
 
@@ -79,7 +90,8 @@ def compile_composer_schedulers(
 
     Raises:
         NotImplementedError: If there is no optimizer or more than one.
-        ValueError: As for `compile_composer_scheduler`.
+        ValueError: As for `compile_composer_scheduler`, and if one of PyTorch's is for another optimizer, cannot be
+            scaled, or asks for a loss at every step.
 
     Example:
         >>> import torch
@@ -94,30 +106,61 @@ def compile_composer_schedulers(
         >>> compiled[-1].get_last_lr()
         [0.75]
     """
+    optimizer = _only_optimizer(state)
+    ours = [scheduler for scheduler in schedulers if not isinstance(scheduler, LRScheduler)]
+    theirs = [scheduler for scheduler in schedulers if isinstance(scheduler, LRScheduler)]
+    bound = [(scheduler, ratio_argument(scheduler, ssr)) for scheduler in ours]
+    for scheduler in theirs:
+        _check_pytorchs(scheduler, optimizer)
+    for scheduler in theirs:
+        scale_pytorch_scheduler(scheduler, ssr)
+    factors = _factors(bound, state, theirs, optimizer)
+    compiled = iter([LambdaLR(optimizer, factor) for factor in factors])
+    return [scheduler if isinstance(scheduler, LRScheduler) else next(compiled) for scheduler in schedulers]
+
+
+_Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
+
+
+def _factors(
+    bound: _Bound, state: OptimizedState, theirs: Sequence[LRScheduler], optimizer: Optimizer
+) -> list[Callable[[int], float] | list[Callable[[int], float]]]:
+    """Make what each `LambdaLR` multiplies with: the product up to its own scheduler, for all groups or for each."""
+    products = [_product(bound[:count], state) for count in range(1, len(bound) + 1)]
+    if not theirs:
+        return list(products)
+    rates = rates_without_factor(theirs, optimizer)
+    initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
+    groups = list(zip(initial, rates, strict=True))
+    return [[SharedRate(product, *group) for group in groups] for product in products]
+
+
+def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
+    # A function, not a callable object: LambdaLR would save the attributes of an object, and with them the state.
+    return mark_composers(lambda _: math.prod(scheduler(state, *ratio) for scheduler, ratio in bound))
+
+
+def _only_optimizer(state: OptimizedState) -> Optimizer:
     if len(state.optimizers) != 1:
         raise NotImplementedError(
             f"Only one optimizer is supported; found {len(state.optimizers)} optimizers. Leave the one in "
             f"state.optimizers whose learning rate is to move."
         )
-    _refuse_pytorchs(schedulers)
-    bound = [(scheduler, ratio_argument(scheduler, ssr)) for scheduler in schedulers]
-
-    # A function, not a callable object: LambdaLR would save the attributes of an object, and with them the state.
-    def product_of_first(count: int) -> Callable[[int], float]:
-        return lambda _: math.prod(scheduler(state, *ratio) for scheduler, ratio in bound[:count])
-
-    return [LambdaLR(state.optimizers[0], product_of_first(count)) for count in range(1, len(bound) + 1)]
+    return state.optimizers[0]
 
 
-def _refuse_pytorchs(schedulers: Sequence[Any]) -> None:
-    """Raise `ValueError` if one of the schedulers is PyTorch's."""
-    names = [getattr(scheduler, "__name__", type(scheduler).__name__) for scheduler in schedulers]
-    theirs = [type(scheduler).__name__ for scheduler in schedulers if isinstance(scheduler, LRScheduler)]
-    if theirs:
+def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Raise `ValueError` if a scheduler of PyTorch's cannot stand beside Composer's."""
+    name = type(scheduler).__name__
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            f"schedulers={names} has PyTorch's {', '.join(theirs)} in it, which sets the learning rate as if it were "
-            f"alone and does not multiply with the others. Write it as a Composer scheduler, or use PyTorch's only and "
-            f"step them without compiling."
+            f"schedulers has PyTorch's {name} in it, whose steps need a loss, and schedulers are stepped without one. "
+            f"Use one that goes by time, or step it yourself after evaluation."
+        )
+    if scheduler.optimizer is not optimizer:
+        raise ValueError(
+            f"schedulers has PyTorch's {name} in it, which was made for another {type(scheduler.optimizer).__name__} "
+            f"than the one whose learning rate Composer's schedulers move. Make it for state.optimizers[0]."
         )
 
 

@@ -102,10 +102,11 @@ class BatchTrainer:
         batch = state.batch
         assert state.device_train_microbatch_size is not None, "the Trainer sets it with the dataloader"
         microbatches = cut(batch, spec, state.device_train_microbatch_size)
-        for index, (microbatch, share) in enumerate(zip(microbatches, self._shares(microbatches), strict=True), 1):
+        shares, is_aligned = self._weigh(microbatches)
+        for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
             on_device = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
             state.batch = self._strategy.prepare_batch(on_device)
-            with self._strategy.microbatch(is_last=index == len(microbatches)):
+            with self._strategy.microbatch(is_last=index == len(microbatches), is_aligned=is_aligned):
                 self._train_microbatch(share, losses)
         state.batch = batch
         if state.scaler is not None:
@@ -113,17 +114,22 @@ class BatchTrainer:
 
         self._engine.run_event(Event.AFTER_TRAIN_BATCH)
 
-    def _shares(self, microbatches: Sequence[Any]) -> Sequence[float]:
-        """Return the weight of each microbatch in the loss; over all ranks they add up to the number of ranks."""
+    def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
+        """Return each microbatch's share in the loss, and whether the ranks have equally many of them.
+
+        Over all ranks the shares add up to the number of ranks.
+        """
         spec = self._data_spec
         if self._by_tokens:
             weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
-        whole = self._ranks.mean_weight(sum(weights), is_count_of_samples=not self._by_tokens)
+        whole, is_aligned = self._ranks.compare_batch(
+            sum(weights), len(weights), is_count_of_samples=not self._by_tokens
+        )
         if len(weights) == 1 and weights[0] == whole:
-            return [1.0]
-        return [weight / whole if whole else 0.0 for weight in weights]
+            return [1.0], is_aligned
+        return [weight / whole if whole else 0.0 for weight in weights], is_aligned
 
     def _train_microbatch(self, share: float, losses: dict[str, Tensor]) -> None:
         state, run_event = self._state, self._engine.run_event

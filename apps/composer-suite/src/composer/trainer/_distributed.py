@@ -47,6 +47,7 @@ def choose_strategy(
     device: Device,
     algorithms: Iterable[Algorithm],
     sync_strategy: str | DDPSyncStrategy | None,
+    comm_hook: str | None,
     deepspeed_config: Mapping[str, Any] | None,
 ) -> Strategy:
     """Return how the model is spread: with DeepSpeed if it is configured, else over the ranks there are.
@@ -59,9 +60,9 @@ def choose_strategy(
 
         return DeepSpeed(device, deepspeed_config)
     find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
-    if get_world_size() > 1:
-        return DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused)
-    return SingleDevice(device)
+    # Made for a single rank as well, so that a wrong name is an error wherever the script runs.
+    ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
+    return ddp if get_world_size() > 1 else SingleDevice(device)
 
 
 def complete_deepspeed_config(

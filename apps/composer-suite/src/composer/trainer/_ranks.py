@@ -74,17 +74,20 @@ class Ranks:
             self._count_tokens = tokens > 0
         return round(samples), round(tokens), seconds
 
-    def mean_weight(self, weight: float, *, is_count_of_samples: bool) -> float:
-        """Return how much a batch weighs on a rank on average; a loss counts in proportion to that.
+    def compare_batch(self, weight: float, num_microbatches: int, *, is_count_of_samples: bool) -> tuple[float, bool]:
+        """Return a batch's weight on a rank on average, and whether every rank cuts it into as many microbatches.
 
         Args:
-            weight: What this rank's batch weighs.
+            weight: What this rank's batch weighs; its loss counts in proportion to that.
+            num_microbatches: How many this rank has.
             is_count_of_samples: Whether the weight is the number of samples, which all ranks have alike when they
                 keep step.
         """
         if self.world_size == 1 or (self.keep_step and is_count_of_samples):
-            return weight
-        return self._strategy.sum([float(weight)])[0] / self.world_size
+            return weight, True
+        # Numbers are all equal just if their squares add up to no more than those of their mean.
+        total, count, squares = self._strategy.sum([float(weight), num_microbatches, num_microbatches**2])
+        return total / self.world_size, squares * self.world_size == count**2
 
     def _refuse_tokens(self, num_tokens: int) -> None:
         if num_tokens:

@@ -86,6 +86,8 @@ class Trainer:
         deterministic_mode: Whether PyTorch must compute the same numbers every time, at the price of speed.
         dist_timeout: Seconds until a rank gives up waiting for another.
         ddp_sync_strategy: When the ranks average the gradients of several microbatches; see `DDPSyncStrategy`.
+        ddp_comm_hook: How gradients travel between the ranks: `'bf16_compress'`, `'fp16_compress'` or `'powersgd'`. As
+            they are by default.
         deepspeed_config: Settings of DeepSpeed, which then trains the model. What follows from the other arguments
             may be left out; `{}` leaves out everything.
 
@@ -143,6 +145,7 @@ class Trainer:
         deterministic_mode: bool = False,
         dist_timeout: float = DEFAULT_TIMEOUT_S,
         ddp_sync_strategy: str | DDPSyncStrategy | None = None,
+        ddp_comm_hook: str | None = None,
         deepspeed_config: dict[str, Any] | None = None,
     ) -> None:
         self._model = arguments.check_model(model)
@@ -168,7 +171,9 @@ class Trainer:
             algorithms=algorithms,
             callbacks=callbacks,
         )
-        self.strategy = distributed.choose_strategy(device, algorithms, ddp_sync_strategy, deepspeed_config)
+        self.strategy = distributed.choose_strategy(
+            device, algorithms, ddp_sync_strategy, ddp_comm_hook, deepspeed_config
+        )
         scaler = None if self.strategy.has_own_precision else arguments.make_scaler(precision, device, optimizers)
 
         distributed.join(device, dist_timeout, is_needed=deepspeed_config is not None)

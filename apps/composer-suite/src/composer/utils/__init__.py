@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
+    from composer.utils.import_helpers import import_object as import_object
+    from composer.utils.notebook import is_notebook as is_notebook
+    from composer_algorithms import module_surgery as module_surgery
+    from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
+    from composer_checkpoint.retry import retry as retry
     from composer_dist import dist as dist
     from composer_dist import reproducibility as reproducibility
     from composer_dist.devices import get_device as get_device
@@ -12,6 +17,7 @@ if TYPE_CHECKING:
     from composer_dist.devices import is_xla_installed as is_xla_installed
     from composer_dist.ports import get_free_tcp_port as get_free_tcp_port
     from composer_dist.precision import STR_TO_DTYPE as STR_TO_DTYPE
+    from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
     from composer_events.batch_helpers import batch_get as batch_get
     from composer_events.batch_helpers import batch_set as batch_set
     from composer_events.formatting import format_name_with_dist as format_name_with_dist
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from composer_events.iter_helpers import IteratorFileStream as IteratorFileStream
     from composer_events.iter_helpers import ensure_tuple as ensure_tuple
     from composer_events.iter_helpers import map_collection as map_collection
+    from composer_events.parallelism import ParallelismType as ParallelismType
     from composer_events.warnings import VersionedDeprecationWarning as VersionedDeprecationWarning
     from composer_models import MissingConditionalImportError as MissingConditionalImportError
     from composer_models import model_eval_mode as model_eval_mode
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "dist",
+    "module_surgery",
     "reproducibility",
     "get_device",
     "is_xla_installed",
@@ -41,14 +49,20 @@ __all__ = [
     "ensure_tuple",
     "map_collection",
     "IteratorFileStream",
+    "is_notebook",
+    "is_model_deepspeed",
     "model_eval_mode",
+    "add_vision_dataset_transform",
     "create_interval_scheduler",
     "partial_format",
     "get_free_tcp_port",
     "STR_TO_DTYPE",
+    "ParallelismType",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
     "MissingConditionalImportError",
+    "import_object",
+    "retry",
     "extract_hparams",
     "convert_nested_dict_to_flat_dict",
     "convert_flat_dict_to_nested_dict",
@@ -58,9 +72,14 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
+        "composer.utils.import_helpers": ["import_object"],
+        "composer.utils.notebook": ["is_notebook"],
+        "composer_algorithms.dataset_transforms": ["add_vision_dataset_transform"],
+        "composer_checkpoint.retry": ["retry"],
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed"],
         "composer_dist.ports": ["get_free_tcp_port"],
         "composer_dist.precision": ["STR_TO_DTYPE"],
+        "composer_dist.wrapping": ["is_model_deepspeed"],
         "composer_events.batch_helpers": ["batch_get", "batch_set"],
         "composer_events.formatting": ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"],
         "composer_events.hparams": [
@@ -70,6 +89,7 @@ __getattr__, __dir__ = lazy_face(
         ],
         "composer_events.intervals": ["create_interval_scheduler"],
         "composer_events.iter_helpers": ["ensure_tuple", "map_collection", "IteratorFileStream"],
+        "composer_events.parallelism": ["ParallelismType"],
         "composer_events.warnings": ["VersionedDeprecationWarning"],
         "composer_models": ["MissingConditionalImportError", "model_eval_mode"],
         "composer_time": ["StringEnum"],
@@ -83,7 +103,10 @@ __getattr__, __dir__ = lazy_face(
         "import_helpers",
         "iter_helpers",
         "misc",
+        "module_surgery",
+        "notebook",
         "reproducibility",
+        "retrying",
         "string_enum",
         "warnings",
     ],

@@ -1,17 +1,25 @@
 """Modes, intervals, names, wrappers and ports: what has no other historical home."""
 
+from composer.utils.notebook import is_notebook
+from composer_algorithms.dataset_transforms import add_vision_dataset_transform
 from composer_dist.ports import get_free_tcp_port
 from composer_dist.precision import STR_TO_DTYPE
 from composer_dist.wrapping import is_model_ddp
 from composer_events.formatting import partial_format
 from composer_events.intervals import create_interval_scheduler
+from composer_events.parallelism import ParallelismType
+from composer_events.warnings import warning_on_one_line
 from composer_models import model_eval_mode
 
 __all__ = [
+    "ParallelismType",
     "STR_TO_DTYPE",
+    "add_vision_dataset_transform",
     "create_interval_scheduler",
     "get_free_tcp_port",
     "is_model_ddp",
+    "is_notebook",
     "model_eval_mode",
     "partial_format",
+    "warning_on_one_line",
 ]

@@ -1,5 +1,6 @@
 """What each rank is started with: its environment and its command."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -8,6 +9,8 @@ from composer_dist.launch.args import Options
 from composer_dist.launch.topology import Topology
 
 __all__ = ["LAUNCH_ID", "child_command", "common_environment", "child_environments"]
+
+_log = logging.getLogger("composer_dist.launch")
 
 LAUNCH_ID = "COMPOSER_LAUNCH_ID"
 """The variable by which the processes of a launch are found, wherever they went."""
@@ -21,9 +24,8 @@ def child_environments(topology: Topology, options: Options, environ: Mapping[st
         "NODE_RANK": str(topology.node_rank),
         "MASTER_ADDR": topology.master_addr,
         "MASTER_PORT": str(topology.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # the launcher of rank 0 listens there, and rank 0 need not
     }
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE"):  # of a supervisor that started this launcher
-        common["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
     return {
         local_rank: common | {"RANK": str(topology.base_rank + local_rank), "LOCAL_RANK": str(local_rank)}
         for local_rank in range(topology.nproc)
@@ -36,7 +38,8 @@ def common_environment(nproc: int, options: Options, environ: Mapping[str, str])
     common |= {name: environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
     if nproc > 1 and not environ.get("OMP_NUM_THREADS"):
         # Each rank would take all cores, and torchrun's choice of one thread leaves cores idle.
-        common["OMP_NUM_THREADS"] = str(max(1, num_usable_cores() // nproc))
+        common["OMP_NUM_THREADS"] = str(max(1, _num_usable_cores() // nproc))
+        _log.info("OMP_NUM_THREADS=%s: the usable cores divided by the ranks.", common["OMP_NUM_THREADS"])
     if options.elastic_batch is not None:
         common["COMPOSER_ELASTIC_BATCH"] = options.elastic_batch
     return common
@@ -55,7 +58,7 @@ def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
     return [*interpreter, *module, options.training_script, *arguments]
 
 
-def num_usable_cores() -> int:
+def _num_usable_cores() -> int:
     """Return how many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from composer_dist.launch.args import PLACEHOLDERS, Options
+from composer_dist.launch.args import Options
 from composer_dist.launch.children import child_command, child_environments, common_environment
+from composer_dist.launch.destinations import named_file
 from composer_dist.launch.rendezvous import Rendezvous
 from composer_dist.launch.topology import Topology
 
@@ -32,8 +33,8 @@ def explain(options: Options, topology: Topology, environ: Mapping[str, str]) ->
                 "local_rank": local_rank,
                 "argv": child_command(options, {**environ, **env}),
                 "env": env,
-                "stdout": _destination(options.stdout, options, env),
-                "stderr": _destination(options.stderr, options, env),
+                "stdout": _destination("stdout", options, env, environ),
+                "stderr": _destination("stderr", options, env, environ),
             }
             for local_rank, env in envs.items()
         ],
@@ -76,10 +77,8 @@ def _sources(topology: Topology, environ: Mapping[str, str], env: Mapping[str, s
     return {name: known.get(name, "the launcher") for name in env}
 
 
-def _destination(name_format: str | None, options: Options, env: Mapping[str, str]) -> str:
+def _destination(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """Return where a stream goes beside the folder of the logs."""
     if env["LOCAL_RANK"] == "0" or options.tee:
         return "console"
-    if name_format is None:
-        return "shown if the rank fails"
-    return name_format.format(**{name: int(env[name.upper()]) for name in PLACEHOLDERS})
+    return named_file(stream, options, env, environ) or "shown if the rank fails"

@@ -4,7 +4,6 @@ Each rank writes into a file of its own, which torch's `TailLog` copies to where
 that the user named, opened for appending, or the console.
 """
 
-import logging
 import os
 import re
 import shutil
@@ -18,11 +17,10 @@ from typing import TextIO
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from composer_dist.launch.args import PLACEHOLDERS, Options
+from composer_dist.launch.args import Options
+from composer_dist.launch.destinations import named_file
 
-__all__ = ["Logs", "hosted_format", "new_run_id"]
-
-_log = logging.getLogger("composer_dist.launch")
+__all__ = ["Logs", "new_run_id"]
 
 _CONSOLE = ""  # what torch takes for "inherit"
 _STREAMS = ("stdout", "stderr")
@@ -41,7 +39,7 @@ class Logs(LogsSpecs):
     def __init__(self, options: Options, run_id: str, environ: Mapping[str, str]) -> None:
         super().__init__()
         self._options = options
-        self._hosted = hosted_format(environ)
+        self._environ = environ
         self._keep = options.log_dir is not None
         if options.log_dir is None:
             self.folder = Path(tempfile.mkdtemp(prefix="composer_"))
@@ -89,11 +87,10 @@ class Logs(LogsSpecs):
                 for local_rank, env in envs.items()
                 if local_rank > 0
             }
-            name_format = self._hosted or getattr(self._options, stream)
-            if name_format is not None:
-                for local_rank, file in raw.items():
-                    target = self._target(_fill_in(name_format, envs[local_rank]))
-                    self._copy({local_rank: file}, target, {local_rank: ""})
+            for local_rank, file in raw.items():
+                name = named_file(stream, self._options, envs[local_rank], self._environ)
+                if name is not None:
+                    self._copy({local_rank: file}, self._target(Path(name)), {local_rank: ""})
             if self._options.log_filter is not None and not self._options.tee:
                 wanted = re.compile(self._options.log_filter)
                 self._copy(raw, getattr(sys, stream), prefixes, wanted)
@@ -129,25 +126,6 @@ class Logs(LogsSpecs):
         matches = (lambda line: True) if wanted is None else (lambda line: wanted.search(line) is not None)
         tail = TailLog("rank", files, target, prefixes, _TAIL_INTERVAL_S, matches)
         self._tails.append(tail.start())
-
-
-def hosted_format(environ: Mapping[str, str]) -> str | None:
-    """Return the file name that MosaicML's platform collects, both streams in one, where this runs there.
-
-    Args:
-        environ: The launcher's environment.
-    """
-    folder, prefix = environ.get("MOSAICML_LOG_DIR", ""), environ.get("MOSAICML_GPU_LOG_FILE_PREFIX", "")
-    unset = ("", "false")
-    if environ.get("MOSAICML_PLATFORM", "").lower() != "true" or folder.lower() in unset or prefix.lower() in unset:
-        return None
-    _log.info("The platform collects the output: --stdout and --stderr are ignored.")
-    literal = os.path.join(folder, prefix).replace("{", "{{").replace("}", "}}")
-    return f"{literal}{{local_rank}}.txt"
-
-
-def _fill_in(name_format: str, env: Mapping[str, str]) -> Path:
-    return Path(name_format.format(**{name: int(env.get(name.upper(), 0)) for name in PLACEHOLDERS}))
 
 
 def new_run_id() -> str:

@@ -60,12 +60,9 @@ def check_meeting_point(topology: Topology) -> None:
             )
         _log.info("master_addr=%r cannot be resolved yet: %s", addr, problem)
         time.sleep(0.5)
-    if topology.base_rank == 0 and _is_taken(port):
-        raise ValueError(
-            f"master_port={port} (from {sources['master_port']}) is taken by another process of this machine. Give "
-            "another --master_port"
-            + (", the same on every node." if topology.is_multi_node else ", or none for one that is free.")
-        )
+    if topology.base_rank == 0:
+        _check_own_address(topology)
+        _check_own_port(topology)
 
 
 def _lookup_problem(addr: str, port: int) -> str | None:
@@ -76,15 +73,43 @@ def _lookup_problem(addr: str, port: int) -> str | None:
     return None
 
 
-def _is_taken(port: int) -> bool:
-    """Say whether rank 0 could not listen on the port, which it does on all addresses."""
+def _check_own_address(topology: Topology) -> None:
+    """Raise if rank 0 runs here, but is looked for elsewhere."""
+    addr, source = topology.master_addr, topology.sources["master_addr"]
+    if _is_here(addr, topology.master_port):
+        return
+    message = (
+        f"master_addr={addr!r} (from {source}) is no address of this machine, where rank 0 runs. Give an address of it"
+    )
+    if not topology.is_multi_node:
+        raise ValueError(f"{message}, or none for 127.0.0.1.")
+    _log.warning("%s, unless connections to that one are passed on to it.", message)
+
+
+def _check_own_port(topology: Topology) -> None:
+    """Raise if rank 0 could not listen on the port, which it does on all addresses."""
+    port, source = topology.master_port, topology.sources["master_port"]
     for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        if _bind_error(family, everywhere, port) == errno.EADDRINUSE:
+            raise ValueError(
+                f"master_port={port} (from {source}) is taken by another process of this machine. Give another "
+                f"--master_port, {'the same on every node' if topology.is_multi_node else 'or none for a free one'}."
+            )
+
+
+def _is_here(addr: str, port: int) -> bool:
+    """Return whether one of a host's addresses is one of this machine's."""
+    found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+    return any(_bind_error(family, str(address[0]), 0) != errno.EADDRNOTAVAIL for family, *_, address in found)
+
+
+def _bind_error(family: int, addr: str, port: int) -> int | None:
+    """Return why a server could not listen there, if it could not."""
+    try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: an old run does not count
-            try:
-                listener.bind((everywhere, port))
-                listener.listen(1)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return True
-    return False
+            listener.bind((addr, port))
+            listener.listen(1)
+    except OSError as error:
+        return error.errno
+    return None

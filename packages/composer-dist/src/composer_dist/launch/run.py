@@ -4,12 +4,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as tdist
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from composer_dist.launch.args import FAILURE_TIMEOUT_S, SIGNAL_TIMEOUT_S, Options
@@ -19,6 +21,9 @@ from composer_dist.launch.logs import Logs, new_run_id
 from composer_dist.launch.report import crash_report, is_on_console, root_cause
 from composer_dist.launch.topology import Topology
 from composer_dist.launch.workers import Ending, Workers
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
 __all__ = ["Launch", "run"]
 
@@ -32,15 +37,36 @@ def run(options: Options, topology: Topology) -> int:
         options: What was typed.
         topology: Which ranks those are.
     """
+    store = _serve_store(topology)
     with Launch(options, new_run_id()) as launch:
         try:
             launch.start(child_environments(topology, options, os.environ))
-            while not (launch.has_failed() or launch.is_done):
-                pass  # has_failed waits
+            launch.wait()
             launch.end()
         except SignalException as received:
             launch.end(received.sigval)
+    del store  # it was there for longer than any rank
     return launch.status
+
+
+def _serve_store(topology: Topology) -> "Store | None":
+    """Listen where the ranks meet, if rank 0 is one of this node's.
+
+    The port is then this run's before a rank starts, no rank waits for rank 0 to open it, and it stays open until the
+    last rank has ended.
+    """
+    if topology.base_rank != 0:
+        return None
+    try:
+        return tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
+            "localhost", topology.master_port, is_master=True, wait_for_workers=False
+        )
+    except tdist.DistError as error:
+        source = topology.sources["master_port"]
+        raise ValueError(
+            f"master_port={topology.master_port} (from {source}) cannot be listened on: {error}. Give another "
+            "--master_port, the same on every node."
+        ) from error
 
 
 class Launch:
@@ -58,28 +84,28 @@ class Launch:
         self._options = options
         self._failed = False
         self._signal: signal.Signals | None = None
-        self._signals = [signal.Signals[name.strip()] for name in options.signals_to_handle.split(",")]
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._handlers = _handlers(options.signals_to_handle)
         self._workers: Workers | None = None
         self._logs = Logs(options, run_id, os.environ)
         self._guardian = Guardian(uuid.uuid4().hex)
 
     def __enter__(self) -> "Launch":
-        self._handlers = {signum: signal.getsignal(signum) for signum in self._signals}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for signum in self._handlers:
-            signal.signal(signum, signal.SIG_IGN)  # what is left to do is short, and must be done
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        self._ignore_signals()  # what is left to do is short, and must be done
+        is_signal = isinstance(error, SignalException)  # one more, while an earlier one was being followed
         try:
-            self._close(failed=error is not None)
+            self._close(failed=error is not None and not is_signal)
         finally:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
+        return is_signal
 
     def fail(self) -> None:
-        """End with a failure that is no rank's."""
+        """End all ranks for a failure that is none of theirs."""
         self._failed = True
+        self.end()
 
     @property
     def is_done(self) -> bool:
@@ -97,11 +123,17 @@ class Launch:
         commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
         if self._workers is not None:
             self._workers.close()
-        with _environment("TORCHELASTIC_SIGNALS_TO_HANDLE", self._options.signals_to_handle):
+        names = ",".join(signum.name for signum in self._handlers)
+        with _environment("TORCHELASTIC_SIGNALS_TO_HANDLE", names):
             self._workers = Workers(commands, envs, self._options, self._logs, self._guardian)
         for local_rank, pid in self._workers.pids.items():
             _log.info("Rank %s is PID %s: %s", envs[local_rank]["RANK"], pid, " ".join(commands[local_rank]))
         return self._workers.pids
+
+    def wait(self) -> None:
+        """Wait until all ranks have ended or one has failed."""
+        while not self.has_failed() and not self.is_done:
+            continue  # has_failed waits
 
     def has_failed(self) -> bool:
         """Wait until something may have happened, and say whether a rank has failed."""
@@ -120,15 +152,21 @@ class Launch:
             return
         for ending in workers.failures() if signum is None else ():
             say = _say if is_on_console(ending) else _log.error  # as in _report
-            say(f"Rank {ending.rank} crashed with exit code {ending.status}.")
+            what = f"crashed with exit code {ending.status}" if ending.has_exited else ending.what
+            say(f"Rank {ending.rank} {what}.")
         try:
             if not workers.are_done:
                 self._ask_to_end(workers, signum)
         except SignalException:
+            self._ignore_signals()
             _say("Killing the training processes.")
             workers.kill()
         finally:
             self._logs.stop_copies()
+
+    def _ignore_signals(self) -> None:
+        for signum in self._handlers:
+            signal.signal(signum, signal.SIG_IGN)
 
     def _ask_to_end(self, workers: Workers, signum: signal.Signals | None) -> None:
         """Send the ranks a signal, and wait."""
@@ -164,6 +202,18 @@ class Launch:
             _report(failures, sorted(ranks - {ending.rank for ending in failures}), folder)
         elif folder is not None:
             _log.log(logging.WARNING if self.status else logging.INFO, "The logs are in %s", folder)
+
+
+def _handlers(names: str) -> dict[signal.Signals, Any]:
+    """Return the handlers of now of those signals that this process is to handle.
+
+    What it was started to ignore, as nohup and shells do for processes in the background, it goes on to ignore.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}  # Python lets no other thread set handlers
+    handlers = {signal.Signals[name.strip()]: signal.SIG_DFL for name in names.split(",")}
+    handlers = {signum: signal.getsignal(signum) or default for signum, default in handlers.items()}
+    return {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
 
 
 def _report(failures: Sequence[Ending], others: Sequence[int], folder: str | None) -> None:

@@ -21,7 +21,7 @@ __all__ = ["Ending", "Workers"]
 
 _log = logging.getLogger("composer_dist.launch")
 
-_LINGER_S = 2.0  # how long a rank that has raised may take to end, with its exit handlers
+_LINGER_S = 4.0  # how long a rank that has raised may take to end, with its exit handlers
 _LOOK_AT_STATES_S = 1.0
 _KILL_TIMEOUT_S = 2.0
 
@@ -39,7 +39,10 @@ class Ending:
     """When it failed, in seconds since 1970: the exception's time where the rank told it."""
     by_itself: bool
     """Whether it failed before the launcher asked any rank to end."""
+    has_exited: bool
+    """Whether it ended by itself too; else it raised or was suspended, and had to be ended."""
     what: str
+    """The same in words, after `rank N`."""
     error: Mapping[str, Any] | None
     stdout: str
     stderr: str
@@ -192,26 +195,29 @@ class Workers:
         return error if isinstance(error, dict) and "exception_type" in error else None
 
     def _ending(self, local_rank: int) -> Ending:
-        """Return how a rank ended, once all of them have."""
+        """Return how a rank ended, or why it is about to."""
         env, error = self._envs[local_rank], self._error(local_rank)
-        code, ended = self._exits.get(local_rank, (-signal.SIGKILL, time.time()))  # not to be reaped: stuck in a driver
-        stopped_s = self._stopped.too_long.get(local_rank)
-        failed = ended if error is None else float(error["timestamp"])
-        by_itself = (code != 0 or stopped_s is not None) and (self._stop_time is None or failed <= self._stop_time)
-        if stopped_s is not None:
-            failed, by_itself, code = self._stop_time or ended, True, -signal.SIGSTOP
-            what = f"was suspended by SIGSTOP for {stopped_s:.0f} s"
-        elif by_itself and code < 0 and ended > (self._stop_time or ended):
-            code, what = 1, "raised, did not end, and was killed"
+        stop_time = self._stop_time or time.time()
+        code, failed = self._exits.get(local_rank, (None, time.time()))
+        was_stopped = code is None or (code < 0 and failed > stop_time)
+        suspended_s = self._stopped.too_long.get(local_rank)
+        if suspended_s is not None:
+            code, failed, what = -signal.SIGSTOP, stop_time, f"was suspended by SIGSTOP for {suspended_s:.0f} s"
+        elif error is not None and was_stopped:
+            code, what = 1, "raised, but did not end"
         else:
+            code = -signal.SIGKILL if code is None else code  # one that SIGKILL did not end is stuck in a driver
             what = _describe(code)
+        if error is not None and suspended_s is None:
+            failed = float(error["timestamp"])
         return Ending(
             rank=int(env["RANK"]),
             local_rank=local_rank,
             pid=self.pids[local_rank],
             exit_code=code,
             time=failed,
-            by_itself=by_itself,
+            by_itself=code != 0 and failed <= stop_time,
+            has_exited=not was_stopped,
             what=what,
             error=error,
             stdout=self._context.stdouts[local_rank],

@@ -1,0 +1,16 @@
+"""Whether somebody is watching in a notebook."""
+
+import sys
+from typing import Any
+
+__all__ = ["is_notebook"]
+
+
+def is_notebook() -> bool:
+    """Answer whether this process is the kernel of a notebook, such as Jupyter's or Colab's.
+
+    An IPython in a terminal is none.
+    """
+    ipython: Any = sys.modules.get("IPython")  # a kernel has imported it
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
