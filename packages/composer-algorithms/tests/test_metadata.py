@@ -7,12 +7,14 @@ from composer_algorithms import functional
 from composer_events import Algorithm
 
 METHODS = composer_algorithms.all_metadata()
+# A method's second function, and older spellings.
+OTHER_FUNCTIONS = {"apply_agc", "cutmix", "selective_backprop", "should_selective_backprop"}
 
 
 @pytest.mark.parametrize("metadata", METHODS.values(), ids=METHODS.keys())
 def test_class_and_function_exist_and_the_texts_are_there(metadata):
     assert issubclass(getattr(composer_algorithms, metadata.class_name), Algorithm)
-    assert callable(getattr(functional, metadata.functional))
+    assert not metadata.functional or callable(getattr(functional, metadata.functional))
     assert metadata.domains
     assert set(metadata.domains) <= {"cv", "nlp"}
     for text in (metadata.name, metadata.tldr, metadata.attribution, metadata.summary, metadata.use):
@@ -22,7 +24,8 @@ def test_class_and_function_exist_and_the_texts_are_there(metadata):
 def test_every_algorithm_and_every_function_has_a_row():
     classes = {name for name in composer_algorithms.__all__ if _is_algorithm(getattr(composer_algorithms, name))}
     assert classes == {metadata.class_name for metadata in METHODS.values()}
-    assert set(functional.__all__) == {metadata.functional for metadata in METHODS.values() if metadata.functional}
+    functions = {metadata.functional for metadata in METHODS.values() if metadata.functional}
+    assert set(functional.__all__) - OTHER_FUNCTIONS == functions
 
 
 def _is_algorithm(value):

@@ -450,3 +450,55 @@ def test_mixup_as_composers_welcome_tour_writes_it_trains(make_loop):
     losses = []
     make_loop([TourMixUp()], max_duration="8ep").fit()
     assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def cut(batch, size):
+    return list(zip(*[part.split(size) for part in batch], strict=True))
+
+
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_drawn_once_per_batch_training_does_not_depend_on_how_batches_are_cut(
+    make_loop, make_model, interpolate_loss, size
+):
+    uncut = make_loop([MixUp(1.0, interpolate_loss)], model=make_model(norm=False)).fit()
+    mixup = MixUp(1.0, interpolate_loss, draw_per="batch")
+    pieces = make_loop([mixup], model=make_model(norm=False), microbatch_size=size).fit()
+    # Twelve steps whose gradients are summed in another order, in float32.
+    torch.testing.assert_close(pieces.model.state_dict(), uncut.model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_drawn_once_per_batch_an_attempt_that_starts_again_gets_the_same_targets(state):
+    algorithm = MixUp(alpha=1.0, draw_per="batch")
+    algorithm.apply(Event.BATCH_START, state, None)
+    whole, seen = state.batch, []
+    for size in (4, 2):  # as when the device ran out of memory with the larger microbatch
+        algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)
+        taken = []
+        for state.batch in cut(whole, size):
+            algorithm.apply(Event.BEFORE_FORWARD, state, None)
+            taken.append(algorithm.permuted_target)
+        seen.append(torch.cat(taken))
+    assert torch.equal(*seen)
+    assert torch.equal(seen[0], whole[1][algorithm.indices])
+
+
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+def test_drawn_once_per_batch_training_resumes_with_the_same_weights(make_loop, make_saver, interpolate_loss):
+    def mixup():
+        return MixUp(alpha=1.0, interpolate_loss=interpolate_loss, draw_per="batch")
+
+    saver = make_saver("5ba")
+    whole = make_loop([mixup()], [saver], microbatch_size=3).fit()
+    resumed = make_loop([mixup()], microbatch_size=3).resume_from(saver.checkpoints[0]).fit()
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+def test_drawn_once_per_batch_a_loop_without_batch_start_is_refused(state):
+    with pytest.raises(RuntimeError, match=r"microbatches up to now have 4 examples, and the batch .* had 0"):
+        MixUp(draw_per="batch").apply(Event.BEFORE_FORWARD, state, None)
+
+
+def test_drawing_per_anything_else_is_refused():
+    with pytest.raises(ValueError, match="draw_per='epoch' is neither"):
+        MixUp(draw_per="epoch")

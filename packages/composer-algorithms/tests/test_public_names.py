@@ -6,23 +6,74 @@ import sys
 import pytest
 
 import composer_algorithms
-from composer_algorithms import ema, functional, label_smoothing, mixup
+from composer_algorithms import (
+    augmentation,
+    augmix,
+    colout,
+    cutmix,
+    cutout,
+    dataset_transforms,
+    ema,
+    functional,
+    gradient_clipping,
+    label_smoothing,
+    layer_freezing,
+    mixup,
+    progressive_resizing,
+    randaugment,
+    sam,
+    selective_backprop,
+    seq_length_warmup,
+    swa,
+)
+
+OF_THE_PACKAGE = (
+    "AGC AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut ColOutTransform CutMix CutOut CutOutTransform EMA "
+    "GhostBatchNorm GradientClipping LabelSmoothing LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata "
+    "MixUp NoOpModel ProgressiveResizing RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop "
+    "SeqLengthWarmup SqueezeExcite StochasticDepth WeightStandardization add_vision_dataset_transform all_metadata "
+    "__version__"
+)
+FUNCTIONS = (
+    "apply_agc apply_blurpool apply_channels_last apply_ghost_batchnorm apply_gradient_clipping "
+    "apply_low_precision_groupnorm apply_low_precision_layernorm apply_squeeze_excite apply_stochastic_depth "
+    "apply_weight_standardization augmix_image colout_batch compute_ema cutmix cutmix_batch cutout_batch freeze_layers "
+    "mixup_batch randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
+    "should_selective_backprop smooth_labels"
+)
 
 
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (composer_algorithms, {"EMA", "LabelSmoothing", "MixUp", "Metadata", "all_metadata", "__version__"}),
-        (functional, {"compute_ema", "mixup_batch", "smooth_labels"}),
-        (ema, {"EMA", "EMAParameters", "compute_ema", "get_model_context_manager", "METADATA"}),
-        (label_smoothing, {"LabelSmoothing", "smooth_labels", "METADATA"}),
-        (mixup, {"MixUp", "mixup_batch", "METADATA"}),
+        (composer_algorithms, OF_THE_PACKAGE),
+        (functional, FUNCTIONS),
+        (augmentation, "AugmentationFunction augmentation_sets image_as_type map_pillow_function"),
+        (augmix, "AugMix AugmentAndMixTransform augmix_image METADATA"),
+        (colout, "ColOut ColOutTransform colout_batch METADATA"),
+        (cutmix, "CutMix cutmix cutmix_batch METADATA"),
+        (cutout, "CutOut CutOutTransform cutout_batch METADATA"),
+        (dataset_transforms, "TransformedDatasets add_vision_dataset_transform"),
+        (ema, "EMA EMAParameters compute_ema get_model_context_manager METADATA"),
+        (gradient_clipping, "AGC GradientClipping apply_agc apply_gradient_clipping METADATA"),
+        (label_smoothing, "LabelSmoothing smooth_labels METADATA"),
+        (layer_freezing, "LayerFreezing freeze_layers METADATA"),
+        (mixup, "MixUp mixup_batch METADATA"),
+        (progressive_resizing, "ProgressiveResizing resize_batch METADATA"),
+        (randaugment, "RandAugment RandAugmentTransform randaugment_image METADATA"),
+        (sam, "SAM SAMOptimizer METADATA"),
+        (
+            selective_backprop,
+            "SelectiveBackprop select_using_loss selective_backprop should_selective_backprop METADATA",
+        ),
+        (seq_length_warmup, "SeqLengthWarmup set_batch_sequence_length METADATA"),
+        (swa, "SWA METADATA"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_public_names_are_these(module, names):
-    assert set(module.__all__) == names
-    assert all(hasattr(module, name) for name in names)
+    assert set(module.__all__) == set(names.split())
+    assert all(hasattr(module, name) for name in module.__all__)
     assert set(module.__all__) <= set(dir(module))
 
 

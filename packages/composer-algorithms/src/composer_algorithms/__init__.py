@@ -8,21 +8,85 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from composer_algorithms.alibi import Alibi as Alibi
+    from composer_algorithms.augmix import AugmentAndMixTransform as AugmentAndMixTransform
+    from composer_algorithms.augmix import AugMix as AugMix
+    from composer_algorithms.blurpool import BlurPool as BlurPool
+    from composer_algorithms.channels_last import ChannelsLast as ChannelsLast
+    from composer_algorithms.colout import ColOut as ColOut
+    from composer_algorithms.colout import ColOutTransform as ColOutTransform
+    from composer_algorithms.cutmix import CutMix as CutMix
+    from composer_algorithms.cutout import CutOut as CutOut
+    from composer_algorithms.cutout import CutOutTransform as CutOutTransform
+    from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
     from composer_algorithms.ema import EMA as EMA
+    from composer_algorithms.factorize import Factorize as Factorize
+    from composer_algorithms.gated_linear_units import GatedLinearUnits as GatedLinearUnits
+    from composer_algorithms.ghost_batchnorm import GhostBatchNorm as GhostBatchNorm
+    from composer_algorithms.gradient_clipping import AGC as AGC
+    from composer_algorithms.gradient_clipping import GradientClipping as GradientClipping
+    from composer_algorithms.gyro_dropout import GyroDropout as GyroDropout
     from composer_algorithms.label_smoothing import LabelSmoothing as LabelSmoothing
+    from composer_algorithms.layer_freezing import LayerFreezing as LayerFreezing
+    from composer_algorithms.low_precision_groupnorm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
+    from composer_algorithms.low_precision_layernorm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
     from composer_algorithms.metadata import Metadata as Metadata
     from composer_algorithms.metadata import all_metadata as all_metadata
     from composer_algorithms.mixup import MixUp as MixUp
+    from composer_algorithms.no_op_model import NoOpModel as NoOpModel
+    from composer_algorithms.progressive_resizing import ProgressiveResizing as ProgressiveResizing
+    from composer_algorithms.randaugment import RandAugment as RandAugment
+    from composer_algorithms.randaugment import RandAugmentTransform as RandAugmentTransform
+    from composer_algorithms.sam import SAM as SAM
+    from composer_algorithms.sam import SAMOptimizer as SAMOptimizer
+    from composer_algorithms.selective_backprop import SelectiveBackprop as SelectiveBackprop
+    from composer_algorithms.seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
+    from composer_algorithms.squeeze_excite import SqueezeExcite as SqueezeExcite
+    from composer_algorithms.stochastic_depth import StochasticDepth as StochasticDepth
+    from composer_algorithms.swa import SWA as SWA
+    from composer_algorithms.weight_standardization import WeightStandardization as WeightStandardization
 
     __version__: str
 
 # The methods need torch, so each loads on first use.
 _HOME = {
-    "EMA": "ema",
-    "LabelSmoothing": "label_smoothing",
-    "MixUp": "mixup",
-    "Metadata": "metadata",
+    "add_vision_dataset_transform": "dataset_transforms",
+    "AGC": "gradient_clipping",
+    "Alibi": "alibi",
     "all_metadata": "metadata",
+    "AugmentAndMixTransform": "augmix",
+    "AugMix": "augmix",
+    "BlurPool": "blurpool",
+    "ChannelsLast": "channels_last",
+    "ColOut": "colout",
+    "ColOutTransform": "colout",
+    "CutMix": "cutmix",
+    "CutOut": "cutout",
+    "CutOutTransform": "cutout",
+    "EMA": "ema",
+    "Factorize": "factorize",
+    "GatedLinearUnits": "gated_linear_units",
+    "GhostBatchNorm": "ghost_batchnorm",
+    "GradientClipping": "gradient_clipping",
+    "GyroDropout": "gyro_dropout",
+    "LabelSmoothing": "label_smoothing",
+    "LayerFreezing": "layer_freezing",
+    "LowPrecisionGroupNorm": "low_precision_groupnorm",
+    "LowPrecisionLayerNorm": "low_precision_layernorm",
+    "Metadata": "metadata",
+    "MixUp": "mixup",
+    "NoOpModel": "no_op_model",
+    "ProgressiveResizing": "progressive_resizing",
+    "RandAugment": "randaugment",
+    "RandAugmentTransform": "randaugment",
+    "SAM": "sam",
+    "SAMOptimizer": "sam",
+    "SelectiveBackprop": "selective_backprop",
+    "SeqLengthWarmup": "seq_length_warmup",
+    "SqueezeExcite": "squeeze_excite",
+    "StochasticDepth": "stochastic_depth",
+    "SWA": "swa",
+    "WeightStandardization": "weight_standardization",
 }
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]  # the names are those of the TYPE_CHECKING block above

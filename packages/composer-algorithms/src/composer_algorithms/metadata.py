@@ -5,7 +5,36 @@ from importlib import import_module
 
 __all__ = ["Metadata", "all_metadata"]
 
-_METHODS = ("ema", "label_smoothing", "mixup")
+_METHODS = (
+    "alibi",
+    "augmix",
+    "blurpool",
+    "channels_last",
+    "colout",
+    "cutmix",
+    "cutout",
+    "ema",
+    "factorize",
+    "gated_linear_units",
+    "ghost_batchnorm",
+    "gradient_clipping",
+    "gyro_dropout",
+    "label_smoothing",
+    "layer_freezing",
+    "low_precision_groupnorm",
+    "low_precision_layernorm",
+    "mixup",
+    "no_op_model",
+    "progressive_resizing",
+    "randaugment",
+    "sam",
+    "selective_backprop",
+    "seq_length_warmup",
+    "squeeze_excite",
+    "stochastic_depth",
+    "swa",
+    "weight_standardization",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

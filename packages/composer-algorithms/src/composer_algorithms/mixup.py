@@ -2,7 +2,7 @@
 
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -106,10 +106,14 @@ def mixup_batch(
 
 
 class MixUp(ResumableDraws, Algorithm):
-    """Train each microbatch on blends of its examples.
+    """Train each microbatch, or each batch, on blends of its examples.
 
     On `BEFORE_FORWARD` the inputs in `state.batch` become blends; permutation and weight are drawn anew for each
-    microbatch. Then one of two, which are the same for losses that are linear in the target, as cross entropy is:
+    microbatch. With `draw_per="batch"` that happens on `BATCH_START`, once for the whole batch, so that training does
+    not depend on how the batch is cut; metrics of training then see the blends. On `BEFORE_FORWARD` each microbatch
+    gets its part of the targets, in the batch's order, from the beginning after every `BEFORE_TRAIN_BATCH`.
+
+    Then one of two, which are the same for losses that are linear in the target, as cross entropy is:
 
     - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become blends with one value for each class, and on
       `AFTER_LOSS` they are restored. The loss must accept such targets.
@@ -125,13 +129,14 @@ class MixUp(ResumableDraws, Algorithm):
         interpolate_loss: Blend the losses instead of the targets.
         input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
         target_key: Where it holds the targets.
+        draw_per: `'microbatch'` or `'batch'`. What is cut from a batch has to keep its order with `'batch'`.
 
     Raises:
-        ValueError: If `alpha` is negative.
+        ValueError: If `alpha` is negative or `draw_per` is neither.
 
     Example:
         >>> MixUp(alpha=0.1)
-        MixUp(alpha=0.1, interpolate_loss=False, input_key=0, target_key=1)
+        MixUp(alpha=0.1, interpolate_loss=False, input_key=0, target_key=1, draw_per='microbatch')
 
     Reference:
         Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018, arXiv:1710.09412. The paper does not fold
@@ -140,27 +145,47 @@ class MixUp(ResumableDraws, Algorithm):
 
     @accept_legacy_arguments("MixUp", ignored=("num_classes",))
     def __init__(
-        self, alpha: float = 0.2, interpolate_loss: bool = False, input_key: Any = 0, target_key: Any = 1
+        self,
+        alpha: float = 0.2,
+        interpolate_loss: bool = False,
+        input_key: Any = 0,
+        target_key: Any = 1,
+        *,
+        draw_per: Literal["microbatch", "batch"] = "microbatch",
     ) -> None:
         _check_alpha(alpha)
+        if draw_per not in ("microbatch", "batch"):
+            raise ValueError(f"draw_per={draw_per!r} is neither 'microbatch' nor 'batch': pass one of them.")
         self.alpha = alpha
         self.interpolate_loss = interpolate_loss
         self.input_key = input_key
         self.target_key = target_key
+        self.draw_per = draw_per
         self.mixing = 0.0
         self.indices = torch.empty(0, dtype=torch.long)
         self.permuted_target = torch.empty(0)
         self._original_target: Tensor | None = None
+        self._batch_targets = torch.empty(0)  # the permuted ones of a whole batch
+        self._num_taken = 0  # how many of them microbatches have got
 
     def match(self, event: Event, state: "State") -> bool:
         """Answer whether the event is one of those where inputs, targets or the loss change."""
+        if self.draw_per == "batch" and event in (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH):
+            return True
         if self.interpolate_loss:
             return event in (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD)
         return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Blend what belongs to the event."""
-        if event == Event.BEFORE_FORWARD:
+        if event == Event.BATCH_START:
+            self._blend_inputs(state)
+            self._batch_targets, self._num_taken = self.permuted_target, 0
+        elif event == Event.BEFORE_TRAIN_BATCH:
+            self._num_taken = 0
+        elif event == Event.BEFORE_FORWARD and self.draw_per == "batch":
+            self._take_targets(state)
+        elif event == Event.BEFORE_FORWARD:
             self._blend_inputs(state)
         elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
             self._blend_targets(state)
@@ -173,7 +198,7 @@ class MixUp(ResumableDraws, Algorithm):
     def __repr__(self) -> str:
         return (
             f"MixUp(alpha={self.alpha!r}, interpolate_loss={self.interpolate_loss!r}, input_key={self.input_key!r}, "
-            f"target_key={self.target_key!r})"
+            f"target_key={self.target_key!r}, draw_per={self.draw_per!r})"
         )
 
     def _blend_inputs(self, state: "State") -> None:
@@ -185,6 +210,20 @@ class MixUp(ResumableDraws, Algorithm):
             input, target, alpha=self.alpha, indices=self.indices, generator=generator
         )
         state.batch_set_item(self.input_key, mixed)
+
+    def _take_targets(self, state: "State") -> None:
+        """Take the microbatch's part of the permuted targets."""
+        target = batch_tensor(state, self.target_key, "target_key")
+        end = self._num_taken + len(target)
+        if end > len(self._batch_targets):
+            raise RuntimeError(
+                f"draw_per='batch': microbatches up to now have {end} examples, and the batch of the last BATCH_START "
+                f"had {len(self._batch_targets)}. Let the loop run BATCH_START with the whole batch in state.batch "
+                f"before it cuts it, or use draw_per='microbatch'."
+            )
+        part = self._batch_targets[self._num_taken : end]
+        self.permuted_target = part.to(target.device, non_blocking=True)
+        self._num_taken = end
 
     def _blend_targets(self, state: "State") -> None:
         outputs = require_tensor(state.outputs, "the model's output")

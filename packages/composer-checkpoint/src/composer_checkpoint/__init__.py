@@ -1,1 +1,199 @@
-"""How training state is saved, moved and restored."""
+"""How training state is saved, moved and restored.
+
+- `files`: one file, `.pt` or `.safetensors` or packed, safe to open and verified. `inspection`: what is in it.
+- `verify`: whether a checkpoint, a file or a folder, is what was written.
+- `sharded`: a folder that several ranks write together. `async_save`: while training goes on.
+- `commit`, `pointers`, `lock`: a file or folder that is there whole or not at all, and who may write.
+- `discover`, `retention`, `conflicts`, `names`: which checkpoint is the newest, which may go, what they are called.
+- `stores`, `uris`, `upload`, `transfer`: object stores.
+- `manifest`, `hashing`, `unpickler`, `errors`: what the others stand on.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# At once, and not on first use: the module has the name of its function, and whatever loads it would hide that.
+from composer_checkpoint.verify import verify
+
+if TYPE_CHECKING:
+    from composer_checkpoint.archives import KNOWN_COMPRESSORS as KNOWN_COMPRESSORS
+    from composer_checkpoint.archives import CompressorNotFound as CompressorNotFound
+    from composer_checkpoint.archives import check_compressor as check_compressor
+    from composer_checkpoint.async_save import AsyncSaver as AsyncSaver
+    from composer_checkpoint.commit import remove_leftovers as remove_leftovers
+    from composer_checkpoint.commit import replace_pointer as replace_pointer
+    from composer_checkpoint.commit import write_atomically as write_atomically
+    from composer_checkpoint.conflicts import (
+        ensure_folder_has_no_conflicting_files as ensure_folder_has_no_conflicting_files,
+    )
+    from composer_checkpoint.conflicts import ensure_folder_is_empty as ensure_folder_is_empty
+    from composer_checkpoint.conflicts import find_conflicts as find_conflicts
+    from composer_checkpoint.discover import Found as Found
+    from composer_checkpoint.discover import Skipped as Skipped
+    from composer_checkpoint.discover import find_newest as find_newest
+    from composer_checkpoint.errors import CheckpointConflictError as CheckpointConflictError
+    from composer_checkpoint.errors import CheckpointError as CheckpointError
+    from composer_checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
+    from composer_checkpoint.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
+    from composer_checkpoint.errors import NoCheckpointError as NoCheckpointError
+    from composer_checkpoint.errors import StorageError as StorageError
+    from composer_checkpoint.errors import UnsafeCheckpointError as UnsafeCheckpointError
+    from composer_checkpoint.files import load_file as load_file
+    from composer_checkpoint.files import read_manifest as read_manifest
+    from composer_checkpoint.files import safe_torch_load as safe_torch_load
+    from composer_checkpoint.files import save_file as save_file
+    from composer_checkpoint.files import verify_file as verify_file
+    from composer_checkpoint.hashing import HASH_NAME as HASH_NAME
+    from composer_checkpoint.hashing import hash_bytes as hash_bytes
+    from composer_checkpoint.hashing import hash_file as hash_file
+    from composer_checkpoint.hashing import hash_tensor as hash_tensor
+    from composer_checkpoint.hashing import hash_tensors as hash_tensors
+    from composer_checkpoint.inspection import FileDescription as FileDescription
+    from composer_checkpoint.inspection import TensorDescription as TensorDescription
+    from composer_checkpoint.inspection import inspect_file as inspect_file
+    from composer_checkpoint.lock import FolderInUseError as FolderInUseError
+    from composer_checkpoint.lock import FolderLock as FolderLock
+    from composer_checkpoint.manifest import FORMAT_VERSION as FORMAT_VERSION
+    from composer_checkpoint.manifest import MANIFEST_NAME as MANIFEST_NAME
+    from composer_checkpoint.manifest import FileEntry as FileEntry
+    from composer_checkpoint.manifest import Manifest as Manifest
+    from composer_checkpoint.manifest import TensorEntry as TensorEntry
+    from composer_checkpoint.names import PartialFilePath as PartialFilePath
+    from composer_checkpoint.names import check_filename as check_filename
+    from composer_checkpoint.pointers import read_pointer as read_pointer
+    from composer_checkpoint.retention import RetentionPolicy as RetentionPolicy
+    from composer_checkpoint.retention import SavedCheckpoint as SavedCheckpoint
+    from composer_checkpoint.retention import choose_to_delete as choose_to_delete
+    from composer_checkpoint.sharded import load_sharded as load_sharded
+    from composer_checkpoint.sharded import save_sharded as save_sharded
+    from composer_checkpoint.sharded import verify_folder as verify_folder
+    from composer_checkpoint.unpickler import safe_unpickle as safe_unpickle
+    from composer_checkpoint.upload import RemoteUploader as RemoteUploader
+
+_HOME = {
+    "save_file": "composer_checkpoint.files",
+    "load_file": "composer_checkpoint.files",
+    "read_manifest": "composer_checkpoint.files",
+    "verify_file": "composer_checkpoint.files",
+    "safe_torch_load": "composer_checkpoint.files",
+    "FileDescription": "composer_checkpoint.inspection",
+    "TensorDescription": "composer_checkpoint.inspection",
+    "inspect_file": "composer_checkpoint.inspection",
+    "FORMAT_VERSION": "composer_checkpoint.manifest",
+    "MANIFEST_NAME": "composer_checkpoint.manifest",
+    "FileEntry": "composer_checkpoint.manifest",
+    "Manifest": "composer_checkpoint.manifest",
+    "TensorEntry": "composer_checkpoint.manifest",
+    "HASH_NAME": "composer_checkpoint.hashing",
+    "hash_bytes": "composer_checkpoint.hashing",
+    "hash_file": "composer_checkpoint.hashing",
+    "hash_tensor": "composer_checkpoint.hashing",
+    "hash_tensors": "composer_checkpoint.hashing",
+    "safe_unpickle": "composer_checkpoint.unpickler",
+    "KNOWN_COMPRESSORS": "composer_checkpoint.archives",
+    "CompressorNotFound": "composer_checkpoint.archives",
+    "check_compressor": "composer_checkpoint.archives",
+    "CheckpointError": "composer_checkpoint.errors",
+    "CorruptCheckpointError": "composer_checkpoint.errors",
+    "UnsafeCheckpointError": "composer_checkpoint.errors",
+    "IncompatibleCheckpointError": "composer_checkpoint.errors",
+    "StorageError": "composer_checkpoint.errors",
+    "NoCheckpointError": "composer_checkpoint.errors",
+    "CheckpointConflictError": "composer_checkpoint.errors",
+    "write_atomically": "composer_checkpoint.commit",
+    "replace_pointer": "composer_checkpoint.commit",
+    "remove_leftovers": "composer_checkpoint.commit",
+    "read_pointer": "composer_checkpoint.pointers",
+    "Found": "composer_checkpoint.discover",
+    "Skipped": "composer_checkpoint.discover",
+    "find_newest": "composer_checkpoint.discover",
+    "RetentionPolicy": "composer_checkpoint.retention",
+    "SavedCheckpoint": "composer_checkpoint.retention",
+    "choose_to_delete": "composer_checkpoint.retention",
+    "ensure_folder_has_no_conflicting_files": "composer_checkpoint.conflicts",
+    "ensure_folder_is_empty": "composer_checkpoint.conflicts",
+    "find_conflicts": "composer_checkpoint.conflicts",
+    "FolderInUseError": "composer_checkpoint.lock",
+    "FolderLock": "composer_checkpoint.lock",
+    "PartialFilePath": "composer_checkpoint.names",
+    "check_filename": "composer_checkpoint.names",
+    "RemoteUploader": "composer_checkpoint.upload",
+    "save_sharded": "composer_checkpoint.sharded",
+    "load_sharded": "composer_checkpoint.sharded",
+    "verify_folder": "composer_checkpoint.sharded",
+    "AsyncSaver": "composer_checkpoint.async_save",
+}
+__all__ = [
+    "save_file",
+    "load_file",
+    "read_manifest",
+    "verify_file",
+    "safe_torch_load",
+    "verify",
+    "FileDescription",
+    "TensorDescription",
+    "inspect_file",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "FileEntry",
+    "Manifest",
+    "TensorEntry",
+    "HASH_NAME",
+    "hash_bytes",
+    "hash_file",
+    "hash_tensor",
+    "hash_tensors",
+    "safe_unpickle",
+    "KNOWN_COMPRESSORS",
+    "CompressorNotFound",
+    "check_compressor",
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "UnsafeCheckpointError",
+    "IncompatibleCheckpointError",
+    "StorageError",
+    "NoCheckpointError",
+    "CheckpointConflictError",
+    "write_atomically",
+    "replace_pointer",
+    "remove_leftovers",
+    "read_pointer",
+    "Found",
+    "Skipped",
+    "find_newest",
+    "RetentionPolicy",
+    "SavedCheckpoint",
+    "choose_to_delete",
+    "ensure_folder_has_no_conflicting_files",
+    "ensure_folder_is_empty",
+    "find_conflicts",
+    "FolderInUseError",
+    "FolderLock",
+    "PartialFilePath",
+    "check_filename",
+    "RemoteUploader",
+    "save_sharded",
+    "load_sharded",
+    "verify_folder",
+    "AsyncSaver",
+    "__version__",
+]
+
+__version__: str
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # reading the metadata costs more than all the rest of this file
+
+        value: object = version("composer-checkpoint")
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -43,6 +43,7 @@ PLACES = [
     ("NODE_RANK=0 BASE_RANK=0", "-n 2", (2, 2, 0, 0, HERE)),
     ("NODE_RANK=1", f"-n 2 --world_size 4 --node_rank 0 {MEET}", (2, 4, 0, 0, "h")),
     ("LOCAL_WORLD_SIZE= WORLD_SIZE=", "-n 2", (2, 2, 0, 0, HERE)),
+    ("COMPOSER_LAUNCH_ID=x LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h", "", (1, 1, 0, 0, HERE)),
 ]
 
 REFUSED = [

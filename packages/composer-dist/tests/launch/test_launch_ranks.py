@@ -46,6 +46,16 @@ def test_every_rank_has_its_variables_and_arguments(launch, script, tmp_path, en
         assert variables["COMPOSER_ERROR_FILE"] == variables["TORCHELASTIC_ERROR_FILE"]
 
 
+def test_the_meeting_point_is_open_before_any_rank_starts(launch, script):
+    call = script(
+        """
+        import socket
+        socket.create_connection((os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])), timeout=1).close()
+        """
+    )
+    assert launch("-n", 2, call)[0] == 0
+
+
 def test_number_of_threads_is_the_users_if_set(launch, script, environ):
     environ["OMP_NUM_THREADS"] = "7"
     _, out, _ = launch("-n", 2, script("print(os.environ['OMP_NUM_THREADS'] if rank == '0' else '')"))

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from composer_dist.launch.args import Options
 from composer_dist.launch.topology import Topology
 
-__all__ = ["LAUNCH_ID", "child_command", "common_environment", "child_environments"]
+__all__ = ["child_command", "common_environment", "child_environments"]
 
 _log = logging.getLogger("composer_dist.launch")
-
-LAUNCH_ID = "COMPOSER_LAUNCH_ID"
-"""The variable by which the processes of a launch are found, wherever they went."""
 
 
 def child_environments(topology: Topology, options: Options, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["Guardian", "process_state", "sweep"]
+__all__ = ["LAUNCH_ID", "Guardian", "process_state", "sweep"]
 
-_VARIABLE = "COMPOSER_LAUNCH_ID"
+LAUNCH_ID = "COMPOSER_LAUNCH_ID"
+"""The variable by which the processes of a launch are found, wherever they went."""
 _SWEEP_S = 5.0
 
 
@@ -38,7 +39,7 @@ class Guardian:
             start_new_session=True,
             cwd="/",
             # Were this launch part of another one, that other's sweep would take the guardian with the launcher.
-            env={name: value for name, value in os.environ.items() if name != _VARIABLE},
+            env={name: value for name, value in os.environ.items() if name != LAUNCH_ID},
             text=True,
         )
 
@@ -104,7 +105,7 @@ def process_state(pid: int) -> str | None:
 
 def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
     """Yield the living processes of the groups and of the launch, other than this one."""
-    marker = f"{_VARIABLE}={launch_id}".encode()
+    marker = f"{LAUNCH_ID}={launch_id}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         fields = _stat(pid)

@@ -15,8 +15,8 @@ import torch.distributed as tdist
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from composer_dist.launch.args import FAILURE_TIMEOUT_S, SIGNAL_TIMEOUT_S, Options
-from composer_dist.launch.children import LAUNCH_ID, child_command, child_environments
-from composer_dist.launch.guardian import Guardian
+from composer_dist.launch.children import child_command, child_environments
+from composer_dist.launch.guardian import LAUNCH_ID, Guardian
 from composer_dist.launch.logs import Logs, new_run_id
 from composer_dist.launch.report import crash_report, is_on_console, root_cause
 from composer_dist.launch.topology import Topology

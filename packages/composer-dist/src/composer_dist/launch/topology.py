@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from composer_dist.launch.args import Options
 from composer_dist.launch.cluster import ClusterHints, Found, infer
+from composer_dist.launch.guardian import LAUNCH_ID
 from composer_dist.ports import get_free_tcp_port
 
 __all__ = ["Topology", "resolve", "resolve_nproc"]
 
 _SINGLE_NODE = "single node"
+_OF_LAUNCHERS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,10 @@ class _Inputs:
     """Where values are looked for. The cluster is asked only where the rest does not answer."""
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
-        self.options, self.environ = options, environ
+        # A rank that launches others begins a run of its own: its variables tell of the run that it is part of.
+        inherited = _OF_LAUNCHERS if environ.get(LAUNCH_ID) else ()
+        self.options = options
+        self.environ = {name: text for name, text in environ.items() if name not in inherited}
         self.hints: ClusterHints | None = infer(options.cluster, environ)
 
     def flag(self, name: str) -> Found[int] | None:

@@ -1,0 +1,178 @@
+"""How long saving and loading one checkpoint file takes, next to `torch.save` and `torch.load` of the same state.
+
+    .venv/bin/python benchmarks/checkpoint.py [--quick] [--folder FOLDER]
+
+The state is a model's weights and two moments for each, 480 MiB (`--quick`: 48 MiB). What is compared takes turns, so
+that a change in the machine's load meets all; a ratio is that of the medians. Saving ends when the disk has the file
+(`fsync`); ours has hashed it by then. Loading by torch maps the file and touches it: one byte of each page, or every
+byte. Ours maps it and has compared every hash. "cold" rows begin with the file out of the page cache.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_checkpoint import inspect_file, load_file, save_file
+
+WIDTH = 1024
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description="Time saving and loading one checkpoint file.")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the size, and three rounds")
+    parser.add_argument("--folder", help="where the files are written, and removed from")
+    options = parser.parse_args()
+    state = make_state(num_layers=4 if options.quick else 40)
+    rounds = 3 if options.quick else 9
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        print(f"{size_mib(state):.0f} MiB, medians of {rounds} rounds")
+        time_saving(state, Path(folder), rounds)
+        time_loading(state, Path(folder), rounds)
+        time_inspecting(Path(folder), rounds, num_mib=200 if options.quick else 2048)
+
+
+def make_state(num_layers: int) -> dict[str, Any]:
+    """Return weights and Adam's moments, in Composer's layout."""
+    model = {f"layers.{index}.weight": torch.randn(WIDTH, WIDTH) for index in range(num_layers)}
+    moments = {
+        name: {"step": torch.tensor(1.0), "exp_avg": torch.randn_like(weight), "exp_avg_sq": torch.rand_like(weight)}
+        for name, weight in model.items()
+    }
+    return {"state": {"model": model, "optimizers": {"AdamW": {"state": moments}}}}
+
+
+def time_saving(state: dict[str, Any], folder: Path, rounds: int) -> None:
+    """Time saving everything, and the weights alone."""
+    weights = state["state"]["model"]
+    times = take_turns(
+        rounds,
+        {
+            "torch.save, fsync": lambda: save_with_torch(state, folder / "torch.pt"),
+            "save_file .pt": lambda: save_file(state, folder / "ours.pt"),
+            "weights: torch.save, fsync": lambda: save_with_torch(weights, folder / "weights.pt"),
+            "weights: save_file .safetensors": lambda: save_file(weights, folder / "weights.safetensors"),
+        },
+        before=lambda: clear(folder),
+    )
+    report(times, "torch.save, fsync", ["save_file .pt"], size_mib(state))
+    report(times, "weights: torch.save, fsync", ["weights: save_file .safetensors"], size_mib(weights))
+
+
+def time_loading(state: dict[str, Any], folder: Path, rounds: int) -> None:
+    """Time loading, with the file in the page cache and out of it."""
+    theirs, ours, safetensors = folder / "torch.pt", folder / "ours.pt", folder / "ours.safetensors"
+    save_with_torch(state, theirs)
+    save_file(state, ours)
+    save_file(dict(enumerate_names(state)), safetensors)
+    actions: dict[str, Callable[[], Any]] = {
+        "torch.load, each page touched": lambda: touch_pages(load_with_torch(theirs)),
+        "torch.load, each byte read": lambda: read_all(load_with_torch(theirs)),
+        "load_file .pt": lambda: load_file(ours),
+        "load_file .pt, verify=False": lambda: load_file(ours, verify=False),
+        "load_file .safetensors": lambda: load_file(safetensors),
+    }
+    names = list(actions)
+    report(take_turns(rounds, actions), names[0], names[1:], size_mib(state))
+    cold = {f"cold: {name}": action for name, action in actions.items() if "verify" not in name}
+    names = list(cold)
+    times = take_turns(rounds, cold, before=lambda: [drop_from_cache(path) for path in (theirs, ours, safetensors)])
+    report(times, names[0], names[1:], size_mib(state))
+
+
+def time_inspecting(folder: Path, rounds: int, num_mib: int) -> None:
+    """Time the description of a file."""
+    clear(folder)
+    save_file({f"layers.{index}": torch.zeros(WIDTH, WIDTH) for index in range(num_mib // 4)}, folder / "large.pt")
+    times = take_turns(rounds, {"inspect_file": lambda: inspect_file(folder / "large.pt")})
+    print(f"{f'inspect_file of {num_mib} MiB':36}{1000 * statistics.median(times['inspect_file']):9.1f} ms")
+
+
+def take_turns(
+    rounds: int, actions: dict[str, Callable[[], Any]], before: Callable[[], Any] = gc.collect
+) -> dict[str, list[float]]:
+    """Return the seconds that each action took in each round but the first."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for round_ in range(rounds + 1):
+        for name, action in actions.items():
+            before()
+            start = time.perf_counter()
+            result = action()
+            seconds = time.perf_counter() - start
+            del result
+            if round_:
+                times[name].append(seconds)
+    return times
+
+
+def report(times: dict[str, list[float]], reference: str, others: list[str], mib: float) -> None:
+    """Print medians, throughput, and the ratio to the reference."""
+    base = statistics.median(times[reference])
+    for name in (reference, *others):
+        seconds = statistics.median(times[name])
+        print(f"{name:36}{1000 * seconds:9.1f} ms{mib / seconds:9.0f} MiB/s{seconds / base:8.2f}")
+
+
+def save_with_torch(state: Any, path: Path) -> None:
+    """Save, and wait until the disk has it."""
+    torch.save(state, path)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def load_with_torch(path: Path) -> Any:
+    """Map a file."""
+    return torch.load(path, mmap=True, weights_only=True)
+
+
+def touch_pages(state: Any) -> Any:
+    """Read one byte of each page."""
+    for _, tensor in enumerate_names(state):
+        tensor.view(-1).view(torch.uint8)[::4096].sum()
+    return state
+
+
+def read_all(state: Any) -> Any:
+    """Read every element."""
+    for _, tensor in enumerate_names(state):
+        tensor.sum()
+    return state
+
+
+def enumerate_names(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor with a name."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{key}", value
+        else:
+            yield from enumerate_names(value, f"{prefix}{key}/")
+
+
+def size_mib(state: Any) -> float:
+    """Return the size of all tensors."""
+    return sum(tensor.nbytes for _, tensor in enumerate_names(state)) / (1 << 20)
+
+
+def clear(folder: Path) -> None:
+    """Remove the files, and wait until the disk is idle."""
+    for path in folder.iterdir():
+        path.unlink()
+    os.sync()
+
+
+def drop_from_cache(path: Path) -> None:
+    """Forget the file's pages, so that the next read goes to the disk."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Parameter groups that follow a model whose modules were replaced."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composer_events.iter_helpers import ensure_tuple
+
+__all__ = ["Replacement", "follow_replacements", "rename_in_optimizer", "update_params_in_optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What one replacement did: where, which parameters there were before, and the module that is there now."""
+
+    path: str
+    old_params: Mapping[str, Tensor]
+    new: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One parameter group of one of several optimizers, both by their position."""
+
+    optimizer: int
+    group: int
+
+
+def update_params_in_optimizer(
+    old_params: Iterable[Tensor], new_params: Iterable[Tensor], optimizers: Optimizer | Sequence[Optimizer]
+) -> None:
+    """Exchange parameters in the group that holds them; the state of those that leave is dropped.
+
+    What is in both sets stays where it is. The group keeps its order, and what is added follows in the given order.
+
+    Args:
+        old_params: The parameters of what was replaced.
+        new_params: The parameters of what replaced it.
+        optimizers: One optimizer, or several of which one holds the old parameters. Changed in place.
+
+    Raises:
+        RuntimeError: If parameters are added and no single group is theirs: the optimizer has several groups, and the
+            old parameters are in none or in more than one of them. Also if the optimizer was built from
+            `named_parameters()`: use `replace_module_classes`, which knows the names.
+        NotImplementedError: If there are several optimizers and not exactly one of them holds the old parameters.
+
+    Example:
+        >>> import torch
+        >>> old, new = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
+        >>> update_params_in_optimizer(old.parameters(), new.parameters(), optimizer)
+        >>> optimizer.param_groups[0]["params"][0] is new.weight
+        True
+    """
+    opts: tuple[Optimizer, ...] = ensure_tuple(optimizers)
+    old, new = _by_id(old_params), _by_id(new_params)
+    removed, added = _without(old, new), _without(new, old)
+    if not removed and not added:
+        return
+    places = _places(opts)
+    place = _only_place(opts, {places[key] for key in old if key in places}, "the parameters") if added else None
+    _exchange(opts, removed, {key: (tensor, place) for key, tensor in added.items() if place is not None}, names={})
+
+
+def follow_replacements(
+    replacements: Sequence[Replacement], root: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> None:
+    """Exchange the parameters of each replacement, each new one for those that it takes the place of.
+
+    A new parameter joins the group of the old ones with the same last name and, if there are several, the same number
+    of dims, so that weights stay where weights are and biases where biases are. Frozen ones do not join, unless their
+    predecessor was there frozen.
+    """
+    opts: tuple[Optimizer, ...] = ensure_tuple(optimizers)
+    names = {id(tensor): name for name, tensor in root.named_parameters()}
+    for replacement in replacements:
+        places = _places(opts)
+        new_params = dict(replacement.new.named_parameters())
+        new = _by_id(new_params.values())
+        removed = _without(_by_id(replacement.old_params.values()), new)
+        kept = {id(tensor) for tensor in replacement.old_params.values()}
+        added: dict[int, tuple[Tensor, _Place]] = {}
+        for name, tensor in new_params.items():
+            if id(tensor) in kept or id(tensor) in places or not _is_optimized(name, tensor, replacement, places):
+                continue
+            candidates = _predecessors_places(name, tensor, replacement, places)
+            what = f"the parameter {f'{replacement.path}.{name}'.lstrip('.')!r}"
+            added[id(tensor)] = (tensor, _only_place(opts, candidates, what))
+        _exchange(opts, removed, added, names)
+
+
+def rename_in_optimizer(root: nn.Module, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
+    """Write the names that parameters have now into optimizers that were built from `named_parameters()`."""
+    names = {id(tensor): name for name, tensor in root.named_parameters()}
+    for optimizer in ensure_tuple(optimizers):
+        _exchange((optimizer,), {}, {}, names)
+
+
+def _by_id(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    return {id(tensor): tensor for tensor in tensors}
+
+
+def _without(tensors: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if key not in others}
+
+
+def _places(optimizers: Sequence[Optimizer]) -> dict[int, _Place]:
+    return {
+        id(tensor): _Place(o, g)
+        for o, optimizer in enumerate(optimizers)
+        for g, group in enumerate(optimizer.param_groups)
+        for tensor in group["params"]
+    }
+
+
+def _is_optimized(name: str, tensor: Tensor, replacement: Replacement, places: Mapping[int, _Place]) -> bool:
+    if tensor.requires_grad:
+        return True
+    if name in replacement.old_params:
+        alike = [replacement.old_params[name]]
+    else:
+        leaf = name.rpartition(".")[2]
+        alike = [old for old_name, old in replacement.old_params.items() if old_name.rpartition(".")[2] == leaf]
+    return any(id(old) in places and not old.requires_grad for old in alike)
+
+
+def _predecessors_places(
+    name: str, tensor: Tensor, replacement: Replacement, places: Mapping[int, _Place]
+) -> set[_Place]:
+    if name in replacement.old_params and id(replacement.old_params[name]) in places:
+        return {places[id(replacement.old_params[name])]}
+    known = [(old_name, old) for old_name, old in replacement.old_params.items() if id(old) in places]
+    leaf = name.rpartition(".")[2]
+    same_leaf = [(old_name, old) for old_name, old in known if old_name.rpartition(".")[2] == leaf]
+    same_dims = [(old_name, old) for old_name, old in same_leaf if old.ndim == tensor.ndim]
+    for likely in (same_dims, same_leaf):
+        found = {places[id(old)] for _, old in likely}
+        if len(found) == 1:
+            return found
+    return {places[id(old)] for _, old in known}
+
+
+def _only_place(optimizers: Sequence[Optimizer], candidates: set[_Place], what: str) -> _Place:
+    if len(candidates) == 1:
+        return next(iter(candidates))
+    if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
+        return _Place(0, 0)
+    where = "more than one" if candidates else "none"
+    error = RuntimeError if len(optimizers) == 1 else NotImplementedError
+    raise error(
+        f"there is no single parameter group for {what} of a module that was replaced: the parameters of the module "
+        f"before are in {where} of the {sum(len(one.param_groups) for one in optimizers)} groups of "
+        f"{len(optimizers)} optimizer(s). Replace modules first and build the optimizer from the changed model."
+    )
+
+
+def _exchange(
+    optimizers: Sequence[Optimizer],
+    removed: Mapping[int, Tensor],
+    added: Mapping[int, tuple[Tensor, _Place]],
+    names: Mapping[int, str],
+) -> None:
+    for o, optimizer in enumerate(optimizers):
+        for tensor in removed.values():
+            optimizer.state.pop(tensor, None)
+        for g, group in enumerate(optimizer.param_groups):
+            newcomers = [tensor for tensor, place in added.values() if place == _Place(o, g)]
+            if "param_names" in group:  # torch keeps them beside the parameters since 2.6
+                group["param_names"] = _new_names(group, removed, newcomers, names)
+            group["params"] = [tensor for tensor in group["params"] if id(tensor) not in removed] + newcomers
+
+
+def _new_names(
+    group: Mapping[str, list[Tensor]], removed: Mapping[int, Tensor], newcomers: list[Tensor], names: Mapping[int, str]
+) -> list[str]:
+    if any(id(tensor) not in names for tensor in newcomers):
+        raise RuntimeError(
+            "the optimizer was built from named_parameters(), and the names of new parameters are not known here: "
+            "use replace_module_classes with optimizers=, which knows them, or rebuild the optimizer."
+        )
+    old_names: Sequence[str] = group["param_names"]  # pyright: ignore[reportAssignmentType]  # groups mix types
+    kept = [
+        names.get(id(tensor), name)
+        for tensor, name in zip(group["params"], old_names, strict=True)
+        if id(tensor) not in removed
+    ]
+    return kept + [names[id(tensor)] for tensor in newcomers]

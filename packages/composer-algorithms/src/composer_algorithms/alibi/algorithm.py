@@ -1,0 +1,115 @@
+"""ALiBi as an Algorithm."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from composer_algorithms.alibi.legacy import LEGACY_ARGUMENTS, check_legacy_arguments
+from composer_algorithms.alibi.surgery import apply_alibi
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["Alibi"]
+
+_log = logging.getLogger("composer.algorithms.alibi")
+_LEGACY = (*LEGACY_ARGUMENTS, "attention_module_name")
+
+
+class Alibi(Algorithm):
+    """Replace position embeddings by ALiBi on `INIT`, and train on shorter sequences.
+
+    On `AFTER_DATALOADER` each sequence of a batch is cut into `1 / train_sequence_length_scaling` shorter ones: a
+    tensor of shape `(B, S)` becomes `(B / scaling, S * scaling)`. What a batch has once for each example, such as a
+    class, is repeated. Evaluation sees whole sequences. Loading a checkpoint of the changed model applies it.
+
+    Args:
+        max_sequence_length: The longest sequence that the model will see, in training or afterwards.
+        train_sequence_length_scaling: How long the sequences of training are, as a share of those of the dataloader.
+        **legacy: Arguments of older releases, which are ignored.
+
+    Raises:
+        ValueError: If a number is not above 0; on `AFTER_DATALOADER` if a batch cannot be cut so.
+
+    Example:
+        >>> Alibi(max_sequence_length=1024)
+        Alibi(max_sequence_length=1024,train_sequence_length_scaling=0.25)
+
+    Reference:
+        Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", ICLR
+        2022, arXiv:2108.12409.
+    """
+
+    surgery_rank = 1
+
+    def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25, **legacy: Any) -> None:
+        check_legacy_arguments("Alibi", list(legacy), _LEGACY, "are not used any more: leave them out.")
+        for argument, value in (
+            ("max_sequence_length", max_sequence_length),
+            ("train_sequence_length_scaling", train_sequence_length_scaling),
+        ):
+            if not value > 0:
+                raise ValueError(f"{argument}={value!r} leaves no tokens: pass a number above 0.")
+        self.max_sequence_length = max_sequence_length
+        self.train_sequence_length_scaling = train_sequence_length_scaling
+        self._applied = False
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Answer yes: the table of position embeddings has another shape."""
+        return True
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is the first INIT, or AFTER_DATALOADER."""
+        return (event == Event.INIT and not self._applied) or event == Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Change the model, or the batch."""
+        if event == Event.INIT:
+            apply_alibi(state.model, self.max_sequence_length, state.optimizers)
+            self._applied = True
+        elif event == Event.AFTER_DATALOADER and isinstance(state.batch, Mapping):
+            state.batch = _cut(state.batch, self.train_sequence_length_scaling)
+
+    def __repr__(self) -> str:
+        return (
+            f"Alibi(max_sequence_length={self.max_sequence_length},"
+            f"train_sequence_length_scaling={self.train_sequence_length_scaling})"
+        )
+
+
+def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
+    if scaling == 1:
+        return batch
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+    sequences = [value for value in tensors.values() if value.ndim >= 2]
+    if not sequences:
+        return batch
+    first = tensors["input_ids"] if "input_ids" in tensors else sequences[0]
+    old_size, old_length = first.shape[:2]
+    size, length = old_size / scaling, old_length * scaling
+    if not (size.is_integer() and length.is_integer()):
+        raise ValueError(
+            f"a batch of {old_size} sequences of {old_length} tokens cannot be cut into {size:g} of {length:g} by "
+            f"train_sequence_length_scaling={scaling!r}: choose lengths that the scaling divides."
+        )
+    # A dataloader that keeps its batches has to find them as they were.
+    cut: Any = copy.copy(batch)
+    for key, value in tensors.items():
+        if value.ndim >= 2 and value.shape[:2] == (old_size, old_length):
+            cut[key] = value.reshape(int(size), int(length), *value.shape[2:])
+        elif value.ndim == 1 and len(value) == old_size and int(size) % old_size == 0:
+            cut[key] = value.repeat_interleave(int(size) // old_size)
+        elif value.ndim:
+            raise ValueError(
+                f"the batch's {key!r} of shape {tuple(value.shape)} has neither a value for each of the {old_size} "
+                f"times {old_length} tokens nor one for each sequence, so it cannot be cut by "
+                f"train_sequence_length_scaling={scaling!r}: remove it from the batch, or use a scaling of 1."
+            )
+    return cut

@@ -1,0 +1,201 @@
+"""Attention with ALiBi, as functions for transformers' registries of attention functions and masks."""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_algorithms.alibi.bias import alibi_bias
+
+__all__ = ["attention_name", "register_attention_functions"]
+
+_log = logging.getLogger("composer.algorithms.alibi")
+_PREFIX = "composer_alibi_"
+
+
+def attention_name(implementation: str | None) -> str:
+    """Return the name of the implementation with ALiBi that goes with one of transformers.
+
+    Args:
+        implementation: `'eager'`, `'sdpa'`, `'flex_attention'`, or one of these with ALiBi already. Flash attention of
+            transformers takes no bias: `'sdpa'` takes its place.
+    """
+    if implementation is None or implementation.startswith(_PREFIX):
+        return implementation or f"{_PREFIX}eager"
+    if implementation in ("eager", "sdpa"):
+        return _PREFIX + implementation
+    if implementation == "flex_attention":
+        return f"{_PREFIX}flex"
+    _log.warning(
+        "ALiBi uses torch's scaled_dot_product_attention instead of attn_implementation=%r, which takes no bias. "
+        "'flex_attention' needs less memory for long sequences.",
+        implementation,
+    )
+    return f"{_PREFIX}sdpa"
+
+
+@functools.cache
+def register_attention_functions() -> None:
+    """Tell transformers of the functions, and that they take the same masks as those that they stand for.
+
+    Without the second, models would build no mask at all, and padding would be attended to.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # optional, and slow to import
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for base, function, mask in (
+        ("eager", _eager_attention, "eager"),
+        ("sdpa", _sdpa_attention, "sdpa"),
+        ("flex", _flex_attention, "flex_attention"),
+    ):
+        ALL_ATTENTION_FUNCTIONS.register(_PREFIX + base, function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[mask])
+
+
+def add_bias(slopes: Tensor, mask: Tensor | None, num_queries: int, num_keys: int, is_causal: bool) -> Tensor:
+    """Merge the bias, and what makes attention causal, into a mask.
+
+    Args:
+        slopes: Shape `(heads,)`.
+        mask: Broadcasts to `(batch, heads, queries, keys)`: true where attention is allowed, or added to the scores.
+        num_queries: How many queries there are.
+        num_keys: How many keys there are: more than queries where earlier ones were cached.
+        is_causal: Whether each query attends to nothing after it.
+
+    Returns:
+        Float32, to be added to the scaled scores.
+    """
+    offset: int | Tensor = num_keys - num_queries
+    if is_causal and mask is not None and num_keys != num_queries:
+        offset = _query_offset(mask, num_queries)
+    queries = torch.arange(num_queries, device=slopes.device) + offset
+    bias = alibi_bias(slopes, queries, num_keys)
+    lowest = torch.finfo(torch.float32).min
+    if mask is None:
+        if is_causal and num_queries > 1:
+            keys = torch.arange(num_keys, device=slopes.device)
+            bias = bias.masked_fill(keys > queries[:, None], lowest)
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, lowest)
+    return bias + mask
+
+
+def _query_offset(mask: Tensor, num_queries: int) -> Tensor:
+    """Return the position of the first query: caches of fixed size have room for keys that are not there yet."""
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    last_query = torch.where(allowed[..., -1, :], keys, 0).amax()  # of the longest sequence in the batch
+    return last_query - (num_queries - 1)
+
+
+def _eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention step by step, and return its weights too. transformers has no eager function to call."""
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * _scaling(module, query, scaling)
+    slopes = getattr(module, "alibi_slopes", None)
+    if slopes is not None:
+        scores = scores + add_bias(slopes, attention_mask, *scores.shape[-2:], is_causal=_is_causal(module, kwargs))
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1).to(value.dtype)
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights
+
+
+def _sdpa_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # loaded already, who calls has it
+
+    slopes = getattr(module, "alibi_slopes", None)
+    if slopes is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    is_causal = _is_causal(module, kwargs)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if attention_mask is None and is_causal and num_queries > 1 and num_keys > num_queries:
+        # The first tokens, before a cache of fixed size: what follows them is not there yet.
+        key, value, num_keys = key[:, :, :num_queries], value[:, :, :num_queries], num_queries
+    mask = add_bias(slopes, attention_mask, num_queries, num_keys, is_causal)
+    # On transformers 4 the function ignores position_bias, so the bias goes into the mask. Clamped, since the lowest
+    # float32 is minus infinity in float16, and a row of nothing else would have no softmax.
+    mask = mask.clamp_min(torch.finfo(query.dtype).min).to(query.dtype)
+    if kwargs.get("output_attentions"):
+        kwargs.pop("is_causal", None)
+        return _with_weights(module, query, key, value, mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, mask, **{**kwargs, "is_causal": False})
+
+
+def _with_weights(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * _scaling(module, query, scaling) + mask
+    weights = torch.softmax(scores, dim=-1).to(value.dtype)
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights
+
+
+def _flex_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    from transformers.integrations import flex_attention as flex  # loaded already, who calls has it
+
+    slopes = getattr(module, "alibi_slopes", None)
+    if slopes is None or isinstance(attention_mask, Tensor):
+        if slopes is None:
+            return flex.flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return _sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    offset = key.shape[2] - query.shape[2]
+
+    # The bias is computed where it is needed: there is no tensor of the size of queries times keys.
+    def lowered(score: Tensor, batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+        return score - slopes[head] * (query_index + offset - key_index).abs()
+
+    output: Any = flex.compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        score_mod=lowered,
+        block_mask=attention_mask,
+        scale=_scaling(module, query, scaling),
+        training=module.training,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _scaling(module: Any, query: Tensor, scaling: float | None) -> float:
+    if scaling is not None:
+        return scaling
+    # GPT-2 of transformers 4 leaves the scaling to the function.
+    scale = query.shape[-1] ** -0.5 if getattr(module, "scale_attn_weights", True) else 1.0
+    if getattr(module, "scale_attn_by_inverse_layer_idx", False):
+        scale /= module.layer_idx + 1
+    return scale
+
+
+def _is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
+    is_causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -1,0 +1,95 @@
+"""How GPT-2, BERT and RoBERTa of transformers are given ALiBi."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertEmbeddings, BertSelfAttention
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model
+from transformers.models.roberta.modeling_roberta import RobertaEmbeddings, RobertaSelfAttention
+
+from composer_algorithms.alibi.attention import add_bias
+from composer_algorithms.alibi.bias import register_alibi
+from composer_algorithms.alibi.embeddings import zero_and_freeze_expand_position_embeddings
+from composer_algorithms.alibi.registry import PolicyRegistry
+
+
+def register_policies(registry: PolicyRegistry) -> None:
+    """Register the functions below."""
+    registry.register(GPT2Model)(_gpt2_embedding)
+    registry.register(GPT2Attention)(_gpt2_attention)
+    registry.register(BertEmbeddings, RobertaEmbeddings)(_bert_embedding)
+    registry.register(BertSelfAttention, RobertaSelfAttention)(_bert_attention)
+
+
+def _gpt2_embedding(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module:
+    zero_and_freeze_expand_position_embeddings(module, max_sequence_length, "wpe")
+    _note_positions(module, max_sequence_length)
+    return module
+
+
+def _gpt2_attention(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module | None:
+    attention: Any = module
+    if attention.is_cross_attention:  # between two sequences there is no distance
+        return None
+    register_alibi(module, attention.num_heads)
+    bias = getattr(attention, "bias", None)
+    if isinstance(bias, Tensor):  # transformers 4 cuts its causal mask out of this one
+        causal = torch.ones(max_sequence_length, max_sequence_length, dtype=torch.bool, device=bias.device).tril()
+        _replace_buffer(module, "bias", causal[None, None])
+    return module
+
+
+def _bert_embedding(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module:
+    embeddings: Any = module
+    num_positions = max_sequence_length
+    if isinstance(module, RobertaEmbeddings):  # whose positions begin behind the padding's
+        num_positions += embeddings.padding_idx + 1
+    zero_and_freeze_expand_position_embeddings(module, num_positions, "position_embeddings")
+    for name, fill in (("position_ids", torch.arange(num_positions)), ("token_type_ids", torch.zeros(num_positions))):
+        if isinstance(old := getattr(module, name, None), Tensor):
+            _replace_buffer(module, name, fill[None].to(old.device, old.dtype))
+    _note_positions(module, num_positions)
+    return module
+
+
+def _bert_attention(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module:
+    attention: Any = module
+    register_alibi(module, attention.num_attention_heads)
+    if not _has_attention_interface(module) and not hasattr(module, "_adds_alibi"):
+        module.register_forward_pre_hook(_add_bias_to_mask, with_kwargs=True)
+        attention._adds_alibi = True
+    return module
+
+
+def _has_attention_interface(module: nn.Module) -> bool:
+    # Whether the class looks its attention function up in the registry, which BERT does since transformers 5.
+    return "ALL_ATTENTION_FUNCTIONS" in type(module).forward.__code__.co_names
+
+
+def _add_bias_to_mask(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the bias to the mask that BERT's attention of transformers 4 is called with."""
+    if kwargs.get("encoder_hidden_states") is not None:
+        return args, kwargs
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    cache = kwargs.get("past_key_values")
+    num_queries = hidden_states.shape[1]
+    num_keys = num_queries + (0 if cache is None else cache.get_seq_length())
+    if mask is not None:
+        num_keys = mask.shape[-1]
+    biased = add_bias(module.alibi_slopes, mask, num_queries, num_keys, is_causal=bool(module.is_decoder))
+    dtype = module.query.weight.dtype if mask is None else mask.dtype
+    biased = biased.clamp_min(torch.finfo(dtype).min).to(dtype)
+    return (*args[:1], *args[2:]), {**kwargs, "attention_mask": biased}
+
+
+def _note_positions(module: Any, num_positions: int) -> None:
+    module.num_alibi_positions = num_positions  # for the configuration, which not every module knows
+
+
+def _replace_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    is_saved = name in module.state_dict()
+    module.register_buffer(name, value, persistent=is_saved)

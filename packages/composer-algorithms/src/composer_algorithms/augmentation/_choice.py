@@ -1,0 +1,40 @@
+"""Which primitives to choose from, and how strong they may be."""
+
+from collections.abc import Sequence
+
+from PIL.Image import Image
+
+from composer_algorithms._draws import draw_integer
+from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
+
+
+def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence[AugmentationFunction]:
+    """Return a set by its name, or the functions that were given as one.
+
+    Raises:
+        KeyError: If there is no set of that name.
+        ValueError: If no functions were given.
+    """
+    if not isinstance(augmentation_set, str):
+        if not augmentation_set:
+            raise ValueError("augmentation_set=[] has nothing to choose from: pass at least one function.")
+        return augmentation_set
+    if augmentation_set not in augmentation_sets:
+        raise KeyError(
+            f"augmentation_set={augmentation_set!r} is unknown: choose one of "
+            f"{', '.join(map(repr, augmentation_sets))}, or pass a list of functions."
+        )
+    return augmentation_sets[augmentation_set]
+
+
+def check_severity(severity: float) -> None:
+    """Raise if a severity is no level."""
+    if not 0 <= severity <= 10:
+        raise ValueError(f"severity={severity!r} is no level: pass a number from 0 to 10.")
+
+
+def change(image: Image, functions: Sequence[AugmentationFunction], depth: int, severity: float) -> Image:
+    """Apply `depth` of the functions, drawn with replacement, one after the other."""
+    for _ in range(depth):
+        image = functions[draw_integer(0, len(functions))](image, severity)
+    return image

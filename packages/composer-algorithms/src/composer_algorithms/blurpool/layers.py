@@ -1,0 +1,324 @@
+"""Layers that blur with a small filter before they sample down."""
+
+from typing import cast
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer_algorithms._adoption import twin
+
+__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d"]
+
+_Size = int | tuple[int, int]
+
+
+def blur_2d(input: Tensor, channels: int = -1, stride: _Size = 1, filter: Tensor | None = None) -> Tensor:
+    """Convolve each channel with a blur filter, padded so that stride 1 keeps the size.
+
+    Args:
+        input: Shape `(batch, channels, height, width)`. Not changed.
+        channels: The number of channels, if the caller knows it: then nothing depends on the input's shape, which
+            tracing needs. Below 1 it is read from the input, and images without pixels come back as they are.
+        stride: Of the convolution: one number, or one for each of height and width.
+        filter: Shape `(1, 1, h, w)`, or `(channels, 1, h, w)` with one for each channel; `h` and `w` odd. The outer
+            product of `[1, 2, 1] / 4` with itself when `None`.
+
+    Returns:
+        The blurred images, in the input's dtype.
+
+    Raises:
+        IndexError: If the filter has an even side, which has no middle.
+
+    Example:
+        >>> blur_2d(torch.ones(1, 1, 3, 3))[0, 0, 1]
+        tensor([0.7500, 1.0000, 0.7500])
+
+    Reference:
+        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486, section 3.
+    """
+    if filter is None:
+        filter = _default_2d_filter().to(input.device)
+    height, width = filter.shape[2], filter.shape[3]
+    if height % 2 == 0 or width % 2 == 0:
+        raise IndexError(
+            f"the filter is {height} by {width}: an even side has no middle to put on a pixel. Pass a filter whose "
+            f"sides are odd, such as 3 by 3."
+        )
+    if channels < 1:
+        if input.shape[2] == 0 or input.shape[3] == 0:
+            return input
+        return _blur_any(input, filter, _pair(stride))
+    return _blur(input, filter.expand(channels, -1, -1, -1), _pair(stride), channels)
+
+
+def _blur(input: Tensor, filter: Tensor, stride: tuple[int, int], channels: int) -> Tensor:
+    # By position: fx quantisation does not find the arguments of conv2d by their names.
+    return F.conv2d(input, filter, None, stride, (filter.shape[2] // 2, filter.shape[3] // 2), (1, 1), channels)
+
+
+@torch.fx.wrap  # one node in a trace, which knows neither the channels nor the dtype of the input
+def _blur_any(input: Tensor, filter: Tensor, stride: tuple[int, int]) -> Tensor:
+    channels = input.shape[1]
+    return _blur(input, filter.expand(channels, -1, -1, -1).to(input.dtype), stride, channels)
+
+
+def blurmax_pool2d(
+    input: Tensor,
+    kernel_size: _Size | None = None,
+    stride: _Size = 2,
+    padding: _Size = 0,
+    dilation: _Size = 1,
+    ceil_mode: bool = False,
+    filter: Tensor | None = None,
+) -> Tensor:
+    """Take the maximum around each pixel, and sample the blurred result down.
+
+    The output has the shape that `torch.nn.functional.max_pool2d` gives with the same arguments.
+
+    Args:
+        input: Shape `(batch, channels, height, width)`. Not changed.
+        kernel_size: Of the maximum. `(2, 2)` when `None`.
+        stride: Of the blur; the maximum is taken at every pixel.
+        padding: Of the maximum.
+        dilation: Of the maximum.
+        ceil_mode: Whether a last window that is not whole gives an output, too.
+        filter: As in `blur_2d`.
+
+    Returns:
+        The pooled images.
+
+    Example:
+        >>> blurmax_pool2d(torch.rand(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+
+    Reference:
+        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486, section 3.2.
+    """
+    kernel_size = (2, 2) if kernel_size is None else kernel_size
+    if filter is None:
+        filter = _default_2d_filter().to(input.device)
+    return _blurred_maxima(input, _pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation), ceil_mode, filter)
+
+
+# The sizes below are pairs only, and all written out, because TorchScript compiles what the layers call.
+def _blurred_maxima(
+    input: Tensor,
+    kernel_size: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    ceil_mode: bool,
+    filter: Tensor,
+) -> Tensor:
+    maxima = F.max_pool2d(input, kernel_size, (1, 1), padding, dilation)
+    if ceil_mode:
+        maxima = _extended(maxima, input, stride, padding)
+    return _blur_any(maxima, filter, stride)
+
+
+def _extended(maxima: Tensor, input: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+    """Repeat the last row and column as often as ceil_mode needs for its last windows."""
+    extra = [0, 0]
+    for i in range(2):
+        last = maxima.shape[2 + i] - 1
+        steps = (last + stride[i] - 1) // stride[i]
+        if steps * stride[i] >= input.shape[2 + i] + padding[i]:  # torch's rule: a window starts before the end
+            steps -= 1
+        extra[i] = max(0, steps * stride[i] - last)
+    return F.pad(maxima, [0, extra[1], 0, extra[0]], mode="replicate")
+
+
+class BlurMaxPool2d(nn.Module):
+    """Max pooling that blurs before it samples down, in the place of `torch.nn.MaxPool2d`.
+
+    Args:
+        kernel_size: Of the maximum.
+        stride: How far to sample down. The kernel size when `None`.
+        padding: Of the maximum.
+        dilation: Of the maximum.
+        ceil_mode: Whether a last window that is not whole gives an output, too.
+
+    Example:
+        >>> BlurMaxPool2d(3, stride=2, padding=1)(torch.rand(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+
+    Reference:
+        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486, section 3.2.
+    """
+
+    filt2d: Tensor
+
+    def __init__(
+        self,
+        kernel_size: _Size,
+        stride: _Size | None = None,
+        padding: _Size = 0,
+        dilation: _Size = 1,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kernel_size = _pair(kernel_size)
+        self.stride = self.kernel_size if stride is None else _pair(stride)
+        self.padding = _pair(padding)
+        self.dilation = _pair(dilation)
+        self.ceil_mode = ceil_mode
+        self.register_buffer("filt2d", _default_2d_filter())
+
+    def reset_parameters(self) -> None:
+        """Write the filter, for who made the layer on the meta device."""
+        self.filt2d.copy_(_default_2d_filter())
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pool a batch of images."""
+        return _blurred_maxima(
+            input, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode, self.filt2d
+        )
+
+    @staticmethod
+    def from_maxpool2d(module: nn.MaxPool2d, module_index: int = -1) -> "BlurMaxPool2d":
+        """Make the blurring form of a max pooling; `module_index` is not used."""
+        return BlurMaxPool2d(module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
+
+    def extra_repr(self) -> str:
+        """Return the settings, as `torch.nn.MaxPool2d` prints them."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+
+
+class BlurConv2d(nn.Module):
+    """A strided convolution with a blur before it (or after it), in the place of `torch.nn.Conv2d`.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Of the convolution.
+        stride: How far to sample down. With `blur_first=False` the kernel size when `None`.
+        padding: Of the convolution.
+        dilation: Of the convolution.
+        groups: Of the convolution.
+        bias: Whether the convolution has a bias.
+        blur_first: Blur the input, and convolve with the stride. Otherwise convolve at every pixel, and sample the
+            blurred result down, which costs as many times more as the stride leaves out pixels.
+
+    Raises:
+        ValueError: If `blur_first` is true and `stride` is `None`.
+
+    Example:
+        >>> BlurConv2d(3, 16, kernel_size=3, stride=2, padding=1)(torch.rand(1, 3, 8, 8)).shape
+        torch.Size([1, 16, 4, 4])
+
+    Reference:
+        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486. There the blur comes
+        after the nonlinearity; here it is part of the convolution, and before or after that.
+    """
+
+    blur_filter: Tensor
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: _Size,
+        stride: _Size | None = None,
+        padding: _Size | str = 0,
+        dilation: _Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        blur_first: bool = True,
+    ) -> None:
+        super().__init__()
+        if stride is None:
+            if blur_first:
+                raise ValueError(
+                    "stride=None goes with blur_first=False only, where it means the kernel size: pass the stride of "
+                    "the convolution."
+                )
+            stride = kernel_size
+        conv = nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride if blur_first else 1,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            bias=bias,
+        )
+        self._set_up(conv, stride, blur_first)
+
+    def _set_up(self, conv: nn.Conv2d, stride: _Size, blur_first: bool) -> None:
+        self.blur_first = blur_first
+        self.blur_stride = (1, 1) if blur_first else _pair(stride)
+        self.blur_nchannels = conv.in_channels if blur_first else conv.out_channels
+        self.conv = conv
+        self.conv._already_blurpooled = True  # pyright: ignore[reportArgumentType]  # a mark, not a submodule
+        weight = conv.weight
+        filter = _default_2d_filter().to(weight.device, weight.dtype)
+        self.register_buffer("blur_filter", filter.repeat(self.blur_nchannels, 1, 1, 1))
+
+    def reset_parameters(self) -> None:
+        """Write the filter, for who made the layer on the meta device. The convolution resets itself."""
+        self.blur_filter.copy_(_default_2d_filter().expand_as(self.blur_filter))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Blur and convolve a batch of images."""
+        if self.blur_first:
+            return self.conv(_blur(input, self.blur_filter, self.blur_stride, self.blur_nchannels))
+        return _blur(self.conv(input), self.blur_filter, self.blur_stride, self.blur_nchannels)
+
+    @staticmethod
+    def from_conv2d(module: nn.Conv2d, module_index: int = -1, blur_first: bool = True) -> "BlurConv2d":
+        """Make the blurring form of a convolution, with copies of its parameters; `module_index` is not used."""
+        conv = twin(module)
+        stride = cast("tuple[int, int]", module.stride)
+        if not blur_first:
+            conv.stride = (1, 1)
+        blurring = BlurConv2d.__new__(BlurConv2d)  # __init__ would draw weights for a second convolution
+        nn.Module.__init__(blurring)
+        blurring._set_up(conv, stride, blur_first)
+        return blurring
+
+
+class BlurPool2d(nn.Module):
+    """Blur and sample down, without a maximum.
+
+    Args:
+        channels: Of the input. Below 1: any number.
+        stride: How far to sample down.
+        padding: Not used: the blur pads so that stride 1 keeps the size.
+
+    Example:
+        >>> BlurPool2d(channels=3)(torch.rand(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
+
+    Reference:
+        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486, section 3.2.
+    """
+
+    blur_filter: Tensor
+
+    def __init__(self, channels: int = 0, stride: _Size = 2, padding: _Size = 1) -> None:
+        super().__init__()
+        self.channels = channels
+        self.stride = stride
+        self.padding = padding
+        self.register_buffer("blur_filter", _default_2d_filter().repeat(max(channels, 1), 1, 1, 1))
+
+    def reset_parameters(self) -> None:
+        """Write the filter, for who made the layer on the meta device."""
+        self.blur_filter.copy_(_default_2d_filter().expand_as(self.blur_filter))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Blur a batch of images."""
+        return blur_2d(input, channels=self.channels, stride=self.stride, filter=self.blur_filter)
+
+
+def _default_2d_filter() -> Tensor:
+    # One by one, without torch.outer: exact in every floating dtype, and the same under any default device's rounding.
+    rows = [[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]
+    return torch.tensor([[rows]]) / 16
+
+
+def _pair(value: _Size) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])

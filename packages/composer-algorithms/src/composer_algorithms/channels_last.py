@@ -1,0 +1,97 @@
+"""Channels last: images and filters with their channels side by side in memory."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["ChannelsLast", "apply_channels_last", "METADATA"]
+
+METADATA = Metadata(
+    name="Channels Last",
+    class_name="ChannelsLast",
+    functional="apply_channels_last",
+    tldr="Uses the channels-last memory format",
+    attribution="PyTorch",
+    link="https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
+    domains=("cv",),
+    summary=(
+        "Stores filters, and with them everything that flows through convolutions, with the channels side by side, "
+        "which is how the tensor cores of GPUs read them. The results are the same."
+    ),
+    use=(
+        "Recommended for convolutional networks in mixed precision on a GPU. It loses where many layers have no "
+        "kernels for this format. torch.compile chooses formats by itself, so it gains little there."
+    ),
+)
+
+_log = logging.getLogger("composer.algorithms.channels_last")
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def apply_channels_last(model: nn.Module) -> None:
+    """Store the parameters and buffers of convolutions with their channels last.
+
+    Values, shapes and `Parameter` objects stay. Inputs are converted by the first convolution that they meet.
+
+    Args:
+        model: Changed in place: tensors with 4 dims, and those with 5, of 3-D convolutions.
+
+    Example:
+        >>> conv = nn.Conv2d(3, 8, 3)
+        >>> apply_channels_last(conv)
+        >>> conv.weight.is_contiguous(memory_format=torch.channels_last)
+        True
+
+    Reference:
+        "Channels Last Memory Format in PyTorch", tutorial.
+    """
+    num_converted = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.ndim in _FORMATS:
+            tensor.data = tensor.data.contiguous(memory_format=_FORMATS[tensor.ndim])
+            num_converted += 1
+    if not num_converted:
+        _log.warning(
+            "ChannelsLast has no effect on this %s: it has no tensor with 4 or 5 dims.", type(model).__qualname__
+        )
+
+
+class ChannelsLast(Algorithm):
+    """Store convolutions with their channels last: on `INIT`, `state.model` is changed in place.
+
+    It acts after all algorithms that make or replace convolutions. It keeps no state, and checkpoints of models with
+    and without it are the same.
+
+    Example:
+        >>> ChannelsLast()
+        ChannelsLast()
+
+    Reference:
+        "Channels Last Memory Format in PyTorch", tutorial.
+    """
+
+    surgery_rank = 6
+
+    def __init__(self) -> None:
+        pass  # the base takes any arguments; this one has none
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is INIT."""
+        return event == Event.INIT
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Convert the model."""
+        apply_channels_last(state.model)
+
+    def __repr__(self) -> str:
+        return "ChannelsLast()"

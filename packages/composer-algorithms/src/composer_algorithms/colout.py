@@ -1,0 +1,247 @@
+"""ColOut: drop some rows and columns of images."""
+
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from composer_algorithms._batch import batch_tensor
+from composer_algorithms._images import image_size, is_pil
+from composer_algorithms._random import ResumableDraws
+from composer_algorithms.dataset_transforms import TransformedDatasets
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["ColOut", "ColOutTransform", "colout_batch", "METADATA"]
+
+METADATA = Metadata(
+    name="ColOut",
+    class_name="ColOut",
+    functional="colout_batch",
+    tldr="Drops random rows and columns of the images",
+    attribution="Many",
+    link="",
+    domains=("cv",),
+    summary="Removes a random part of the rows and columns of the images, which are then smaller and train faster.",
+    use=(
+        "Use p_row=0.15 and p_col=0.15. It trades a little accuracy for throughput; gains shrink beside progressive "
+        "resizing and selective backprop. With batch=True whole batches are cut, after they are loaded."
+    ),
+)
+
+ResizeTarget = bool | Literal["auto"]
+
+
+def colout_batch(
+    sample: "Tensor | Image | tuple[Any, Any] | None" = None,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    resize_target: ResizeTarget | str = "auto",
+    *,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Drop randomly chosen rows and columns of an image, or the same ones of all images of a batch.
+
+    `int((1 - p_row) * height)` rows and `int((1 - p_col) * width)` columns remain, in their order. The sample is not
+    changed.
+
+    Args:
+        sample: An image or a batch of images as a tensor `(..., height, width)`, or a PIL image; or a pair of those and
+            a target. Without it, the function returns a transform to put among those of a dataset.
+        p_row: The part of the rows to drop, in [0, 1].
+        p_col: The part of the columns to drop, in [0, 1].
+        resize_target: Whether the target loses the same rows and columns; `'auto'`: if it has the input's height and
+            width.
+        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+
+    Returns:
+        The smaller input, of the type of the input; a pair with the smaller target if that was resized.
+
+    Raises:
+        ValueError: If a probability lies outside [0, 1], the sample is a tuple of other than two parts,
+            `resize_target` is something else, or the target does not have the input's height and width.
+        TypeError: If the input is neither a tensor nor a PIL image.
+
+    Example:
+        >>> colout_batch(torch.rand(8, 3, 20, 20), p_row=0.25, p_col=0.5).shape
+        torch.Size([8, 3, 15, 10])
+    """
+    if sample is None:
+        return ColOutTransform(p_row, p_col, resize_target)
+    _check_probabilities(p_row, p_col)
+    input, target = _unpacked(sample)
+    height, width = image_size(input)
+    resizes = _resizes_target(input, target, resize_target)
+    rows = _kept(height, p_row, generator)
+    columns = _kept(width, p_col, generator)
+    if not resizes:
+        return _selected(input, rows, columns)
+    if image_size(target) != (height, width):
+        raise ValueError(
+            f"resize_target={resize_target!r} needs a target of the input's height and width, {height} x {width}, and "
+            f"this one has {' x '.join(map(str, image_size(target)))}: pass resize_target=False."
+        )
+    return _selected(input, rows, columns), _selected(target, rows, columns)
+
+
+class ColOutTransform:
+    """`colout_batch` as a transform of a dataset's images.
+
+    Args:
+        p_row: See `colout_batch`.
+        p_col: See `colout_batch`.
+        resize_target: See `colout_batch`.
+
+    Example:
+        >>> ColOutTransform(p_row=0.5, p_col=0.5)(torch.rand(3, 8, 8)).shape
+        torch.Size([3, 4, 4])
+    """
+
+    def __init__(self, p_row: float = 0.15, p_col: float = 0.15, resize_target: ResizeTarget | str = "auto") -> None:
+        _check_probabilities(p_row, p_col)
+        _check_resize_target(resize_target)
+        self.p_row = p_row
+        self.p_col = p_col
+        self.resize_target = resize_target
+
+    def __call__(self, sample: "Tensor | Image | tuple[Any, Any]") -> Any:
+        """Return the smaller image, or image and target."""
+        return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
+
+    def __repr__(self) -> str:
+        return f"ColOutTransform(p_row={self.p_row!r}, p_col={self.p_col!r}, resize_target={self.resize_target!r})"
+
+
+class ColOut(ResumableDraws, Algorithm):
+    """Drop rows and columns of the images.
+
+    With `batch=True` it acts on `AFTER_DATALOADER`: all images of a batch lose the same rows and columns, as do the
+    targets if they are resized. Its draws depend on the run's seed, the rank and how many there were before; with the
+    state of a checkpoint a run goes on with the draws that it would have made. With `batch=False` it acts on
+    `FIT_START` and adds a `ColOutTransform` to the training dataset, so that each image loses rows and columns of its
+    own; those are drawn from PyTorch's default generator of the process that loads the image.
+
+    Args:
+        p_row: The part of the rows to drop, in [0, 1].
+        p_col: The part of the columns to drop, in [0, 1].
+        batch: Whether to act on whole batches.
+        resize_target: Whether targets lose the same rows and columns; `'auto'`: if they have the inputs' height and
+            width. Must not be `True` with `batch=False`.
+        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
+        target_key: Where it holds the targets.
+
+    Raises:
+        ValueError: If a probability lies outside [0, 1] or `resize_target` is something else.
+        NotImplementedError: If targets shall be resized with `batch=False`.
+
+    Example:
+        >>> ColOut(p_row=0.1)
+        ColOut(p_row=0.1, p_col=0.15, batch=True, resize_target='auto', input_key=0, target_key=1)
+    """
+
+    def __init__(
+        self,
+        p_row: float = 0.15,
+        p_col: float = 0.15,
+        batch: bool = True,
+        resize_target: ResizeTarget | str = "auto",
+        input_key: Any = 0,
+        target_key: Any = 1,
+    ) -> None:
+        _check_probabilities(p_row, p_col)
+        _check_resize_target(resize_target)
+        if resize_target is True and not batch:
+            raise NotImplementedError(
+                "resize_target=True cannot be done with batch=False: a dataset's transform sees the image alone. Use "
+                "batch=True, or resize_target='auto'."
+            )
+        self.p_row = p_row
+        self.p_col = p_col
+        self.batch = batch
+        self.resize_target = resize_target
+        self.input_key = input_key
+        self.target_key = target_key
+        self._datasets = TransformedDatasets("ColOut", ColOutTransform(p_row, p_col, resize_target=False))
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether a batch has just been loaded, or training begins on a new dataset."""
+        if self.batch:
+            return event == Event.AFTER_DATALOADER
+        return self._datasets.is_due(event, state)
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Cut the batch, or add the transform to the dataset."""
+        if not self.batch:
+            self._datasets.add(state)
+            return
+        input = batch_tensor(state, self.input_key, "input_key")
+        generator = self.next_generator(state)
+        if self.resize_target is False:
+            state.batch_set_item(self.input_key, colout_batch(input, self.p_row, self.p_col, generator=generator))
+            return
+        target = batch_tensor(state, self.target_key, "target_key")
+        result = colout_batch((input, target), self.p_row, self.p_col, self.resize_target, generator=generator)
+        if isinstance(result, tuple):
+            result, smaller_target = cast("tuple[Tensor, Tensor]", result)
+            state.batch_set_item(self.target_key, smaller_target)
+        state.batch_set_item(self.input_key, result)
+
+    def __repr__(self) -> str:
+        return (
+            f"ColOut(p_row={self.p_row!r}, p_col={self.p_col!r}, batch={self.batch!r}, "
+            f"resize_target={self.resize_target!r}, input_key={self.input_key!r}, target_key={self.target_key!r})"
+        )
+
+
+def _kept(size: int, p: float, generator: torch.Generator | None) -> Tensor:
+    permutation = torch.randperm(size, generator=generator)
+    return permutation[: int((1 - p) * size)].sort().values
+
+
+def _selected(image: "Tensor | Image", rows: Tensor, columns: Tensor) -> "Tensor | Image":
+    if is_pil(image):
+        from torchvision.transforms.v2 import functional  # slow to load, and tensors do not need it
+
+        smaller = cast("Tensor", _selected(functional.pil_to_tensor(image), rows, columns))
+        return functional.to_pil_image(smaller, mode=image.mode)
+    tensor = cast("Tensor", image)
+    rows, columns = (kept.to(tensor.device, non_blocking=True) for kept in (rows, columns))
+    # One copy: pixels by their place in the flattened image, instead of rows first and columns of the copy then.
+    places = (rows[:, None] * tensor.shape[-1] + columns).flatten()
+    pixels = tensor.flatten(-2)
+    return pixels.gather(-1, places.expand(*pixels.shape[:-1], -1)).unflatten(-1, (len(rows), len(columns)))
+
+
+def _unpacked(sample: Any) -> tuple[Any, Any]:
+    if not isinstance(sample, tuple):
+        return sample, None
+    if len(sample) != 2:
+        raise ValueError(f"sample is a tuple of {len(sample)} parts: pass an image, or a pair of image and target.")
+    return sample
+
+
+def _resizes_target(input: Any, target: Any, resize_target: ResizeTarget | str) -> bool:
+    _check_resize_target(resize_target)
+    if isinstance(resize_target, bool):
+        return resize_target and target is not None
+    if isinstance(target, Tensor):
+        return target.ndim > 2 and image_size(target) == image_size(input)
+    return is_pil(target) and image_size(target) == image_size(input)
+
+
+def _check_resize_target(resize_target: ResizeTarget | str) -> None:
+    if not isinstance(resize_target, bool) and str(resize_target).lower() != "auto":
+        raise ValueError(f"resize_target={resize_target!r} is unknown: pass True, False or 'auto'.")
+
+
+def _check_probabilities(p_row: float, p_col: float) -> None:
+    for name, p in (("p_row", p_row), ("p_col", p_col)):
+        if not 0 <= p <= 1:
+            raise ValueError(f"{name}={p!r} is no part of the image: pass a number from 0 to 1.")

@@ -1,0 +1,329 @@
+"""CutMix: train on images with a box of another image in them, and on both images' targets."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from composer_algorithms._batch import batch_tensor, require_tensor
+from composer_algorithms._draws import draw_beta, draw_integer
+from composer_algorithms._legacy import accept_legacy_arguments, warn_deprecated
+from composer_algorithms._loss import loss_for_target
+from composer_algorithms._random import ResumableDraws
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_models.targets import ensure_targets_one_hot
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["CutMix", "cutmix", "cutmix_batch", "METADATA"]
+
+METADATA = Metadata(
+    name="CutMix",
+    class_name="CutMix",
+    functional="cutmix_batch",
+    tldr="Combines pairs of examples and labels by a box of one in the other",
+    attribution="(Yun et al, 2019)",
+    link="https://arxiv.org/abs/1905.04899",
+    domains=("cv",),
+    summary=(
+        "Puts a box of one image into another one of the batch and weighs their targets by area, so that the model "
+        "learns to recognise objects by any of their parts."
+    ),
+    use=(
+        "Use alpha=1. It costs next to nothing and helps where training is long enough to overfit; gains shrink "
+        "beside other regularizers such as MixUp. The loss must accept one value for each class."
+    ),
+)
+
+Box = tuple[int, int, int, int]
+"""`(x1, y1, x2, y2)`: from x1 to before x2 along the last dim but one, from y1 to before y2 along the last."""
+
+
+def cutmix_batch(
+    input: Tensor,
+    target: Tensor,
+    length: float | None = None,
+    alpha: float = 1.0,
+    bbox: Box | None = None,
+    indices: Tensor | None = None,
+    uniform_sampling: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, float, Box]:
+    """Fill a box in each image of a batch with the same box of another image of the batch.
+
+    The box is the same for all images. Unless given, its sides are `length` times those of the image, or `sqrt(1 - w)`
+    times with `w` drawn from `Beta(alpha, alpha)`; its centre is drawn, and what lies outside the image is cut off.
+    The inputs are not changed.
+
+    Args:
+        input: Shape `(batch, ..., height, width)`, any dtype.
+        target: Shape `(batch, ...)`; returned permuted, not mixed.
+        length: The box's sides as a part of the image's, in [0, 1].
+        alpha: 0 or more. 0 makes the box as large as the image, large values cut half of its area.
+        bbox: The box `(x1, y1, x2, y2)`, x along the last dim but one and y along the last.
+        indices: A permutation of `range(batch)`. Drawn when `None`.
+        uniform_sampling: Draw the centre from a range that reaches beyond the image by half a box, so that each pixel
+            is as likely to be covered as any other. Otherwise from the image's pixels, which favours its middle.
+        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+
+    Returns:
+        The mixed inputs, `target[indices]`, the part of each image's area that is still its own, and the box.
+
+    Raises:
+        ValueError: If both `length` and `bbox` are given, `alpha` is negative, `length` or `bbox` do not fit an image,
+            `input` has no images, or `input` and `target` differ in length.
+
+    Example:
+        >>> x, y = torch.rand(4, 3, 8, 8), torch.arange(4)
+        >>> mixed, permuted, own_area, box = cutmix_batch(x, y, bbox=(0, 0, 4, 4))
+        >>> own_area
+        0.75
+
+    Reference:
+        Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features", ICCV 2019,
+        arXiv:1905.04899, eq. (1) and (2).
+    """
+    _check_shapes(input, target)
+    if bbox is not None and length is not None:
+        raise ValueError(f"bbox={bbox!r} and length={length!r} both say how large the box is: pass one of them.")
+    height, width = input.shape[-2:]
+    if bbox is None:
+        cut_sides = _cut_sides(height, width, length, alpha, generator)
+        bbox = _draw_box(height, width, cut_sides, uniform_sampling, generator)
+    else:
+        _check_box(bbox, height, width)
+    if indices is None:
+        indices = torch.randperm(len(input), generator=generator)
+    x1, y1, x2, y2 = bbox
+    mixed = input.clone()
+    permutation = indices.to(input.device, non_blocking=True)
+    # Cut first: indexing then copies no more than the box.
+    mixed[..., x1:x2, y1:y2] = input[..., x1:x2, y1:y2][permutation]
+    own_area = 1 - (x2 - x1) * (y2 - y1) / (height * width)
+    return mixed, target[indices.to(target.device, non_blocking=True)], own_area, bbox
+
+
+def cutmix(
+    input: Tensor,
+    target: Tensor,
+    alpha: float = 1.0,
+    num_classes: int | None = None,
+    n_classes: int | None = None,
+    return_targets: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mix a batch as Composer's first documents wrote it.
+
+    Args:
+        input: As for `cutmix_batch`.
+        target: Class indices of shape `(batch,)`, or one value for each class.
+        alpha: As for `cutmix_batch`.
+        num_classes: Of use with `return_targets` only.
+        n_classes: The same by its oldest name.
+        return_targets: Also return the mixed targets, with one value for each class.
+
+    Returns:
+        The mixed inputs alone, or with them the mixed targets.
+
+    Raises:
+        ValueError: If mixed targets are asked for, of class indices whose number of classes is not given.
+    """
+    warn_deprecated("cutmix is now called cutmix_batch, which also returns the other targets and weights.", 2)
+    mixed, permuted, own_area, _ = cutmix_batch(input, target, alpha=alpha)
+    if not return_targets:
+        return mixed
+    classes = num_classes or n_classes
+    if target.ndim == 1 and classes is None:
+        raise ValueError(
+            "return_targets=True needs to know how many classes there are: pass num_classes, or targets with one value "
+            "for each class."
+        )
+    logits_like = input.new_empty(()).expand(len(input), classes) if target.ndim == 1 and classes else target
+    one_hot, permuted_one_hot = (ensure_targets_one_hot(logits_like, labels) for labels in (target, permuted))
+    return mixed, torch.lerp(permuted_one_hot, one_hot, own_area)
+
+
+class CutMix(ResumableDraws, Algorithm):
+    """Train each microbatch on images with a box of another of its images in them.
+
+    On `BEFORE_FORWARD` the inputs in `state.batch` are mixed; permutation and box are drawn anew for each microbatch.
+    Then one of two, which are the same for losses that are linear in the target, as cross entropy is:
+
+    - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become weighted sums with one value for each class, or,
+      if they have the height and width of the inputs, get the box of the other image's target; on `AFTER_LOSS` they
+      are restored.
+    - `interpolate_loss=True`: on `BEFORE_BACKWARD` `state.loss` becomes the weighted sum of itself and the loss for
+      the other images' targets; labels are smoothed both times if LabelSmoothing with the same `target_key` is among
+      `state.algorithms`.
+
+    It runs before LabelSmoothing. Its draws depend on the run's seed, the rank and how many there were before; with
+    the state of a checkpoint a run goes on with the draws that it would have made.
+
+    Args:
+        alpha: 0 or more; see `cutmix_batch`.
+        interpolate_loss: Mix the losses instead of the targets.
+        uniform_sampling: See `cutmix_batch`.
+        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
+        target_key: Where it holds the targets.
+
+    Raises:
+        ValueError: If `alpha` is negative.
+
+    Example:
+        >>> CutMix(alpha=0.5)
+        CutMix(alpha=0.5, interpolate_loss=False, uniform_sampling=False, input_key=0, target_key=1)
+
+    Reference:
+        Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features", ICCV 2019,
+        arXiv:1905.04899.
+    """
+
+    @accept_legacy_arguments("CutMix", ignored=("num_classes",))
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        interpolate_loss: bool = False,
+        uniform_sampling: bool = False,
+        input_key: Any = 0,
+        target_key: Any = 1,
+    ) -> None:
+        _check_alpha(alpha)
+        self.alpha = alpha
+        self.interpolate_loss = interpolate_loss
+        self.uniform_sampling = uniform_sampling
+        self.input_key = input_key
+        self.target_key = target_key
+        self._indices = torch.empty(0, dtype=torch.long)
+        self._bbox: Box = (0, 0, 0, 0)
+        self._permuted_target = torch.empty(0)
+        self._adjusted_lambda = 1.0  # the part of each image that is its own, and the weight of its target
+        self._image_size: tuple[int, ...] = ()
+        self._original_target: Tensor | None = None
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is one of those where inputs, targets or the loss change."""
+        if self.interpolate_loss:
+            return event in (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD)
+        return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Mix what belongs to the event."""
+        if event == Event.BEFORE_FORWARD:
+            self._mix_inputs(state)
+        elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
+            self._mix_targets(state)
+        elif event == Event.AFTER_LOSS and self._original_target is not None:
+            state.batch_set_item(self.target_key, self._original_target)
+            self._original_target = None
+        elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:
+            self._mix_losses(state)
+
+    def __repr__(self) -> str:
+        return (
+            f"CutMix(alpha={self.alpha!r}, interpolate_loss={self.interpolate_loss!r}, "
+            f"uniform_sampling={self.uniform_sampling!r}, input_key={self.input_key!r}, "
+            f"target_key={self.target_key!r})"
+        )
+
+    def _mix_inputs(self, state: "State") -> None:
+        input = batch_tensor(state, self.input_key, "input_key")
+        target = batch_tensor(state, self.target_key, "target_key")
+        self._image_size = tuple(input.shape[-2:])
+        if self.interpolate_loss and self._is_spatial(target):
+            raise ValueError(
+                f"interpolate_loss=True cannot mix targets of shape {tuple(target.shape)}, which have a value for each "
+                f"pixel: the weights of the two losses would have to differ from pixel to pixel. Use "
+                f"interpolate_loss=False."
+            )
+        generator = self.next_generator(state)
+        self._indices = torch.randperm(len(input), generator=generator)
+        mixed, self._permuted_target, self._adjusted_lambda, self._bbox = cutmix_batch(
+            input,
+            target,
+            alpha=self.alpha,
+            indices=self._indices,
+            uniform_sampling=self.uniform_sampling,
+            generator=generator,
+        )
+        state.batch_set_item(self.input_key, mixed)
+
+    def _is_spatial(self, target: Tensor) -> bool:
+        return target.ndim > 2 and tuple(target.shape[-2:]) == self._image_size
+
+    def _mix_targets(self, state: "State") -> None:
+        outputs = require_tensor(state.outputs, "the model's output")
+        target = batch_tensor(state, self.target_key, "target_key")
+        if self._is_spatial(target):
+            x1, y1, x2, y2 = self._bbox
+            mixed = target.clone()
+            mixed[..., x1:x2, y1:y2] = self._permuted_target[..., x1:x2, y1:y2]
+        else:
+            mixed = torch.lerp(
+                ensure_targets_one_hot(outputs, self._permuted_target),
+                ensure_targets_one_hot(outputs, target),
+                self._adjusted_lambda,
+            )
+        state.batch_set_item(self.target_key, mixed)
+        self._original_target = target
+
+    def _mix_losses(self, state: "State") -> None:
+        loss = require_tensor(state.loss, "the loss")
+        permuted_loss = loss_for_target(state, self.target_key, self._permuted_target)
+        state.loss = self._adjusted_lambda * loss + (1 - self._adjusted_lambda) * permuted_loss
+
+
+def _cut_sides(
+    height: int, width: int, length: float | None, alpha: float, generator: torch.Generator | None
+) -> tuple[int, int]:
+    if length is None:
+        _check_alpha(alpha)
+        ratio = math.sqrt(1 - (draw_beta(alpha, generator) if alpha > 0 else 0.0))
+    elif 0 <= length <= 1:
+        ratio = length
+    else:
+        raise ValueError(f"length={length!r} is no part of an image's side: pass a number from 0 to 1.")
+    return int(ratio * height), int(ratio * width)
+
+
+def _draw_box(
+    height: int, width: int, cut_sides: tuple[int, int], uniform_sampling: bool, generator: torch.Generator | None
+) -> Box:
+    edges: list[tuple[int, int]] = []
+    for size, cut in zip((height, width), cut_sides, strict=True):
+        beyond = cut // 2 if uniform_sampling else 0
+        centre = draw_integer(-beyond, size + beyond, generator)
+        edges.append((min(max(centre - cut // 2, 0), size), min(max(centre + cut // 2, 0), size)))
+    (x1, x2), (y1, y2) = edges
+    return x1, y1, x2, y2
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 <= alpha < math.inf:
+        raise ValueError(f"alpha={alpha!r} is no parameter of Beta(alpha, alpha): pass 0 or more.")
+
+
+def _check_shapes(input: Tensor, target: Tensor) -> None:
+    if input.ndim < 3:
+        raise ValueError(
+            f"input of shape {tuple(input.shape)} is no batch of images: pass (batch, ..., height, width), such as "
+            f"(batch, channels, height, width)."
+        )
+    if input.shape[:1] != target.shape[:1]:
+        raise ValueError(
+            f"target of shape {tuple(target.shape)} does not have one entry for each example of the input, whose shape "
+            f"is {tuple(input.shape)}: both need the batch as their first dim."
+        )
+
+
+def _check_box(bbox: Box, height: int, width: int) -> None:
+    x1, y1, x2, y2 = bbox
+    if not (0 <= x1 <= x2 <= height and 0 <= y1 <= y2 <= width):
+        raise ValueError(
+            f"bbox={bbox!r} does not lie in images of {height} x {width} pixels: pass (x1, y1, x2, y2) with "
+            f"0 <= x1 <= x2 <= {height} along the height and 0 <= y1 <= y2 <= {width} along the width."
+        )

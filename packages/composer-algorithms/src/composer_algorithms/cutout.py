@@ -1,0 +1,221 @@
+"""CutOut: black out squares of images."""
+
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+
+from composer_algorithms._batch import batch_tensor
+from composer_algorithms._draws import draw_integer
+from composer_algorithms._images import image_size, is_pil
+from composer_algorithms._legacy import accept_legacy_arguments, warn_deprecated
+from composer_algorithms._random import ResumableDraws
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["CutOut", "CutOutTransform", "cutout_batch", "METADATA"]
+
+METADATA = Metadata(
+    name="CutOut",
+    class_name="CutOut",
+    functional="cutout_batch",
+    tldr="Blacks out squares of the images",
+    attribution="(DeVries et al, 2017)",
+    link="https://arxiv.org/abs/1708.04552",
+    domains=("cv",),
+    summary=(
+        "Sets one or more squares of each image to zero, so that the model cannot rely on any one part of an object."
+    ),
+    use=(
+        "One hole with length=0.5, or a quarter of the side. Well-tuned ResNets gain little from it, and less still "
+        "beside MixUp or label smoothing."
+    ),
+)
+
+TImage = TypeVar("TImage", bound="Tensor | Image")
+
+
+@overload
+def cutout_batch(
+    input: None = None, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False
+) -> "CutOutTransform": ...
+
+
+@overload
+def cutout_batch(
+    input: TImage,
+    num_holes: int = 1,
+    length: float = 0.5,
+    uniform_sampling: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> TImage: ...
+
+
+@accept_legacy_arguments("cutout_batch", renamed={"n_holes": "num_holes", "X": "input"})
+def cutout_batch(
+    input: "Tensor | Image | None" = None,
+    num_holes: int = 1,
+    length: float = 0.5,
+    uniform_sampling: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> "Tensor | Image | CutOutTransform":
+    """Set squares of an image, or the same squares of all images of a batch, to zero.
+
+    The squares' side is `length` times the shorter side of the image; an odd number of pixels becomes the even one
+    below. Their centres are drawn, and what lies outside the image is cut off. The input is not changed.
+
+    Args:
+        input: A tensor of shape `(channels, height, width)` or `(batch, channels, height, width)`, or a PIL image.
+            Without it, the function returns a transform to put among those of a dataset.
+        num_holes: How many squares; they may overlap.
+        length: The side as a part of the image's shorter side, in [0, 1].
+        uniform_sampling: Draw the centres from a range that reaches beyond the image by half a square, so that each
+            pixel is as likely to be covered as any other. Otherwise from the image's pixels, which favours its middle.
+        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+
+    Returns:
+        The image or batch with its squares, of the type of the input.
+
+    Raises:
+        ValueError: If `length` lies outside [0, 1], `num_holes` is negative, or a tensor has no image's shape.
+        TypeError: If the input is neither a tensor nor a PIL image.
+
+    Example:
+        >>> cutout_batch(torch.ones(1, 4, 4), length=1.0).sum() < 16
+        tensor(True)
+
+    Reference:
+        DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout", 2017,
+        arXiv:1708.04552.
+    """
+    if input is None:
+        return CutOutTransform(num_holes, length, uniform_sampling)
+    length = _part_of_side(length, num_holes, input)
+    height, width = image_size(input)
+    result = input.copy() if is_pil(input) else cast("Tensor", input).clone()
+    half = int(min(height, width) * length) // 2
+    beyond = half if uniform_sampling else 0
+    for _ in range(num_holes):
+        y, x = (draw_integer(-beyond, size + beyond, generator) for size in (height, width))
+        top, left, bottom, right = max(y - half, 0), max(x - half, 0), max(y + half, 0), max(x + half, 0)
+        if is_pil(result):
+            result.paste(0, (left, top, min(right, width), min(bottom, height)))
+        else:
+            cast("Tensor", result)[..., top:bottom, left:right] = 0
+    return result
+
+
+class CutOutTransform:
+    """`cutout_batch` as a transform of a dataset's images.
+
+    Args:
+        num_holes: See `cutout_batch`.
+        length: See `cutout_batch`.
+        uniform_sampling: See `cutout_batch`.
+
+    Example:
+        >>> CutOutTransform()(torch.ones(3, 8, 8)).shape
+        torch.Size([3, 8, 8])
+    """
+
+    def __init__(self, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False) -> None:
+        _check(num_holes, length)
+        self.num_holes = num_holes
+        self.length = length
+        self.uniform_sampling = uniform_sampling
+
+    def __call__(self, image: TImage) -> TImage:
+        """Return the image with its squares."""
+        return cutout_batch(image, self.num_holes, self.length, self.uniform_sampling)
+
+    def __repr__(self) -> str:
+        return (
+            f"CutOutTransform(num_holes={self.num_holes!r}, length={self.length!r}, "
+            f"uniform_sampling={self.uniform_sampling!r})"
+        )
+
+
+class CutOut(ResumableDraws, Algorithm):
+    """Black out squares of each batch's images, the same ones in all of them.
+
+    On `AFTER_DATALOADER` the inputs in `state.batch` are replaced by `cutout_batch` of them. The draws depend on the
+    run's seed, the rank and how many there were before; with the state of a checkpoint a run goes on with the draws
+    that it would have made.
+
+    Args:
+        num_holes: How many squares.
+        length: Their side as a part of the image's shorter side, in [0, 1].
+        uniform_sampling: See `cutout_batch`.
+        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
+
+    Raises:
+        ValueError: If `length` lies outside [0, 1] or `num_holes` is negative.
+
+    Example:
+        >>> CutOut(length=0.25)
+        CutOut(num_holes=1, length=0.25, uniform_sampling=False, input_key=0)
+
+    Reference:
+        DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout", 2017,
+        arXiv:1708.04552. The paper draws squares for each image.
+    """
+
+    @accept_legacy_arguments("CutOut", renamed={"n_holes": "num_holes"})
+    def __init__(
+        self, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False, input_key: Any = 0
+    ) -> None:
+        _check(num_holes, length)
+        self.num_holes = num_holes
+        self.length = length
+        self.uniform_sampling = uniform_sampling
+        self.input_key = input_key
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether a batch has just been loaded."""
+        return event == Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Black out squares of the inputs."""
+        input = batch_tensor(state, self.input_key, "input_key")
+        generator = self.next_generator(state)
+        output = cutout_batch(input, self.num_holes, self.length, self.uniform_sampling, generator=generator)
+        state.batch_set_item(self.input_key, output)
+
+    def __repr__(self) -> str:
+        return (
+            f"CutOut(num_holes={self.num_holes!r}, length={self.length!r}, "
+            f"uniform_sampling={self.uniform_sampling!r}, input_key={self.input_key!r})"
+        )
+
+
+def _check(num_holes: int, length: float) -> None:
+    if num_holes < 0:
+        raise ValueError(f"num_holes={num_holes!r} cannot be cut: pass 0 or more.")
+    if not (0 <= length <= 1 or _is_in_pixels(length)):
+        raise ValueError(f"length={length!r} is no part of an image's side: pass a number from 0 to 1.")
+
+
+def _is_in_pixels(length: float) -> bool:
+    return isinstance(length, int) and length > 1
+
+
+def _part_of_side(length: float, num_holes: int, input: "Tensor | Image") -> float:
+    _check(num_holes, length)
+    if not _is_in_pixels(length):
+        return length
+    shorter = min(image_size(input))
+    warn_deprecated(
+        f"length={length!r} as a number of pixels is deprecated: pass it as a part of the side, "
+        f"{length / shorter:.3g} for these images.",
+        stacklevel=4,
+    )
+    return length / shorter

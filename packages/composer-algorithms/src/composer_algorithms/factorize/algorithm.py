@@ -1,0 +1,194 @@
+"""Factorization as a function on a model, and as an Algorithm."""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim import Optimizer
+
+from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms.factorize.modules import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+
+if TYPE_CHECKING:
+    from composer_events.event import Event
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = [
+    "Factorize",
+    "apply_factorization",
+    "LOG_NUM_CONV2D_REPLACEMENTS_KEY",
+    "LOG_NUM_LINEAR_REPLACEMENTS_KEY",
+]
+
+LOG_NUM_CONV2D_REPLACEMENTS_KEY = "factorize/num_conv2d_replacements"
+LOG_NUM_LINEAR_REPLACEMENTS_KEY = "factorize/num_linear_replacements"
+
+_log = logging.getLogger("composer.algorithms.factorize")
+
+
+def apply_factorization(
+    model: nn.Module,
+    factorize_convs: bool = True,
+    factorize_linears: bool = True,
+    min_channels: int = 512,
+    latent_channels: int | float = 0.25,
+    min_features: int = 512,
+    latent_features: int | float = 0.25,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+) -> None:
+    """Replace large convolutions and linear layers in a model by two smaller ones each.
+
+    The new weights are the best approximation of the old ones. Left as they are: layers that would not do less work,
+    grouped convolutions, subclasses that compute something of their own, layers that share their weight with another
+    module, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second call with the
+    same arguments changes nothing.
+
+    Args:
+        model: Changed in place.
+        factorize_convs: Replace each `torch.nn.Conv2d` that is large enough by a `FactorizedConv2d`.
+        factorize_linears: Replace each `torch.nn.Linear` that is large enough by a `FactorizedLinear`.
+        min_channels: Only convolutions with at least so many input and output channels.
+        latent_channels: Channels in between, or below 1 a share of the smaller of input and output.
+        min_features: Only linear layers with at least so many input and output features.
+        latent_features: Features in between, or below 1 a share of the smaller of input and output.
+        optimizers: Those that train the model, if they exist already: they get the new parameters.
+
+    Raises:
+        ValueError: If a latent size is not above 0.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU())
+        >>> apply_factorization(model, latent_features=64)
+        >>> model[0].latent_features
+        64
+
+    Reference:
+        Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
+        arXiv:1505.06798; Jaderberg et al., 2014, arXiv:1405.3866.
+    """
+    _check_latent_sizes(latent_channels, latent_features)
+    uses = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
+    if factorize_convs:
+        conv = functools.partial(_factorized_conv, uses=uses, min_size=min_channels, latent_size=latent_channels)
+        replace_module_classes(model, {nn.Conv2d: conv}, optimizers)
+    if factorize_linears:
+        linear = functools.partial(_factorized_linear, uses=uses, min_size=min_features, latent_size=latent_features)
+        replace_module_classes(model, {nn.Linear: linear}, optimizers)
+    if not count_module_instances(model, (FactorizedConv2d, FactorizedLinear)):
+        _log.warning(
+            "Factorize has no effect on this %s: below it there is no Conv2d of min_channels=%r and no Linear of "
+            "min_features=%r or more that would do less work with latent_channels=%r and latent_features=%r.",
+            *(type(model).__qualname__, min_channels, min_features, latent_channels, latent_features),
+        )
+
+
+def _factorized_conv(
+    module: nn.Conv2d, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
+) -> FactorizedConv2d | None:
+    is_large = min(module.in_channels, module.out_channels) >= min_size
+    is_plain = type(module).forward is nn.Conv2d.forward and uses[id(module.weight)] < 2
+    if is_large and is_plain and factorizing_could_speedup(module, latent_size):
+        return FactorizedConv2d.from_conv2d(module, module_index, latent_size)
+    return None
+
+
+def _factorized_linear(
+    module: nn.Linear, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
+) -> FactorizedLinear | None:
+    is_large = min(module.in_features, module.out_features) >= min_size
+    is_plain = type(module).forward is nn.Linear.forward and uses[id(module.weight)] < 2
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # the output of MultiheadAttention, which reads its weight
+        return None
+    if is_large and is_plain and factorizing_could_speedup(module, latent_size):
+        return FactorizedLinear.from_linear(module, module_index, latent_size)
+    return None
+
+
+class Factorize(InitSurgery):
+    """Replace large convolutions and linear layers by two smaller ones each, on `INIT`.
+
+    The optimizers' parameter groups follow. It acts before algorithms that wrap modules. Loading a checkpoint of the
+    changed model applies it.
+
+    Args:
+        factorize_convs: Replace each `torch.nn.Conv2d` that is large enough.
+        factorize_linears: Replace each `torch.nn.Linear` that is large enough.
+        min_channels: Only convolutions with at least so many input and output channels.
+        latent_channels: Channels in between, or below 1 a share of the smaller of input and output.
+        min_features: Only linear layers with at least so many input and output features.
+        latent_features: Features in between, or below 1 a share of the smaller of input and output.
+
+    Raises:
+        ValueError: If a latent size is not above 0.
+
+    Example:
+        >>> Factorize(factorize_convs=False).latent_features
+        128
+
+    Reference:
+        Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
+        arXiv:1505.06798. There the factors are fitted to the responses on data; here to the weights, and to data only
+        in `FactorizedConv2d.set_rank` and `FactorizedLinear.set_rank`.
+    """
+
+    surgery_rank = 1
+
+    def __init__(
+        self,
+        factorize_convs: bool = True,
+        factorize_linears: bool = True,
+        min_channels: int = 256,
+        latent_channels: int | float = 0.25,
+        min_features: int = 256,
+        latent_features: int | float = 128,
+    ) -> None:
+        _check_latent_sizes(latent_channels, latent_features)
+        self.factorize_convs = factorize_convs
+        self.factorize_linears = factorize_linears
+        self.min_channels = min_channels
+        self.latent_channels = latent_channels
+        self.min_features = min_features
+        self.latent_features = latent_features
+
+    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+        """Replace the layers, and log how many there are now of each kind that is enabled."""
+        apply_factorization(
+            state.model,
+            factorize_convs=self.factorize_convs,
+            factorize_linears=self.factorize_linears,
+            min_channels=self.min_channels,
+            latent_channels=self.latent_channels,
+            min_features=self.min_features,
+            latent_features=self.latent_features,
+            optimizers=state.optimizers,
+        )
+        for is_enabled, key, layer in (
+            (self.factorize_convs, LOG_NUM_CONV2D_REPLACEMENTS_KEY, FactorizedConv2d),
+            (self.factorize_linears, LOG_NUM_LINEAR_REPLACEMENTS_KEY, FactorizedLinear),
+        ):
+            if is_enabled:
+                count = count_module_instances(state.model, layer)
+                _log.info("%s: %d", key, count)
+                if logger is not None:
+                    logger.log_hyperparameters({key: count})
+
+    def __repr__(self) -> str:
+        return (
+            f"Factorize(factorize_convs={self.factorize_convs!r}, factorize_linears={self.factorize_linears!r}, "
+            f"min_channels={self.min_channels!r}, latent_channels={self.latent_channels!r}, "
+            f"min_features={self.min_features!r}, latent_features={self.latent_features!r})"
+        )
+
+
+def _check_latent_sizes(latent_channels: int | float, latent_features: int | float) -> None:
+    for argument, value in (("latent_channels", latent_channels), ("latent_features", latent_features)):
+        if not value > 0:
+            raise ValueError(
+                f"{argument}={value!r} leaves nothing in between: pass a number of them, or a share between 0 and 1."
+            )

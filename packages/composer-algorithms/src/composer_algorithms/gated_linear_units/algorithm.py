@@ -1,0 +1,194 @@
+"""Gated linear units as a function on a BERT model, and as an Algorithm."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms.gated_linear_units.layers import BERTGatedFFOutput
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_models.optional import MissingConditionalImportError
+
+if TYPE_CHECKING:
+    from composer_events.event import Event
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["GatedLinearUnits", "apply_gated_linear_units"]
+
+_log = logging.getLogger("composer.algorithms.gated_linear_units")
+_Activation = Callable[[Tensor], Tensor]
+# Those that a checkpoint can name. The names are transformers' own.
+_NAMED_FUNCTIONS = {F.gelu: "gelu", F.relu: "relu", F.silu: "silu", torch.relu: "relu", torch.tanh: "tanh"}
+
+
+def apply_gated_linear_units(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    act_fn: str | _Activation | None = None,
+    gated_layer_bias: bool = False,
+    non_gated_layer_bias: bool = False,
+) -> None:
+    """Replace the feed-forward layers of a BERT model by gated ones, with new weights.
+
+    Each `BertIntermediate` becomes an `nn.Identity`, each `BertOutput` a `BERTGatedFFOutput`. The weights are drawn as
+    the model's configuration says (`initializer_range`). A second call changes nothing.
+
+    Args:
+        model: A transformers BERT model, or a module that has one as its attribute `model`. Changed in place.
+        optimizers: Those that train the model, if they exist already: they get the new parameters.
+        act_fn: The activation: a function, or transformers' name for one (`'gelu'`). That of the model when `None`.
+        gated_layer_bias: Whether the projections into the activation have a bias.
+        non_gated_layer_bias: Whether the others have.
+
+    Raises:
+        MissingConditionalImportError: If transformers is not installed.
+        TypeError: If the model is no BERT model of transformers.
+        ValueError: If `act_fn` is `None` and the model has none, or several kinds; or if it names none.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9))
+        >>> apply_gated_linear_units(model)
+        >>> type(model.encoder.layer[0].output).__name__
+        'BERTGatedFFOutput'
+
+    Reference:
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202. There the intermediate size is scaled by
+        2/3; here it is that of the model.
+    """
+    bert_classes = _bert_classes()
+    bert = _find_bert(model, bert_classes["BertPreTrainedModel"])
+    intermediates = [one for one in bert.modules() if isinstance(one, bert_classes["BertIntermediate"])]
+    if not intermediates:
+        return
+    activation = _activation(act_fn, intermediates)
+
+    def gated(module: Any, module_index: int) -> nn.Module:
+        layer = BERTGatedFFOutput(
+            d_embed=module.dense.out_features,
+            d_ff=module.dense.in_features,
+            dropout_rate=module.dropout.p,
+            act_fn=copy.deepcopy(activation),
+            layernorm_eps=module.LayerNorm.eps,
+            gated_layer_bias=gated_layer_bias,
+            non_gated_layer_bias=non_gated_layer_bias,
+        )
+        _initialize(layer, float(getattr(bert.config, "initializer_range", 0.02)))
+        return layer
+
+    policies = {
+        bert_classes["BertIntermediate"]: lambda module, module_index: nn.Identity(),
+        bert_classes["BertOutput"]: gated,
+    }
+    replace_module_classes(model, policies, optimizers)
+
+
+def _bert_classes() -> dict[str, type[nn.Module]]:
+    try:
+        from transformers.models.bert import modeling_bert  # an optional dependency, and slow to import
+    except ImportError as error:
+        raise MissingConditionalImportError(
+            "transformers", "transformers", distribution="composer-algorithms"
+        ) from error
+    names = ("BertPreTrainedModel", "BertIntermediate", "BertOutput")
+    return {name: getattr(modeling_bert, name) for name in names}
+
+
+def _find_bert(model: nn.Module, bert_class: type[nn.Module]) -> Any:
+    bert: Any = model
+    while not isinstance(bert, bert_class) and isinstance(getattr(bert, "model", None), nn.Module):
+        bert = bert.model
+    if not isinstance(bert, bert_class):
+        raise TypeError(
+            f"the model is a {type(model).__qualname__}, and gated linear units are for BERT models of transformers "
+            f"(BertPreTrainedModel): leave GatedLinearUnits out, or pass such a model."
+        )
+    return bert
+
+
+def _activation(act_fn: str | _Activation | None, intermediates: Sequence[Any]) -> _Activation:
+    if isinstance(act_fn, str):
+        from transformers.activations import ACT2FN  # loaded already, with the classes of BERT
+
+        if act_fn not in ACT2FN:
+            raise ValueError(f"act_fn={act_fn!r} names no activation of transformers: use one of {sorted(ACT2FN)}.")
+        return ACT2FN[act_fn]
+    if act_fn is not None:
+        return act_fn
+    found = [module.intermediate_act_fn for module in intermediates]
+    kinds = {type(one) if isinstance(one, nn.Module) else one for one in found}
+    if len(kinds) != 1 or found[0] is None:
+        raise ValueError(
+            f"act_fn=None takes the activation of the model, and this one has {kinds}: pass the one to use as act_fn."
+        )
+    return found[0]
+
+
+@torch.no_grad()
+def _initialize(layer: BERTGatedFFOutput, initializer_range: float) -> None:
+    for linear in (layer.gated_layer, layer.non_gated_layer, layer.wo):
+        linear.weight.normal_(mean=0.0, std=initializer_range)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+class GatedLinearUnits(InitSurgery):
+    """Give BERT gated feed-forward layers: on `INIT`, `state.model` is changed in place.
+
+    The optimizers' parameter groups follow: weights join those of the old weights, biases those of the old biases.
+    It acts before algorithms that wrap modules. Loading a checkpoint of the changed model applies it, if `act_fn` is
+    `None`, a name, or a function of torch that transformers has a name for; a checkpoint cannot hold other functions.
+
+    Args:
+        act_fn: The activation: a function, or transformers' name for one (`'gelu'`). That of the model when `None`.
+        gated_layer_bias: Whether the projections into the activation have a bias.
+        non_gated_layer_bias: Whether the others have.
+
+    Raises:
+        MissingConditionalImportError: If transformers is not installed.
+
+    Example:
+        >>> GatedLinearUnits(act_fn="relu")
+        GatedLinearUnits(act_fn='relu', gated_layer_bias=False, non_gated_layer_bias=False)
+
+    Reference:
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202; Dauphin et al., "Language Modeling with
+        Gated Convolutional Networks", 2016, arXiv:1612.08083.
+    """
+
+    surgery_rank = 1
+
+    def __init__(
+        self,
+        act_fn: str | _Activation | None = None,
+        gated_layer_bias: bool = False,
+        non_gated_layer_bias: bool = False,
+    ) -> None:
+        _bert_classes()  # without transformers there is nothing that it could change
+        self.act_fn = act_fn
+        self.gated_layer_bias = gated_layer_bias
+        self.non_gated_layer_bias = non_gated_layer_bias
+
+    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+        """Replace the feed-forward layers."""
+        apply_gated_linear_units(
+            state.model, state.optimizers, self.act_fn, self.gated_layer_bias, self.non_gated_layer_bias
+        )
+        count = count_module_instances(state.model, BERTGatedFFOutput)
+        _log.info("GatedLinearUnits: %d feed-forward layers have a gate.", count)
+
+    def __repr__(self) -> str:
+        act_fn: Any = self.act_fn
+        if callable(act_fn) and act_fn in _NAMED_FUNCTIONS:
+            act_fn = _NAMED_FUNCTIONS[act_fn]
+        return (
+            f"GatedLinearUnits(act_fn={act_fn!r}, gated_layer_bias={self.gated_layer_bias!r}, "
+            f"non_gated_layer_bias={self.non_gated_layer_bias!r})"
+        )

@@ -1,0 +1,224 @@
+"""Gradient clipping: bound the gradients by their norm, by value, or by the norms of the weights they belong to."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from torch import Tensor, nn
+
+from composer_algorithms._gradients import clip_norm, clip_to_weights, clip_value
+from composer_algorithms._legacy import warn_deprecated
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["AGC", "GradientClipping", "apply_agc", "apply_gradient_clipping", "METADATA"]
+
+METADATA = Metadata(
+    name="Gradient Clipping",
+    class_name="GradientClipping",
+    functional="apply_gradient_clipping",
+    tldr="Bounds the gradients before the optimizer's step",
+    attribution="(Brock et al, 2021, Mikolov, 2012)",
+    link="https://arxiv.org/abs/2102.06171",
+    domains=("cv", "nlp"),
+    summary=(
+        "Scales or clamps gradients that are too large, so that single batches cannot throw training off its course. "
+        "The bound is on the norm of the whole gradient, on each value, or on each unit relative to its weights."
+    ),
+    use=(
+        "'norm' with 1.0 is usual for transformers; published runs use 0.1 to 2.0. 'adaptive' with 0.01 suits batches "
+        "of 1024 to 4096 and normalizer-free networks, up to 0.16 smaller batches; leave the last layer out."
+    ),
+)
+
+_TYPES = ("norm", "value", "adaptive")
+
+ClippingType = Literal["norm", "value", "adaptive"]
+
+
+def apply_gradient_clipping(
+    model: nn.Module | Iterable[Tensor],
+    clipping_type: ClippingType | str,
+    clipping_threshold: float,
+    fsdp_enabled: bool = False,
+    *,
+    eps: float = 0.0,
+) -> None:
+    """Bound the gradients of a model, in place.
+
+    - `'norm'`: all gradients are scaled by one factor, so that their joint Euclidean norm is at most the threshold.
+    - `'value'`: each element is clamped to `[-threshold, threshold]`.
+    - `'adaptive'`: the gradient of each unit (a row of the weights; a vector is one unit) is scaled so that its norm is
+      at most `threshold` times the norm of the unit's weights.
+
+    Gradients may be sharded by `fully_shard` or tensor parallelism; norms are then those of the whole gradient, and
+    every rank must call this. Parameters without a gradient are passed over.
+
+    Args:
+        model: The model, or its parameters.
+        clipping_type: `'norm'`, `'value'` or `'adaptive'`.
+        clipping_threshold: The bound, 0 or more.
+        fsdp_enabled: Whether FSDP1 (`FullyShardedDataParallel`) shards the model.
+        eps: With `'adaptive'`: the norm that weights are taken to have at least. With 0, weights that are all zero
+            never move; the paper has 1e-3.
+
+    Raises:
+        ValueError: If the type is unknown, the threshold is negative or not a number, or the type is `'adaptive'` for a
+            model sharded by FSDP1.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> apply_gradient_clipping([weight], "norm", 1.0)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+
+    Reference:
+        Norm: Pascanu et al., 2012, arXiv:1211.5063. Adaptive: Brock et al., "High-Performance Large-Scale Image
+        Recognition Without Normalization", ICML 2021, arXiv:2102.06171, eq. (3).
+    """
+    _check(clipping_type, clipping_threshold)
+    parameters: Iterable[Tensor]
+    if callable(method := getattr(model, "parameters", None)):
+        parameters = cast("Iterable[Tensor]", method())
+    else:
+        parameters = cast("Iterable[Tensor]", model)
+    if clipping_type == "value":
+        clip_value(parameters, clipping_threshold)  # element by element, so it does not matter who holds which
+    elif fsdp_enabled:
+        _clip_under_fsdp1(cast("nn.Module", model), clipping_type, clipping_threshold)
+    elif clipping_type == "norm":
+        clip_norm(parameters, clipping_threshold)
+    else:
+        clip_to_weights(parameters, clipping_threshold, eps)
+
+
+def apply_agc(model: nn.Module | Iterable[Tensor], clipping_threshold: float = 0.01) -> None:
+    """Clip adaptively, as this was called in Composer 0.7.
+
+    Args:
+        model: The model, or its parameters.
+        clipping_threshold: As for `apply_gradient_clipping(model, "adaptive", clipping_threshold)`.
+    """
+    warn_deprecated(
+        f"apply_agc is now a kind of gradient clipping: write apply_gradient_clipping(model, 'adaptive', "
+        f"{clipping_threshold!r}).",
+        stacklevel=2,
+    )
+    apply_gradient_clipping(model, "adaptive", clipping_threshold)
+
+
+class GradientClipping(Algorithm):
+    """Bound the gradients of each step.
+
+    On `AFTER_TRAIN_BATCH`, when the gradients of all microbatches are there and have their true size, it does what
+    `apply_gradient_clipping` does. Where an optimizer looks at a batch twice, as SAM does, it clips both times. Under
+    DeepSpeed it does nothing: the engine clips inside its step, told so by its configuration.
+
+    Attributes:
+        clip_grad_norm: How `'norm'` is done. A loop whose model is spread over devices in a way of its own assigns
+            what does it there, `strategy.clip_grad_norm`: a function of the parameters and the bound.
+
+    Args:
+        clipping_type: `'norm'`, `'value'` or `'adaptive'`.
+        clipping_threshold: The bound, 0 or more.
+        eps: See `apply_gradient_clipping`.
+
+    Raises:
+        ValueError: If the type is unknown, or the threshold is negative or not a number.
+
+    Example:
+        >>> GradientClipping("norm", 1.0)
+        GradientClipping(clipping_type='norm', clipping_threshold=1.0)
+
+    Reference:
+        See `apply_gradient_clipping`.
+    """
+
+    def __init__(self, clipping_type: ClippingType | str, clipping_threshold: float, *, eps: float = 0.0) -> None:
+        _check(clipping_type, clipping_threshold)
+        self.clipping_type = clipping_type
+        self.clipping_threshold = clipping_threshold
+        self.eps = eps
+        self.clip_grad_norm: Callable[[Iterable[Tensor], float], Any] | None = None
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is INIT or the end of a batch's gradients."""
+        return event in (Event.INIT, Event.AFTER_TRAIN_BATCH)
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Bound the gradients; on INIT, refuse what DeepSpeed cannot do."""
+        if state.deepspeed_enabled:
+            _check_deepspeed(self.clipping_type, self.clipping_threshold)
+        elif event != Event.AFTER_TRAIN_BATCH:
+            return
+        elif self.clipping_type == "norm" and self.clip_grad_norm is not None:
+            self.clip_grad_norm(state.model.parameters(), self.clipping_threshold)
+        else:
+            apply_gradient_clipping(
+                state.model,
+                self.clipping_type,
+                self.clipping_threshold,
+                fsdp_enabled=state.fsdp_config_version == 1,
+                eps=self.eps,
+            )
+
+    def __repr__(self) -> str:
+        eps = f", eps={self.eps!r}" if self.eps else ""
+        return (
+            f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r}"
+            f"{eps})"
+        )
+
+
+def AGC(clipping_threshold: float = 0.01) -> GradientClipping:  # the name of the class in Composer 0.7
+    """Make the `GradientClipping` that was a class of its own in Composer 0.7.
+
+    Args:
+        clipping_threshold: As for `GradientClipping("adaptive", clipping_threshold)`.
+    """
+    warn_deprecated(
+        f"AGC is now a kind of gradient clipping: write GradientClipping('adaptive', {clipping_threshold!r}).",
+        stacklevel=2,
+    )
+    return GradientClipping("adaptive", clipping_threshold)
+
+
+def _clip_under_fsdp1(model: nn.Module, clipping_type: str, threshold: float) -> None:
+    if clipping_type == "adaptive":
+        raise ValueError(
+            "clipping_type='adaptive' needs whole units of the weights, and FSDP1 keeps slices of flattened tensors: "
+            "shard the model with FSDP2 (fully_shard), or clip by 'norm' or 'value'."
+        )
+    from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already: the model is one
+
+    for module in model.modules():
+        # Each root clips all that is below it.
+        if isinstance(module, FullyShardedDataParallel) and module.check_is_root():
+            module.clip_grad_norm_(max_norm=threshold)
+
+
+def _check(clipping_type: str, threshold: float) -> None:
+    if clipping_type not in _TYPES:
+        raise ValueError(f"clipping_type={clipping_type!r} is unknown: choose one of {', '.join(map(repr, _TYPES))}.")
+    if not threshold >= 0 or math.isinf(threshold):
+        raise ValueError(f"clipping_threshold={threshold!r} is no bound: pass a finite number, 0 or more.")
+
+
+def _check_deepspeed(clipping_type: str, threshold: float) -> None:
+    if clipping_type != "norm":
+        raise NotImplementedError(
+            f"clipping_type={clipping_type!r} cannot be used under DeepSpeed, which clips by 'norm' only: use that, or "
+            f"train without DeepSpeed."
+        )
+    if threshold <= 0:
+        raise ValueError(
+            f"clipping_threshold={threshold!r} cannot be used under DeepSpeed, which takes 0 for no clipping: pass a "
+            f"number above 0."
+        )

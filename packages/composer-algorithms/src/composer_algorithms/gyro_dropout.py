@@ -1,0 +1,280 @@
+"""Gyro dropout: dropout that trains few subnetworks, each for longer."""
+
+import hashlib
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_algorithms._wrapping import unwrap
+from composer_algorithms.metadata import Metadata
+from composer_algorithms.module_surgery import replace_module_classes
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_events.warnings import NoEffectWarning
+from composer_time import TimeUnit
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["GyroDropout", "GyroDropoutLayer", "apply_gyro_dropout", "METADATA"]
+
+METADATA = Metadata(
+    name="Gyro Dropout",
+    class_name="GyroDropout",
+    functional="apply_gyro_dropout",
+    tldr="Replaces dropout by one that trains a fixed number of subnetworks",
+    attribution="(Lee et al, 2022)",
+    link="",
+    domains=("cv",),
+    summary=(
+        "Draws a fixed number of dropout masks once, and trains a few of them at a time for many steps, so that each "
+        "subnetwork is trained well and the ensemble of all is stronger."
+    ),
+    use="Use (sigma, tau) = (256, 16) for AlexNet and LeNet, (1024, 8) for ResNet-18 and BERT, as the paper does.",
+)
+
+_log = logging.getLogger("composer.algorithms.gyro_dropout")
+
+
+class GyroDropoutLayer(nn.Module):
+    """Dropout whose masks are `tau` out of `sigma`, chosen anew from time to time.
+
+    Each chosen mask is for an equal part of the batch (as equal as it gets), over the last dim of the input. Which
+    masks there are and which are chosen depends on a seed and the number of steps alone. Evaluation changes nothing.
+
+    Args:
+        iters_per_epoch: Steps in an epoch.
+        max_epoch: Epochs of training.
+        p: How often a feature is dropped, in [0, 1).
+        sigma: How many masks there are.
+        tau: How many of them are in use at a time.
+
+    Attributes:
+        dropout_mask: The mask of the last training batch, of the shape of the batch or one that expands to it.
+
+    Raises:
+        ValueError: If `p` lies outside [0, 1), or `sigma` or `tau` is not above 0.
+
+    Example:
+        >>> layer = GyroDropoutLayer(iters_per_epoch=10, max_epoch=2, p=0.5, sigma=16, tau=2)
+        >>> x = torch.rand(4, 8)
+        >>> y = layer(x)
+        >>> torch.equal(layer.dropout_mask[0], layer.dropout_mask[1]), layer.dropout_mask.shape
+        (True, torch.Size([4, 8]))
+
+    Reference:
+        Lee et al., "Gyro Dropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
+    """
+
+    def __init__(self, iters_per_epoch: int, max_epoch: float, p: float, sigma: int, tau: int) -> None:
+        super().__init__()
+        _check(p, sigma, tau)
+        self.p = p
+        self.sigma = sigma
+        self.tau = tau
+        self.set_schedule(iters_per_epoch * max_epoch)
+        self.seed: str | None = None
+        self.counts_calls = True
+        self.num_steps = 0
+        self.dropout_mask: Tensor | None = None
+        # Drawn from the seed whenever they are needed: nothing that a checkpoint must keep.
+        self._masks: Tensor | None = None
+        self._chosen: Tensor | None = None
+
+    def set_schedule(self, num_steps: float) -> None:
+        """Say how many steps training has: after which of them other masks are chosen depends on that."""
+        self.iter_num = max(1, int(num_steps / self.sigma)) * self.tau
+
+    def begin_step(self, num_steps: int) -> None:
+        """Choose the masks of one training step, given how many steps there were before. Forward then counts none."""
+        self.counts_calls = False
+        if self._chosen is None or num_steps // self.iter_num != self.num_steps // self.iter_num:
+            self._choose(num_steps)
+        self.num_steps = num_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop features in training."""
+        if not self.training:
+            return x
+        if self.counts_calls:
+            if self._chosen is None or self.num_steps % self.iter_num == 0:
+                self._choose(self.num_steps)
+            self.num_steps += 1
+        elif self._chosen is None:
+            self._choose(self.num_steps)
+        assert self._chosen is not None
+        if self._masks is None or self._masks.shape[1] != x.shape[-1] or self._masks.device != x.device:
+            masks = torch.rand(self.sigma, x.shape[-1], generator=self._generator("masks")) > self.p
+            self._masks = masks.to(x.device)
+        # Of any batch size: with fewer examples than masks, some masks are for none.
+        part_of_example = torch.arange(len(x)) * min(self.tau, len(x)) // max(len(x), 1)
+        rows = self._chosen[part_of_example].to(x.device, non_blocking=True)
+        mask = self._masks[rows].to(x.dtype)
+        self.dropout_mask = mask.reshape(len(x), *[1] * (x.ndim - 2), x.shape[-1])
+        return x * self.dropout_mask * (1 / (1 - self.p))
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"p={self.p}, sigma={self.sigma}, tau={self.tau}"
+
+    def _choose(self, num_steps: int) -> None:
+        generator = self._generator(str(num_steps // self.iter_num))
+        self._chosen = torch.randint(self.sigma, (self.tau,), generator=generator)
+
+    def _generator(self, purpose: str) -> torch.Generator:
+        if self.seed is None:
+            self.seed = str(int(torch.randint(2**62, ())))
+        digest = hashlib.blake2b(f"{self.seed}/{purpose}".encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+
+
+def apply_gyro_dropout(
+    model: nn.Module, iters_per_epoch: int, max_epoch: float, p: float, sigma: int, tau: int
+) -> None:
+    """Replace each `torch.nn.Dropout` in a model by a `GyroDropoutLayer`.
+
+    A second call changes nothing. What is drawn depends on PyTorch's generator on the CPU.
+
+    Args:
+        model: Changed in place.
+        iters_per_epoch: Steps in an epoch.
+        max_epoch: Epochs of training.
+        p: How often a feature is dropped, in [0, 1). That of the replaced layer is not used.
+        sigma: How many masks there are.
+        tau: How many of them are in use at a time.
+
+    Raises:
+        ValueError: If `p` lies outside [0, 1), or `sigma` or `tau` is not above 0.
+
+    Warns:
+        NoEffectWarning: If the model has no `torch.nn.Dropout` below it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+        >>> apply_gyro_dropout(model, iters_per_epoch=100, max_epoch=10, p=0.5, sigma=256, tau=16)
+        >>> model[1]
+        GyroDropoutLayer(p=0.5, sigma=256, tau=16)
+
+    Reference:
+        Lee et al., "Gyro Dropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
+    """
+    _check(p, sigma, tau)
+
+    def gyro(module: nn.Module, module_index: int) -> GyroDropoutLayer:
+        return GyroDropoutLayer(iters_per_epoch, max_epoch, p, sigma, tau)
+
+    replace_module_classes(model, {nn.Dropout: gyro})
+    if not _gyro_layers(model):
+        warnings.warn(
+            f"GyroDropout has no effect on this {type(model).__qualname__}: below it there is no torch.nn.Dropout. "
+            f"Leave GyroDropout out.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+
+class GyroDropout(Algorithm):
+    """Train few subnetworks, each for longer: on `INIT`, each `torch.nn.Dropout` in `state.model` is replaced.
+
+    The schedule is that of the run, known on `FIT_START`, and advances on `BATCH_START`, so that microbatches of one
+    batch have the same masks. Each rank has its own. Masks depend on the run's seed, the rank and the number of
+    batches, so a resumed run goes on with those that it would have had, and parameters and their names stay.
+
+    Args:
+        p: How often a feature is dropped, in [0, 1). That of the replaced layers is not used.
+        sigma: How many masks each layer has.
+        tau: How many of them are in use at a time.
+
+    Raises:
+        ValueError: If `p` lies outside [0, 1), or `sigma` or `tau` is not above 0; on `FIT_START` if the number of
+            training steps is not known.
+
+    Example:
+        >>> GyroDropout(p=0.5, sigma=1024, tau=8)
+        GyroDropout(p=0.5, sigma=1024, tau=8)
+
+    Reference:
+        Lee et al., "Gyro Dropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
+    """
+
+    surgery_rank = 1
+
+    def __init__(self, p: float = 0.5, sigma: int = 256, tau: int = 16) -> None:
+        _check(p, sigma, tau)
+        self.p = p
+        self.sigma = sigma
+        self.tau = tau
+        self._num_steps = 0
+        self._layers: list[GyroDropoutLayer] = []
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Answer yes: training goes on with the same masks."""
+        return True
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is INIT, FIT_START or BATCH_START."""
+        return event in (Event.INIT, Event.FIT_START, Event.BATCH_START)
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Replace the layers, learn how long training is, or begin a step."""
+        if event == Event.INIT:
+            self._replace(state)
+        elif event == Event.FIT_START:
+            if not self._layers:
+                self._replace(state)
+            for layer in self._layers:
+                layer.set_schedule(_num_training_steps(state))
+        elif event == Event.BATCH_START:
+            for layer in self._layers:
+                layer.begin_step(self._num_steps)
+            self._num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how the algorithm was made, and how many steps there were."""
+        return {**super().state_dict(), "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the step that follows the last one before the checkpoint."""
+        self._num_steps = int(state.get("num_steps", 0))
+
+    def __repr__(self) -> str:
+        return f"GyroDropout(p={self.p!r}, sigma={self.sigma!r}, tau={self.tau!r})"
+
+    def _replace(self, state: "State") -> None:
+        model = unwrap(state.model)
+        # The schedule is not known before FIT_START: until then it is as short as can be.
+        apply_gyro_dropout(model, iters_per_epoch=1, max_epoch=1, p=self.p, sigma=self.sigma, tau=self.tau)
+        self._layers = _gyro_layers(model)
+        for i, layer in enumerate(self._layers):
+            layer.seed = f"{state.rank_zero_seed}/{state.seed}/GyroDropout/{i}"
+        _log.info("GyroDropout: %d dropout layers were replaced.", len(self._layers))
+
+
+def _gyro_layers(model: nn.Module) -> list[GyroDropoutLayer]:
+    return [module for module in model.modules() if isinstance(module, GyroDropoutLayer)]
+
+
+def _num_training_steps(state: "State") -> float:
+    duration, num_batches = state.max_duration, state.dataloader_len
+    if duration is not None and duration.unit == TimeUnit.BATCH:
+        return duration.value
+    if duration is not None and duration.unit == TimeUnit.EPOCH and num_batches is not None:
+        return duration.value * num_batches.value
+    raise ValueError(
+        f"GyroDropout needs to know how many steps training has, and max_duration={duration!r} with {num_batches!r} "
+        f"batches in an epoch does not say so: give max_duration in batches ('5000ba'), or in epochs with a dataloader "
+        f"of known length."
+    )
+
+
+def _check(p: float, sigma: int, tau: int) -> None:
+    if not 0 <= p < 1:
+        raise ValueError(f"p={p!r} is not a probability with which something is left: pass 0 or more, and below 1.")
+    for argument, value in (("sigma", sigma), ("tau", tau)):
+        if value < 1:
+            raise ValueError(f"{argument}={value!r} is not a number of masks: pass 1 or more.")

@@ -1,0 +1,138 @@
+"""No-op model: train nothing, to see how fast the data comes."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms.metadata import Metadata
+from composer_models.base import ComposerModel
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from composer_events.event import Event
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["NoOpModel", "NoOpModelClass", "METADATA"]
+
+METADATA = Metadata(
+    name="No Op Model",
+    class_name="NoOpModel",
+    functional="",
+    tldr="Replaces the model by one that computes next to nothing",
+    attribution="MosaicML",
+    link="",
+    domains=("cv", "nlp"),
+    summary=(
+        "Puts a model with one parameter into the place of the model, so that the time of a training step is that of "
+        "everything else."
+    ),
+    use="For profiling the dataloader. What is trained is worth nothing.",
+)
+
+
+class NoOpModelClass(ComposerModel):
+    """A model of one parameter, for any batch with a tensor in it.
+
+    The targets are the second item of a batch that is a sequence of two or more, and otherwise the first tensor found.
+
+    Args:
+        original_model: Where the parameter shall be, and how many classes there are.
+
+    Example:
+        >>> model = NoOpModelClass(nn.Linear(4, 2))
+        >>> model((torch.rand(2, 4), torch.tensor([1, 0])))
+        tensor([1.5000, 0.0000], grad_fn=<MulBackward0>)
+    """
+
+    def __init__(self, original_model: nn.Module) -> None:
+        super().__init__()
+        first = next(iter(original_model.parameters()), None)
+        self.weights = nn.Parameter(torch.tensor([1.5], device=None if first is None else first.device))
+        num_classes = getattr(original_model, "num_classes", None)
+        if num_classes is not None:
+            self.num_classes: Any = num_classes
+
+    def forward(self, batch: Any) -> Tensor:
+        """Scale the targets."""
+        return _targets(batch) * self.weights
+
+    def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compare the scaled targets with the targets."""
+        return F.mse_loss(outputs, _targets(batch).to(outputs.dtype))
+
+    def eval_forward(self, batch: Any, outputs: Any | None = None) -> Any:
+        """Return the targets."""
+        return _targets(batch)
+
+    def get_metrics(self, is_train: bool) -> "dict[str, Metric]":
+        """Return an accuracy, which is always 1 or has no meaning."""
+        from torchmetrics.classification import BinaryAccuracy  # slow to import
+
+        return {"BinaryAccuracy": BinaryAccuracy()}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: "Metric") -> None:
+        """Count the targets as right where they are 1."""
+        targets = (_targets(batch) > 0).long()
+        metric.update(targets, targets)
+
+
+class NoOpModel(InitSurgery):
+    """Put a model that computes next to nothing in the place of `state.model`, on `INIT`.
+
+    The first group of the first optimizer gets its one parameter, the others get none. It acts before all other
+    algorithms, for which nothing is left to change.
+
+    Example:
+        >>> NoOpModel()
+        NoOpModel()
+    """
+
+    surgery_rank = 0
+
+    def __init__(self) -> None:
+        pass  # the base takes any arguments; this one has none
+
+    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+        """Exchange the model."""
+        if isinstance(state.model, NoOpModelClass):
+            return
+        state.model = NoOpModelClass(state.model)
+        for o, optimizer in enumerate(state.optimizers):
+            optimizer.state.clear()
+            for g, group in enumerate(optimizer.param_groups):
+                is_first = o == g == 0
+                group["params"] = [state.model.weights] if is_first else []
+                if "param_names" in group:  # torch keeps them beside the parameters since 2.6
+                    group["param_names"] = ["weights"] if is_first else []
+
+    def __repr__(self) -> str:
+        return "NoOpModel()"
+
+
+def _targets(batch: Any) -> Tensor:
+    if isinstance(batch, (list, tuple)) and len(batch) > 1 and isinstance(batch[1], Tensor):
+        return batch[1]
+    tensor = next(_tensors(batch), None)
+    if tensor is None:
+        raise TypeError(
+            f"a batch of type {type(batch).__qualname__} has no tensor in it, and NoOpModel scales the first one: let "
+            f"the dataloader give tensors, in tuples, lists or dicts."
+        )
+    return tensor
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(value)

@@ -1,0 +1,313 @@
+"""Progressive resizing: train on small images first and on larger ones as training goes on."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer_algorithms._batch import batch_tensor
+from composer_algorithms._draws import draw_integer
+from composer_algorithms._random import ResumableDraws
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["ProgressiveResizing", "resize_batch", "METADATA"]
+
+METADATA = Metadata(
+    name="Progressive Resizing",
+    class_name="ProgressiveResizing",
+    functional="resize_batch",
+    tldr="Increases the size of the input images during training",
+    attribution="Fast AI",
+    link="https://github.com/fastai/fastbook/blob/master/07_sizing_and_tta.ipynb",
+    domains=("cv",),
+    summary="Trains on downsized or cropped images at first and on images of full size in the end, which is faster.",
+    use=(
+        "initial_scale=0.5, delay_fraction=0.5, finetune_fraction=0.2 and size_increment=4 suit ResNet-50 on ImageNet. "
+        "Use mode='resize' for ImageNet and 'crop' for CIFAR. Early epochs may be bound by the loading of data."
+    ),
+)
+
+Interpolation = Literal["nearest", "bilinear", "area"]
+
+_MODES = ("crop", "resize")
+_INTERPOLATIONS = ("nearest", "bilinear", "area")
+
+
+def resize_batch(
+    input: Tensor,
+    target: Tensor | None,
+    scale_factor: float,
+    mode: str = "resize",
+    resize_targets: bool = False,
+    *,
+    interpolation: Interpolation = "nearest",
+    antialias: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Make the images of a batch smaller.
+
+    Args:
+        input: Shape `(batch, channels, height, width)`; one or three dims of space work as well.
+        target: Looked at with `resize_targets` only.
+        scale_factor: The new height and width as a part of the old ones, rounded down to whole pixels, at least one.
+            1 or more returns input and target themselves.
+        mode: `'resize'` samples the image anew, `'crop'` cuts out a part whose place is drawn, the same one for all
+            images.
+        resize_targets: Whether targets become smaller in the same way: class indices `(batch, height, width)`, or
+            values `(batch, classes, height, width)`.
+        interpolation: How `'resize'` samples the input; targets are always sampled by `'nearest'`, which makes no
+            classes that are not there.
+        antialias: Whether `'bilinear'` blurs first what the smaller image cannot show.
+        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+
+    Returns:
+        The smaller inputs, and the targets, smaller or as they are.
+
+    Raises:
+        ValueError: If `mode` or `interpolation` is unknown, `scale_factor` is 0 or less, or a tensor that shall become
+            smaller has no dims of space.
+
+    Example:
+        >>> smaller, target = resize_batch(torch.rand(2, 3, 8, 8), None, scale_factor=0.5)
+        >>> smaller.shape
+        torch.Size([2, 3, 4, 4])
+    """
+    _check_modes(mode, interpolation, antialias)
+    if scale_factor >= 1:
+        return input, target
+    if not scale_factor > 0:
+        raise ValueError(f"scale_factor={scale_factor!r} leaves nothing of an image: pass a number above 0.")
+    sides = _sides(input, "input")
+    size = [max(1, int(side * scale_factor)) for side in sides]
+    # By the factor where it can be done: a size rounded down would be sampled at slightly other places.
+    factor = scale_factor if min(sides) * scale_factor >= 1 else None
+    if mode == "crop":
+        corner = [draw_integer(0, side - new + 1, generator) for side, new in zip(sides, size, strict=True)]
+        smaller = _crop(input, corner, size)
+    else:
+        corner = None
+        smaller = _sample(input, size, factor, interpolation, antialias)
+    if not resize_targets:
+        return smaller, target
+    if target is None:
+        raise ValueError("resize_targets=True has no target to resize: pass one, or resize_targets=False.")
+    return smaller, _smaller_target(target, input, size, factor, corner)
+
+
+class ProgressiveResizing(ResumableDraws, Algorithm):
+    """Train on smaller images at first.
+
+    On `AFTER_DATALOADER` the inputs in `state.batch` are made smaller: to `initial_scale` of their sides until
+    `delay_fraction` of training is done, then growing in proportion to time, to full size for the last
+    `finetune_fraction`. Height and width are each rounded to a multiple of `size_increment`. It logs
+    `progressive_resizing/height`, `/width` and `/scale_factor`, the latter before rounding.
+
+    The places of crops depend on the run's seed, the rank and how many there were before; with the state of a
+    checkpoint a run goes on with the draws that it would have made.
+
+    Args:
+        mode: `'resize'` or `'crop'`; see `resize_batch`.
+        initial_scale: The sides at the beginning as a part of the full ones, in [0, 1].
+        finetune_fraction: The part of training, at its end, with full size.
+        delay_fraction: The part of training, at its beginning, with the initial size.
+        size_increment: In pixels.
+        resize_targets: Whether targets become smaller too; see `resize_batch`.
+        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
+        target_key: Where it holds the targets. Of use with `resize_targets` only.
+        interpolation: See `resize_batch`.
+        antialias: See `resize_batch`.
+
+    Raises:
+        ValueError: If `mode` or `interpolation` is unknown, a fraction lies outside [0, 1], `delay_fraction` and
+            `finetune_fraction` add up to more than 1, or `size_increment` is less than 1.
+
+    Example:
+        >>> algorithm = ProgressiveResizing(delay_fraction=0.5, finetune_fraction=0.25)
+        >>> algorithm.scale_factor(0.625)
+        0.75
+    """
+
+    def __init__(
+        self,
+        mode: str = "resize",
+        initial_scale: float = 0.5,
+        finetune_fraction: float = 0.2,
+        delay_fraction: float = 0.5,
+        size_increment: int = 4,
+        resize_targets: bool = False,
+        input_key: Any = 0,
+        target_key: Any = 1,
+        *,
+        interpolation: Interpolation = "nearest",
+        antialias: bool = False,
+    ) -> None:
+        _check_modes(mode, interpolation, antialias)
+        _check_schedule(initial_scale, finetune_fraction, delay_fraction, size_increment)
+        self.mode = mode
+        self.initial_scale = initial_scale
+        self.finetune_fraction = finetune_fraction
+        self.delay_fraction = delay_fraction
+        self.size_increment = size_increment
+        self.resize_targets = resize_targets
+        self.input_key = input_key
+        self.target_key = target_key
+        self.interpolation: Interpolation = interpolation
+        self.antialias = antialias
+
+    def scale_factor(self, elapsed: float) -> float:
+        """Return the sides' scale when a part of training is done.
+
+        Args:
+            elapsed: In [0, 1].
+        """
+        growing = 1 - self.delay_fraction - self.finetune_fraction
+        grown = 0.0
+        if elapsed >= self.delay_fraction:
+            grown = min((elapsed - self.delay_fraction) / growing, 1.0) if growing > 0 else 1.0
+        return self.initial_scale + (1 - self.initial_scale) * grown
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether a batch has just been loaded."""
+        return event == Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Make the inputs, and perhaps the targets, as small as they should be now."""
+        elapsed = state.get_elapsed_duration()
+        if elapsed is None:
+            raise RuntimeError(
+                "ProgressiveResizing goes by the part of training that is done, which is not known without a "
+                "max_duration: set state.max_duration."
+            )
+        input = batch_tensor(state, self.input_key, "input_key")
+        scale = self.scale_factor(float(elapsed))
+        sides = _sides(input, f"what input_key={self.input_key!r} picks from the batch")
+        size = [self._rounded(side, scale) for side in sides]
+        if size != sides:
+            input = self._resized(state, input, sides, size)
+        if logger is not None:
+            logger.log_metrics(
+                {
+                    "progressive_resizing/height": input.shape[2],
+                    "progressive_resizing/width": input.shape[-1],
+                    "progressive_resizing/scale_factor": scale,
+                }
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"ProgressiveResizing(mode={self.mode!r}, initial_scale={self.initial_scale!r}, "
+            f"finetune_fraction={self.finetune_fraction!r}, delay_fraction={self.delay_fraction!r}, "
+            f"size_increment={self.size_increment!r}, resize_targets={self.resize_targets!r}, "
+            f"input_key={self.input_key!r}, target_key={self.target_key!r}, interpolation={self.interpolation!r}, "
+            f"antialias={self.antialias!r})"
+        )
+
+    def _rounded(self, side: int, scale: float) -> int:
+        increment = self.size_increment
+        return min(side, max(increment, round(side * scale / increment) * increment)) if scale < 1 else side
+
+    def _resized(self, state: "State", input: Tensor, sides: list[int], size: list[int]) -> Tensor:
+        corner = None
+        if self.mode == "crop":
+            generator = self.next_generator(state)
+            corner = [draw_integer(0, side - new + 1, generator) for side, new in zip(sides, size, strict=True)]
+            smaller = _crop(input, corner, size)
+        else:
+            smaller = _sample(input, size, None, self.interpolation, self.antialias)
+        state.batch_set_item(self.input_key, smaller)
+        if self.resize_targets:
+            target = batch_tensor(state, self.target_key, "target_key")
+            state.batch_set_item(self.target_key, _smaller_target(target, input, size, None, corner))
+        return smaller
+
+
+def _crop(tensor: Tensor, corner: Sequence[int], size: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(corner, size, strict=True), start=2):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _sample(
+    tensor: Tensor, size: Sequence[int], factor: float | None, interpolation: Interpolation, antialias: bool = False
+) -> Tensor:
+    mode: str = interpolation
+    if interpolation == "bilinear":
+        mode = {1: "linear", 2: "bilinear", 3: "trilinear"}[len(size)]
+    if factor is not None:
+        return F.interpolate(tensor, scale_factor=factor, mode=mode, antialias=antialias)
+    return F.interpolate(tensor, size=list(size), mode=mode, antialias=antialias)
+
+
+def _smaller_target(
+    target: Tensor, input: Tensor, size: Sequence[int], factor: float | None, corner: Sequence[int] | None
+) -> Tensor:
+    if target.ndim <= 2:
+        raise ValueError(
+            f"resize_targets=True needs targets with dims of space, and these have the shape {tuple(target.shape)}: "
+            f"pass (batch, height, width) or (batch, classes, height, width), or resize_targets=False."
+        )
+    are_indices = target.ndim == input.ndim - 1
+    values = target.unsqueeze(1) if are_indices else target
+    sides, own_sides = _sides(input, "input"), _sides(values, "target")
+    ratios = [own / side for own, side in zip(own_sides, sides, strict=True)]
+    own_size = [max(1, round(new * ratio)) for new, ratio in zip(size, ratios, strict=True)]
+    if corner is not None:
+        starts = [
+            min(int(start * ratio), side - new)
+            for start, ratio, side, new in zip(corner, ratios, own_sides, own_size, strict=True)
+        ]
+        smaller = _crop(values, starts, own_size)
+    else:
+        # interpolate takes no integers; float64 has all of them that are ever labels, and 'nearest' only copies.
+        convertible = values if values.is_floating_point() else values.double()
+        smaller = _sample(convertible, own_size, factor, "nearest").to(target.dtype)
+    return smaller.squeeze(1) if are_indices else smaller
+
+
+def _sides(tensor: Tensor, what: str) -> list[int]:
+    if tensor.ndim <= 2:
+        raise ValueError(
+            f"{what} of shape {tuple(tensor.shape)} has no dims of space to resize: pass (batch, channels, height, "
+            f"width)."
+        )
+    return list(tensor.shape[2:])
+
+
+def _check_modes(mode: str, interpolation: str, antialias: bool) -> None:
+    if mode not in _MODES:
+        raise ValueError(f"mode={mode!r} is unknown: choose 'crop' or 'resize'.")
+    if interpolation not in _INTERPOLATIONS:
+        raise ValueError(
+            f"interpolation={interpolation!r} is unknown: choose one of {', '.join(map(repr, _INTERPOLATIONS))}."
+        )
+    if antialias and interpolation != "bilinear":
+        raise ValueError(
+            f"antialias=True goes with interpolation='bilinear', and interpolation is {interpolation!r}: choose that, "
+            f"or leave antialias out."
+        )
+
+
+def _check_schedule(initial_scale: float, finetune_fraction: float, delay_fraction: float, size_increment: int) -> None:
+    fractions = {
+        "initial_scale": initial_scale,
+        "finetune_fraction": finetune_fraction,
+        "delay_fraction": delay_fraction,
+    }
+    for name, value in fractions.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}={value!r} is no part of a whole: pass a number from 0 to 1.")
+    if delay_fraction + finetune_fraction > 1:
+        raise ValueError(
+            f"delay_fraction={delay_fraction!r} and finetune_fraction={finetune_fraction!r} are more than the whole "
+            f"training: let them add up to 1 or less."
+        )
+    if size_increment < 1:
+        raise ValueError(f"size_increment={size_increment!r} is no number of pixels: pass 1 or more.")

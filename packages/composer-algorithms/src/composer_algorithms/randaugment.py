@@ -1,0 +1,175 @@
+"""RandAugment: change each image in a few randomly chosen ways."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar, overload
+
+from PIL.Image import Image
+from torch import Tensor
+
+from composer_algorithms.augmentation._choice import change, check_severity, find_set
+from composer_algorithms.augmentation.lifting import map_pillow_function
+from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
+from composer_algorithms.dataset_transforms import TransformedDatasets
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from composer_events.event import Event
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["RandAugment", "RandAugmentTransform", "randaugment_image", "METADATA"]
+
+METADATA = Metadata(
+    name="RandAugment",
+    class_name="RandAugment",
+    functional="randaugment_image",
+    tldr="Applies a series of random augmentations to each image",
+    attribution="(Cubuk et al, 2020)",
+    link="https://openaccess.thecvf.com/content_CVPRW_2020/html/w40/Cubuk_Randaugment_Practical_Automated_Data_Augmentation_With_a_Reduced_Search_Space_CVPRW_2020_paper.html",
+    domains=("cv",),
+    summary=(
+        "Draws a few of thirteen changes of colour and geometry for each image and applies them one after the other."
+    ),
+    use=(
+        "Use depth=1 or 2 with severity=9. It brings 0.3 to 1.4% accuracy on ResNets and ImageNet, and costs time of "
+        "the CPU, which may become the bottleneck."
+    ),
+)
+
+TImage = TypeVar("TImage", bound=Tensor | Image)
+
+
+@overload
+def randaugment_image(
+    img: None = None,
+    severity: float = 9,
+    depth: int = 2,
+    augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
+) -> "RandAugmentTransform": ...
+
+
+@overload
+def randaugment_image(
+    img: TImage,
+    severity: float = 9,
+    depth: int = 2,
+    augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
+) -> TImage: ...
+
+
+def randaugment_image(
+    img: Tensor | Image | None = None,
+    severity: float = 9,
+    depth: int = 2,
+    augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
+) -> "Tensor | Image | RandAugmentTransform":
+    """Apply randomly chosen changes to an image, one after the other.
+
+    What is drawn comes from PyTorch's default generator.
+
+    Args:
+        img: A PIL image, or a tensor as `map_pillow_function` takes it. Without it, the function returns a transform
+            to put among those of a dataset.
+        severity: How strong the changes are at most, in [0, 10].
+        depth: How many there are.
+        augmentation_set: The functions to choose from: a list, or the name of one in `augmentation_sets`.
+
+    Returns:
+        The changed image, of the type of the input.
+
+    Raises:
+        ValueError: If `severity` lies outside [0, 10] or `depth` is negative.
+        KeyError: If there is no set of that name.
+
+    Example:
+        >>> import torch
+        >>> randaugment_image(torch.zeros(3, 8, 8, dtype=torch.uint8)).shape
+        torch.Size([3, 8, 8])
+
+    Reference:
+        Cubuk et al., "Randaugment: Practical automated data augmentation with a reduced search space", CVPRW 2020,
+        arXiv:1909.13719. There every change has the full strength; here each draws its own, up to that.
+    """
+    transform = RandAugmentTransform(severity, depth, augmentation_set)
+    return transform if img is None else transform(img)
+
+
+class RandAugmentTransform:
+    """`randaugment_image` as a transform of a dataset's images.
+
+    Args:
+        severity: See `randaugment_image`.
+        depth: See `randaugment_image`.
+        augmentation_set: See `randaugment_image`.
+
+    Raises:
+        ValueError: If `severity` lies outside [0, 10] or `depth` is negative.
+        KeyError: If there is no set of that name.
+    """
+
+    def __init__(
+        self, severity: float = 9, depth: int = 2, augmentation_set: str | Sequence[AugmentationFunction] = "all"
+    ) -> None:
+        check_severity(severity)
+        if depth < 0:
+            raise ValueError(f"depth={depth!r} is no number of changes: pass 0 or more.")
+        self.severity = severity
+        self.depth = depth
+        self.augmentation_set = find_set(augmentation_set)
+
+    def __call__(self, img: TImage) -> TImage:
+        """Return a changed image."""
+        return map_pillow_function(self._change, img)
+
+    def __repr__(self) -> str:
+        names = ", ".join(getattr(function, "__name__", repr(function)) for function in self.augmentation_set)
+        return f"RandAugmentTransform(severity={self.severity!r}, depth={self.depth!r}, augmentation_set=[{names}])"
+
+    def _change(self, image: Image) -> Image:
+        return change(image, self.augmentation_set, self.depth, self.severity)
+
+
+class RandAugment(Algorithm):
+    """Change each training image in a few randomly chosen ways.
+
+    On `FIT_START` it adds a `RandAugmentTransform` to the training dataset, before what makes tensors of its images.
+    The dataset has to be one of torchvision's, in a torch `DataLoader`. Draws come from PyTorch's default generator of
+    the process that loads the image.
+
+    Args:
+        severity: How strong the changes are at most, in [0, 10].
+        depth: How many there are.
+        augmentation_set: `'all'`, `'safe'` or `'original'`; see `augmentation_sets`.
+
+    Raises:
+        ValueError: If `severity` lies outside [0, 10] or `depth` is negative.
+        KeyError: If there is no set of that name.
+
+    Example:
+        >>> RandAugment(severity=5)
+        RandAugment(severity=5, depth=2, augmentation_set='all')
+
+    Reference:
+        Cubuk et al., "Randaugment: Practical automated data augmentation with a reduced search space", CVPRW 2020,
+        arXiv:1909.13719.
+    """
+
+    def __init__(self, severity: float = 9, depth: int = 2, augmentation_set: str = "all") -> None:
+        self._datasets = TransformedDatasets("RandAugment", RandAugmentTransform(severity, depth, augmentation_set))
+        self.severity = severity
+        self.depth = depth
+        self.augmentation_set = augmentation_set
+
+    def match(self, event: "Event", state: "State") -> bool:
+        """Answer whether training begins on a dataset without the transform."""
+        return self._datasets.is_due(event, state)
+
+    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+        """Add the transform to the dataset."""
+        self._datasets.add(state)
+
+    def __repr__(self) -> str:
+        return (
+            f"RandAugment(severity={self.severity!r}, depth={self.depth!r}, augmentation_set={self.augmentation_set!r})"
+        )

@@ -1,0 +1,329 @@
+"""SAM: step with the gradient at a nearby point where the loss is larger, towards minima that are flat."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composer_algorithms._gradients import joint_norm, local_part
+from composer_algorithms._random import ResumableDraws
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["SAM", "SAMOptimizer", "METADATA"]
+
+METADATA = Metadata(
+    name="SAM",
+    class_name="SAM",
+    functional="",
+    tldr="Sharpness-aware minimization seeks minima whose neighbourhood has a low loss too",
+    attribution="(Foret et al, 2021)",
+    link="https://arxiv.org/abs/2010.01412",
+    domains=("cv",),
+    summary=(
+        "Goes uphill to the worst point nearby, takes the gradient there, and steps from where it was. Flat minima "
+        "found so generalise better."
+    ),
+    use=(
+        "rho=0.05 with interval=1 doubles the time of a step; interval=10 with rho=0.5 costs about 7% and brought 0.7% "
+        "accuracy on ResNet-50 and ImageNet. No gain is known for language models that see their data once."
+    ),
+)
+
+
+class SAMOptimizer(Optimizer):
+    """Let an optimizer step with the gradient at the worst point nearby.
+
+    Each `interval`-th step calls the closure twice. With the gradient `g` of the first call the weights go to
+    `w + rho * g / (norm(g) + epsilon)`, the second call leaves the gradient there, the weights go back to exactly what
+    they were, and the base optimizer steps. All other steps are the base optimizer's.
+
+    Parameter groups and state are the base optimizer's own, so schedulers may hold either of the two. The state dict
+    is that of the base optimizer, with the count of steps in its groups; a state that the base optimizer saved, or
+    Composer, loads as well.
+
+    Args:
+        base_optimizer: Makes the steps.
+        rho: How far away the other point is, 0 or more. A parameter group may have its own.
+        epsilon: Keeps the division finite, 0 or more.
+        interval: One step of so many looks at two points.
+        replay: Whether the second call of the closure makes the same random draws as the first, as dropout does, so
+            that both see the same function. Only draws from PyTorch's generators and of `algorithms` are repeated.
+        **defaults: Further options for parameter groups that do not have them.
+
+    Attributes:
+        algorithms: Those that act inside the closure and draw something of their own, as MixUp does.
+
+    Raises:
+        ValueError: If `rho` or `epsilon` is negative, or `interval` less than 1.
+
+    Example:
+        >>> weight = torch.tensor([3.0], requires_grad=True)
+        >>> optimizer = SAMOptimizer(torch.optim.SGD([weight], lr=0.1), rho=0.5)
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = (weight**2).sum() / 2
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)  # the gradient at 3.5 is 3.5
+        >>> round(weight.item(), 4)
+        2.65
+
+    Reference:
+        Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization", ICLR 2021,
+        arXiv:2010.01412, algorithm 1. Its weight decay is the base optimizer's here.
+    """
+
+    # Tells the training loop that step needs a closure, and a gradient scaler that works with one.
+    _step_supports_amp_closure = True
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        rho: float = 0.05,
+        epsilon: float = 1.0e-12,
+        interval: int = 1,
+        *,
+        replay: bool = True,
+        **defaults: Any,
+    ) -> None:
+        _check(rho, epsilon, interval)
+        self._sam_defaults: dict[str, Any] = {"rho": rho, "epsilon": epsilon, "global_step": 0, **defaults}
+        super().__init__(base_optimizer.param_groups, self._sam_defaults)
+        self.base_optimizer = base_optimizer
+        self.interval = interval
+        self.replay = replay
+        self.algorithms: Iterable[object] = ()
+        self._share_with_base()
+
+    @property
+    def global_step(self) -> int:
+        """How many steps were made."""
+        return self.param_groups[0]["global_step"]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base optimizer, and with it to this one."""
+        if not hasattr(self, "base_optimizer"):  # called by the constructor, with the groups that the base has
+            super().add_param_group(param_group)
+            return
+        self.base_optimizer.add_param_group(param_group)
+        self._share_with_base()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[..., Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # the closure may take arguments
+        """Make one step.
+
+        Args:
+            closure: Zeroes the gradients, computes the loss, calls backward and returns the loss, or `None` if the
+                gradients are not finite, in which case there is no step. If it takes `ddp_sync`, its first call has
+                `ddp_sync=False`: the way up needs no agreement between ranks. If it takes `loss_dict`, its second call
+                has an empty dict for what the losses would be logged from.
+
+        Returns:
+            What the first call of the closure returned.
+
+        Raises:
+            RuntimeError: If there is no closure.
+        """
+        if closure is None:
+            raise RuntimeError(
+                "step() of SAMOptimizer needs a closure, since it computes the loss at two points: pass a function "
+                "that zeroes the gradients, computes the loss, calls backward and returns the loss."
+            )
+        if (self.global_step + 1) % self.interval == 0:
+            loss, is_finite = self._look_twice(closure)
+        else:
+            with torch.enable_grad():
+                loss = closure()
+            is_finite = loss is not None
+        if is_finite:
+            self.base_optimizer.step()
+        for group in self.param_groups:
+            group["global_step"] += 1
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the base optimizer what this class, the base optimizer or Composer saved.
+
+        Args:
+            state_dict: Not changed.
+        """
+        saved = state_dict
+        if "base" in saved:
+            groups = [{**group, "global_step": saved["global_step"]} for group in saved["base"]["param_groups"]]
+            saved = {**saved["base"], "param_groups": groups}
+        # Composer's has the way up, from which no step begins, and nothing of the base optimizer's.
+        state = {
+            key: {name: value for name, value in values.items() if name != "e_w"}
+            for key, values in saved["state"].items()
+        }
+        saved = {**saved, "state": {key: values for key, values in state.items() if values}}
+        self.base_optimizer.load_state_dict(saved)
+        self._share_with_base()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "state": None, "param_groups": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "base_optimizer" in state:
+            self._share_with_base()
+        super().__setstate__({})
+
+    def _share_with_base(self) -> None:
+        self.param_groups = self.base_optimizer.param_groups
+        self.state = self.base_optimizer.state
+        for group in self.param_groups:
+            for name, default in self._sam_defaults.items():
+                group.setdefault(name, default)
+
+    def _look_twice(self, closure: Callable[..., Any]) -> tuple[Any, bool]:
+        """Return the loss, and whether the gradients are there to step with."""
+        first, second = _two_calls(closure)
+        draws = _Draws(self._devices(), self.algorithms) if self.replay else None
+        with torch.enable_grad():
+            loss = first()
+        if loss is None:
+            return None, False
+        parameters = [local_part(p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # Copies rather than the difference: adding and subtracting would leave the rounding in the weights.
+        weights = [parameter.clone() for parameter in parameters]
+        try:
+            self._ascend()
+            self.zero_grad()
+            if draws is not None:
+                draws.repeat()
+            with torch.enable_grad():
+                is_finite = second() is not None
+        finally:
+            if parameters:
+                torch._foreach_copy_(parameters, weights)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
+        return loss, is_finite
+
+    def _ascend(self) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return
+        norm = joint_norm(gradients)
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + group["epsilon"])
+            pairs = [(local_part(p), local_part(p.grad)) for p in group["params"] if p.grad is not None]
+            for device, parameters, steps in _by_device(pairs):
+                # In place: the second call of the closure makes new gradients.
+                torch._foreach_mul_(steps, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
+                torch._foreach_add_(parameters, steps)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
+
+    def _devices(self) -> set[torch.device]:
+        return {parameter.device for group in self.param_groups for parameter in group["params"]}
+
+
+class SAM(Algorithm):
+    """Wrap each optimizer in a `SAMOptimizer`.
+
+    On `BEFORE_LOAD`, or `AFTER_LOAD` where that does not come first, `state.optimizers` become those that wrap them.
+    Wherever the step looks at two points, all events from `BEFORE_TRAIN_BATCH` to `AFTER_TRAIN_BATCH` come twice, and
+    algorithms such as MixUp repeat their draws of the first time.
+
+    The training loop must step with a closure. Under DDP the way up is each rank's own, if the closure takes
+    `ddp_sync`. DeepSpeed, whose engine steps by itself, cannot be used.
+
+    Args:
+        rho: See `SAMOptimizer`.
+        epsilon: See `SAMOptimizer`.
+        interval: See `SAMOptimizer`.
+
+    Raises:
+        ValueError: If `rho` or `epsilon` is negative, or `interval` less than 1.
+
+    Example:
+        >>> SAM(rho=0.5, interval=10)
+        SAM(rho=0.5, epsilon=1e-12, interval=10)
+
+    Reference:
+        Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization", ICLR 2021,
+        arXiv:2010.01412.
+    """
+
+    def __init__(self, rho: float = 0.05, epsilon: float = 1.0e-12, interval: int = 1) -> None:
+        _check(rho, epsilon, interval)
+        self.rho = rho
+        self.epsilon = epsilon
+        self.interval = interval
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether a checkpoint is about to be loaded, or could have been, and an optimizer is not wrapped."""
+        return event in (Event.BEFORE_LOAD, Event.AFTER_LOAD) and not all(map(_is_wrapped, state.optimizers))
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Wrap the optimizers that are not wrapped yet."""
+        if state.deepspeed_enabled:
+            raise ValueError(
+                f"{self!r} cannot be used under DeepSpeed, whose engine steps without a closure: leave out one of the "
+                f"two."
+            )
+        state.optimizers = [
+            optimizer if _is_wrapped(optimizer) else self._wrap(optimizer, state) for optimizer in state.optimizers
+        ]
+
+    def __repr__(self) -> str:
+        return f"SAM(rho={self.rho!r}, epsilon={self.epsilon!r}, interval={self.interval!r})"
+
+    def _wrap(self, optimizer: Optimizer, state: "State") -> SAMOptimizer:
+        wrapped = SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval)
+        wrapped.algorithms = state.algorithms  # the list itself, which algorithms may still join
+        return wrapped
+
+
+class _Draws:
+    """Where the generators stand, to make the same draws once more."""
+
+    def __init__(self, devices: Iterable[torch.device], algorithms: Iterable[object]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+        self._algorithms = [one for one in algorithms if isinstance(one, ResumableDraws)]
+        self._num_draws = [algorithm._num_draws for algorithm in self._algorithms]
+
+    def repeat(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        for algorithm, num_draws in zip(self._algorithms, self._num_draws, strict=True):
+            algorithm._num_draws = num_draws
+
+
+def _two_calls(closure: Callable[..., Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    parameters = inspect.signature(closure).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    first = partial(closure, ddp_sync=False) if takes_all or "ddp_sync" in parameters else closure
+    second = partial(closure, loss_dict={}) if takes_all or "loss_dict" in parameters else closure
+    return first, second
+
+
+def _by_device(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
+    groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for parameter, gradient in pairs:
+        parameters, gradients = groups.setdefault(parameter.device, ([], []))
+        parameters.append(parameter)
+        gradients.append(gradient)
+    return ((device, *lists) for device, lists in groups.items())
+
+
+def _is_wrapped(optimizer: object) -> bool:
+    return isinstance(optimizer, SAMOptimizer)
+
+
+def _check(rho: float, epsilon: float, interval: int) -> None:
+    for name, value in (("rho", rho), ("epsilon", epsilon)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value!r} cannot be used: pass 0 or more.")
+    if interval < 1:
+        raise ValueError(f"interval={interval!r} is no number of steps: pass 1 or more.")

@@ -1,0 +1,334 @@
+"""Sequence length warm-up: train on short sequences first and on longer ones as training goes on."""
+
+import copy
+from collections.abc import Collection, Mapping, MutableMapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from composer_algorithms._batch import UnsupportedBatchError
+from composer_algorithms._maximal_batch import run_maximal_batch
+from composer_algorithms._wrapping import unwrap
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_time import TimeUnit
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["SeqLengthWarmup", "set_batch_sequence_length", "METADATA"]
+
+METADATA = Metadata(
+    name="Sequence Length Warmup",
+    class_name="SeqLengthWarmup",
+    functional="set_batch_sequence_length",
+    tldr="Progressively increases the sequence length",
+    attribution="(Li et al, 2021)",
+    link="https://arxiv.org/abs/2108.06084",
+    domains=("nlp",),
+    summary=(
+        "Shortens the sequences of the first batches, by truncation or by cutting them into several, which is faster "
+        "and lets training begin with larger steps."
+    ),
+    use=(
+        "Use duration=0.3 with lengths that are multiples of 8. GPT-2 with 125M parameters reached the same loss about "
+        "1.5 times as fast."
+    ),
+)
+
+TBatch = TypeVar("TBatch", bound=MutableMapping[str, Any])
+
+
+def set_batch_sequence_length(
+    batch: TBatch,
+    curr_seq_len: int,
+    truncate: bool = True,
+    preserve_end_of_sequence: bool = False,
+    *,
+    non_sequence_keys: Collection[str] = (),
+) -> TBatch:
+    """Shorten the sequences of a batch.
+
+    Args:
+        batch: Maps names to tensors of shape `(batch, length, ...)`. Not changed.
+        curr_seq_len: The new length. If the sequences are no longer than that, the batch itself is returned.
+        truncate: Cut off what is too long. Otherwise each sequence becomes several of the new length, and what does
+            not fill one is dropped at the end of the batch; `position_ids` count anew in each.
+        preserve_end_of_sequence: When truncating, put each sequence's last token (by `attention_mask`) at the new end.
+        non_sequence_keys: Names of what has no dim of length and stays as it is. Only with `truncate`.
+
+    Returns:
+        A batch of the same type with shorter sequences.
+
+    Raises:
+        TypeError: If the batch is no mapping.
+        ValueError: If the length is less than 1, a tensor has no dim of length, `attention_mask` is needed and missing,
+            or tensors of different shapes or none named `input_ids` shall be cut into several.
+
+    Example:
+        >>> batch = {"input_ids": torch.arange(8).view(2, 4)}
+        >>> set_batch_sequence_length(batch, 2)["input_ids"]
+        tensor([[0, 1],
+                [4, 5]])
+        >>> set_batch_sequence_length(batch, 2, truncate=False)["input_ids"].shape
+        torch.Size([4, 2])
+
+    Reference:
+        Li et al., "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models",
+        2021, arXiv:2108.06084.
+    """
+    if not isinstance(batch, Mapping):
+        raise UnsupportedBatchError(
+            f"the batch is a {type(batch).__qualname__}, and sequences are found by name: use batches that are "
+            f"mappings of tensors, such as {{'input_ids': ...}}."
+        )
+    if curr_seq_len < 1:
+        raise ValueError(f"curr_seq_len={curr_seq_len!r} is no length of a sequence: pass 1 or more.")
+    sequences = _sequences(batch, non_sequence_keys)
+    if curr_seq_len >= _length_of(sequences):
+        return batch
+    if not truncate:
+        shorter = _cut_into_several(sequences, curr_seq_len)
+    else:
+        shorter = {name: _truncated(name, value, curr_seq_len) for name, value in sequences.items()}
+        if preserve_end_of_sequence:
+            _keep_last_token(shorter, sequences, curr_seq_len)
+    result = copy.copy(batch)
+    for name, value in shorter.items():
+        result[name] = value
+    return result
+
+
+class SeqLengthWarmup(Algorithm):
+    """Train on shorter sequences at first.
+
+    On `AFTER_DATALOADER` `state.batch` becomes `set_batch_sequence_length` of itself, with a length that grows from
+    `min_seq_length` in steps of `step_size` and reaches `max_seq_length` when `duration` of training is done. It logs
+    `seq_length_warmup/curr_seq_len` and `/curr_bs`. Before the first step it runs one microbatch of the maximal length
+    forward and backward, so that the device's memory is laid out for what is to come, and too little of it shows at
+    once; its gradients and random draws are undone.
+
+    The model has to have an attribute `model`, as `HuggingFaceModel` does, and batches have to be mappings.
+
+    Args:
+        duration: The part of training in which the length grows, in [0, 1].
+        min_seq_length: The length at the beginning.
+        max_seq_length: The length in the end.
+        step_size: By how much the length grows at once.
+        truncate: See `set_batch_sequence_length`.
+        preserve_end_of_sequence: See `set_batch_sequence_length`.
+        non_sequence_keys: See `set_batch_sequence_length`.
+
+    Raises:
+        ValueError: If `duration` lies outside [0, 1], a length or the step is less than 1, or the lengths are in the
+            wrong order.
+
+    Example:
+        >>> SeqLengthWarmup(duration=0.5, max_seq_length=64).seq_length(warmup_done=0.5)
+        32
+
+    Reference:
+        Li et al., "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models",
+        2021, arXiv:2108.06084.
+    """
+
+    surgery_rank = 7
+
+    def __init__(
+        self,
+        duration: float = 0.3,
+        min_seq_length: int = 8,
+        max_seq_length: int = 1024,
+        step_size: int = 8,
+        truncate: bool = True,
+        preserve_end_of_sequence: bool = False,
+        *,
+        non_sequence_keys: Collection[str] = (),
+    ) -> None:
+        _check_schedule(duration, min_seq_length, max_seq_length, step_size)
+        self.duration = duration
+        self.min_seq_length = min_seq_length
+        self.max_seq_length = max_seq_length
+        self.step_size = step_size
+        self.truncate = truncate
+        self.preserve_end_of_sequence = preserve_end_of_sequence
+        self.non_sequence_keys = tuple(non_sequence_keys)
+        self._activated = False  # set it to True to do without the microbatch of maximal length
+        self._is_checked = False
+
+    def seq_length(self, warmup_done: float | Fraction) -> int:
+        """Return the length of sequences when a part of the warm-up is done.
+
+        Args:
+            warmup_done: 0 or more; from 1 on the length is maximal.
+        """
+        if warmup_done >= 1:
+            return self.max_seq_length
+        num_steps = (self.max_seq_length - self.min_seq_length) // self.step_size
+        return self.min_seq_length + self.step_size * int(num_steps * warmup_done)
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the model is there to be looked at, or a batch has just been loaded."""
+        return (event == Event.INIT and not self._is_checked) or event == Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Check the model on INIT, shorten the batch later."""
+        if event == Event.INIT:
+            _check_model(state.model)
+            self._is_checked = True
+            return
+        length = self.seq_length(self._warmup_done(state))
+        if not self._activated:
+            run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
+            self._activated = True
+        state.batch = self._with_length(state.batch, length)
+        if logger is not None:
+            first = next(iter(_sequences(state.batch, self.non_sequence_keys).values()))
+            logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": len(first)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether the microbatch of maximal length has been run."""
+        return {**super().state_dict(), "activated": self._activated}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over whether the microbatch of maximal length has been run."""
+        super().load_state_dict(state)
+        self._activated = bool(state.get("activated", False))
+
+    def __repr__(self) -> str:
+        return (
+            f"SeqLengthWarmup(duration={self.duration!r}, min_seq_length={self.min_seq_length!r}, "
+            f"max_seq_length={self.max_seq_length!r}, step_size={self.step_size!r}, truncate={self.truncate!r}, "
+            f"preserve_end_of_sequence={self.preserve_end_of_sequence!r}, "
+            f"non_sequence_keys={self.non_sequence_keys!r})"
+        )
+
+    def _with_length(self, batch: Any, length: int) -> Any:
+        return set_batch_sequence_length(
+            batch, length, self.truncate, self.preserve_end_of_sequence, non_sequence_keys=self.non_sequence_keys
+        )
+
+    def _warmup_done(self, state: "State") -> float | Fraction:
+        max_duration = state.max_duration
+        if max_duration is None:
+            raise RuntimeError(
+                "SeqLengthWarmup goes by the part of training that is done, which is not known without a max_duration: "
+                "set state.max_duration."
+            )
+        if self.duration == 0:
+            return 1
+        if max_duration.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
+            return float(state.timestamp.get(max_duration.unit) / max_duration) / self.duration
+        # Counted in batches, since the clock of epochs stands still for the whole of each.
+        num_batches = max_duration.value
+        if max_duration.unit == TimeUnit.EPOCH:
+            if state.dataloader_len is None:
+                raise RuntimeError(
+                    f"max_duration={str(max_duration)!r} and a dataloader without a length do not say how many batches "
+                    f"there will be: give max_duration in batches ('500ba'), samples or tokens, or set dataloader_len."
+                )
+            num_batches *= state.dataloader_len.value
+        warmup = int(num_batches * self.duration)
+        return Fraction(state.timestamp.batch.value, warmup) if warmup else 1
+
+
+def _sequences(batch: Mapping[str, Any], non_sequence_keys: Collection[str]) -> dict[str, Tensor]:
+    sequences: dict[str, Tensor] = {}
+    for name, value in batch.items():
+        if name in non_sequence_keys:
+            continue
+        if not isinstance(value, Tensor):
+            raise UnsupportedBatchError(
+                f"batch[{name!r}] is a {type(value).__qualname__}, but sequences are tensors of shape (batch, length, "
+                f"...): name it in non_sequence_keys if it is none."
+            )
+        sequences[name] = value
+    return sequences
+
+
+def _length_of(sequences: Mapping[str, Tensor]) -> int:
+    for value in sequences.values():
+        if value.ndim > 1:
+            return value.shape[1]
+    raise ValueError(
+        f"no tensor of the batch has a dim of length: its keys are {list(sequences)}. Pass tensors of shape (batch, "
+        f"length, ...)."
+    )
+
+
+def _truncated(name: str, value: Tensor, length: int) -> Tensor:
+    if value.ndim < 2:
+        raise ValueError(
+            f"batch[{name!r}] of shape {tuple(value.shape)} has no dim of length to truncate: pass (batch, length, "
+            f"...), or name it in non_sequence_keys."
+        )
+    return value[:, :length].contiguous()
+
+
+def _keep_last_token(shorter: Mapping[str, Tensor], sequences: Mapping[str, Tensor], length: int) -> None:
+    mask = sequences.get("attention_mask")
+    if mask is None:
+        raise ValueError(
+            f"preserve_end_of_sequence=True finds the ends by 'attention_mask', and the batch has the keys "
+            f"{list(sequences)}: add it, or pass preserve_end_of_sequence=False."
+        )
+    end = mask.sum(dim=1).long() - 1
+    rows = torch.arange(len(mask), device=mask.device)
+    for name, value in shorter.items():
+        value[rows, end.clamp(max=length - 1)] = sequences[name][rows, end]
+
+
+def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+    if "input_ids" not in sequences:
+        raise ValueError(
+            f"truncate=False cuts up batches with 'input_ids', and this one has the keys {list(sequences)}: add them, "
+            f"or pass truncate=True."
+        )
+    shape = sequences["input_ids"].shape
+    shorter: dict[str, Tensor] = {}
+    for name, value in sequences.items():
+        if value.shape != shape:
+            raise ValueError(
+                f"batch[{name!r}] of shape {tuple(value.shape)} cannot be cut up with 'input_ids' of shape "
+                f"{tuple(shape)}: with truncate=False all tensors need one shape. Pass truncate=True."
+            )
+        whole = value.flatten()
+        shorter[name] = whole[: len(whole) // length * length].view(-1, length)
+    if "position_ids" in shorter:
+        positions = torch.arange(length, device=shorter["position_ids"].device, dtype=shorter["position_ids"].dtype)
+        shorter["position_ids"] = positions.repeat(len(shorter["position_ids"]), 1)
+    return shorter
+
+
+def _of_length(batch: Any, length: int, non_sequence_keys: Collection[str]) -> dict[str, Any]:
+    # Longer sequences than the batch has are repeated: their tokens do not matter, their number does.
+    result = dict(batch)
+    for name, value in _sequences(batch, non_sequence_keys).items():
+        if value.ndim > 1:
+            result[name] = value[:, torch.arange(length, device=value.device) % value.shape[1]]
+    return result
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(getattr(unwrap(model), "model", None), nn.Module):
+        raise RuntimeError(
+            f"SeqLengthWarmup needs a model that wraps one of Hugging Face, with the attribute model, and this is a "
+            f"{type(model).__qualname__}: wrap it in a HuggingFaceModel."
+        )
+
+
+def _check_schedule(duration: float, min_seq_length: int, max_seq_length: int, step_size: int) -> None:
+    if not 0 <= duration <= 1:
+        raise ValueError(f"duration={duration!r} is no part of training: pass a number from 0 to 1.")
+    for name, value in (("min_seq_length", min_seq_length), ("step_size", step_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r} is no number of tokens: pass 1 or more.")
+    if max_seq_length < min_seq_length:
+        raise ValueError(
+            f"max_seq_length={max_seq_length!r} is less than min_seq_length={min_seq_length!r}: sequences grow from "
+            f"the one to the other."
+        )

@@ -1,0 +1,214 @@
+"""Stochastic depth as a function on a model, and as an Algorithm."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_algorithms.stochastic_depth._draws import BlockDraws
+from composer_algorithms.stochastic_depth.layers import check_drop_rate, layer_mapping
+from composer_events.event import Event
+from composer_time import Time, TimeUnit, ensure_time
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["StochasticDepth", "apply_stochastic_depth"]
+
+_log = logging.getLogger("composer.algorithms.stochastic_depth")
+_METHODS = ("block", "sample")
+_DISTRIBUTIONS = ("linear", "uniform")
+
+
+def apply_stochastic_depth(
+    model: nn.Module,
+    target_layer_name: str,
+    stochastic_method: str = "block",
+    drop_rate: float = 0.2,
+    drop_distribution: str = "linear",
+) -> None:
+    """Let the residual blocks of a model drop their main branch at random while training.
+
+    In evaluation each main branch is scaled by how often it was there in training. Parameters and their names stay.
+    What is drawn comes from PyTorch's generators: for whole batches from the CPU's, for examples from the device's.
+
+    Args:
+        model: Changed in place.
+        target_layer_name: `'ResNetBottleneck'` or `'ResNetBasicBlock'`, torchvision's blocks.
+        stochastic_method: `'block'` drops for the whole batch, and saves the work; `'sample'` for single examples.
+        drop_rate: How often the last block is dropped, in [0, 1].
+        drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
+
+    Raises:
+        ValueError: If a name is unknown, or `drop_rate` lies outside [0, 1].
+
+    Example:
+        >>> from torchvision.models import resnet50
+        >>> model = resnet50()
+        >>> apply_stochastic_depth(model, "ResNetBottleneck", drop_rate=0.2)
+        >>> model.layer4[-1].drop_rate
+        tensor(0.2000)
+
+    Reference:
+        Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382.
+    """
+    _check(target_layer_name, stochastic_method, drop_rate, drop_distribution)
+    _convert(model, target_layer_name, stochastic_method, drop_rate, drop_distribution, BlockDraws())
+
+
+def _convert(
+    model: nn.Module, layer_name: str, method: str, drop_rate: float, distribution: str, draws: BlockDraws
+) -> list[nn.Module]:
+    layer_class, converter = layer_mapping()[layer_name]
+    count = count_module_instances(model, layer_class) + isinstance(model, layer_class)
+    if not count:
+        _log.warning(
+            "StochasticDepth has no effect on this %s: it has no %s, which is what target_layer_name=%r stands for.",
+            type(model).__qualname__,
+            layer_class.__qualname__,
+            layer_name,
+        )
+
+    def policy(module: nn.Module, module_index: int) -> nn.Module:
+        return converter(module, module_index, count, drop_rate, distribution, method, draws)
+
+    return list(replace_module_classes(model, {layer_class: policy}, include_root=True))
+
+
+class StochasticDepth(InitSurgery):
+    """Drop residual blocks at random: on `INIT`, the blocks in `state.model` are changed in place.
+
+    With `drop_warmup`, the rates rise from 0 to their values in that time, on `BATCH_START`. Parameters and their
+    names stay. With `stochastic_method='block'`, dropped blocks have no gradients, which `DistributedDataParallel` is
+    told of. The ranks drop different blocks, except where the model is sharded: there all drop the same ones.
+
+    Args:
+        target_layer_name: `'ResNetBottleneck'` or `'ResNetBasicBlock'`, torchvision's blocks.
+        stochastic_method: `'block'` drops for the whole microbatch, `'sample'` for single examples.
+        drop_rate: How often the last block is dropped, in [0, 1].
+        drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
+        drop_warmup: A part of training (`0.1`, `'0.1dur'`) or a time (`'500ba'`). Not with `'sample'`.
+        use_same_gpu_seed: Whether all ranks drop the same blocks. `None`: only where the model is sharded, which needs
+            it.
+
+    Raises:
+        ValueError: If a name is unknown, `drop_rate` lies outside [0, 1], or there is a warm-up with `'sample'`.
+
+    Example:
+        >>> StochasticDepth("ResNetBottleneck", drop_rate=0.1)  # doctest: +ELLIPSIS
+        StochasticDepth(target_layer_name='ResNetBottleneck', stochastic_method='block', drop_rate=0.1, ...
+
+    Reference:
+        Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382. As there, activations are
+        scaled in evaluation, not in training.
+    """
+
+    surgery_rank = 1
+
+    def __init__(
+        self,
+        target_layer_name: str,
+        stochastic_method: str = "block",
+        drop_rate: float = 0.2,
+        drop_distribution: str = "linear",
+        drop_warmup: float | str | Time[Any] = 0.0,
+        use_same_gpu_seed: bool | None = None,
+    ) -> None:
+        _check(target_layer_name, stochastic_method, drop_rate, drop_distribution)
+        self.target_layer_name = target_layer_name
+        self.stochastic_method = stochastic_method
+        self.drop_rate = drop_rate
+        self.drop_distribution = drop_distribution
+        self.drop_warmup = ensure_time(drop_warmup, TimeUnit.DURATION)
+        self.use_same_gpu_seed = use_same_gpu_seed
+        if stochastic_method == "sample" and self.drop_warmup.value != 0:
+            raise ValueError(
+                f"drop_warmup={drop_warmup!r} goes with stochastic_method='block' only: leave it out, or drop whole "
+                f"blocks."
+            )
+        self._draws = BlockDraws()
+        self._final_rates: list[tuple[nn.Module, torch.Tensor]] = []
+        self._fraction = 1.0 if self.drop_warmup.value == 0 else 0.0
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Answer whether dropped blocks leave parameters without a gradient."""
+        return self.stochastic_method == "block"
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is INIT, or with a warm-up BATCH_START."""
+        return event == Event.INIT or (event == Event.BATCH_START and self.drop_warmup.value > 0)
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Change the blocks, or raise their rates."""
+        if event == Event.INIT:
+            self._convert_blocks(state, logger)
+        elif event == Event.BATCH_START and self._fraction < 1:
+            self._set_fraction(min(1.0, self._elapsed_fraction(state)))
+            if logger is not None:
+                logger.log_metrics({"stochastic_depth/drop_rate": self.drop_rate * self._fraction})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how the algorithm was made, how far the warm-up is, and how many draws all ranks have shared."""
+        return {**super().state_dict(), "fraction": self._fraction, "num_draws": self._draws.num_draws}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the rates and the shared draws of a checkpoint; Composer's own have neither."""
+        self._draws.num_draws = int(state.get("num_draws", 0))
+        self._set_fraction(float(state.get("fraction", self._fraction)))
+
+    def __repr__(self) -> str:
+        return (
+            f"StochasticDepth(target_layer_name={self.target_layer_name!r}, "
+            f"stochastic_method={self.stochastic_method!r}, drop_rate={self.drop_rate!r}, "
+            f"drop_distribution={self.drop_distribution!r}, drop_warmup={self.drop_warmup!r}, "
+            f"use_same_gpu_seed={self.use_same_gpu_seed!r})"
+        )
+
+    def _convert_blocks(self, state: "State", logger: "Logger | None") -> None:
+        is_sharded = state.fsdp_config is not None or state.deepspeed_enabled
+        if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
+            self._draws.seed = state.rank_zero_seed
+        settings = (self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution)
+        blocks = _convert(state.model, *settings, self._draws)
+        self._final_rates = [(block, torch.as_tensor(block.drop_rate)) for block in blocks]
+        self._set_fraction(self._fraction)
+        _log.info("StochasticDepth: %d blocks are dropped at random.", len(blocks))
+        if logger is not None:
+            logger.log_metrics(
+                {
+                    "stochastic_depth/num_stochastic_layers": len(blocks),
+                    "stochastic_depth/drop_rate": self.drop_rate * self._fraction,
+                }
+            )
+
+    def _set_fraction(self, fraction: float) -> None:
+        self._fraction = fraction
+        for block, final_rate in self._final_rates:
+            block.drop_rate = final_rate * fraction
+
+    def _elapsed_fraction(self, state: "State") -> float:
+        if self.drop_warmup.unit != TimeUnit.DURATION:
+            return float(state.timestamp.get(self.drop_warmup.unit) / self.drop_warmup)
+        elapsed = state.get_elapsed_duration()
+        if elapsed is None:
+            raise RuntimeError(
+                f"drop_warmup={str(self.drop_warmup)!r} is a part of training, whose length is not known (max_duration "
+                f"is None): set state.max_duration, or give drop_warmup in batches ('500ba') or epochs ('2ep')."
+            )
+        return float(elapsed / self.drop_warmup)
+
+
+def _check(layer_name: str, method: str, drop_rate: float, distribution: str) -> None:
+    for argument, value, known in (
+        ("target_layer_name", layer_name, tuple(layer_mapping())),
+        ("stochastic_method", method, _METHODS),
+        ("drop_distribution", distribution, _DISTRIBUTIONS),
+    ):
+        if value not in known:
+            raise ValueError(f"{argument}={value!r} is unknown: pass one of {', '.join(map(repr, known))}.")
+    check_drop_rate(drop_rate)

@@ -1,0 +1,211 @@
+"""Residual blocks that are dropped at random, for a whole batch or for single examples."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from composer_algorithms.stochastic_depth._draws import BlockDraws
+
+__all__ = [
+    "BlockStochasticModule",
+    "Converter",
+    "layer_mapping",
+    "make_resnet_basic_block_stochastic",
+    "make_resnet_bottleneck_stochastic",
+]
+
+Converter = Callable[..., nn.Module]
+
+
+class BlockStochasticModule(nn.Module):
+    """A residual block of two given branches, whose main branch is dropped at random while training.
+
+    In evaluation the main branch is always there, scaled by how often it was in training.
+
+    Args:
+        main: The branch that may be dropped.
+        residual: The other branch; the input itself when `None`. Both give tensors of one shape.
+        drop_rate: How often the main branch is dropped, in [0, 1].
+
+    Raises:
+        ValueError: If `drop_rate` lies outside [0, 1].
+
+    Example:
+        >>> block = BlockStochasticModule(nn.Linear(4, 4), drop_rate=1.0)
+        >>> x = torch.rand(2, 4)
+        >>> torch.equal(block(x), x)
+        True
+
+    Reference:
+        Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382, eq. (2) and (5).
+    """
+
+    def __init__(self, main: nn.Module, residual: nn.Module | None = None, drop_rate: float = 0.2) -> None:
+        super().__init__()
+        check_drop_rate(drop_rate)
+        self.main = main
+        self.residual = residual
+        self.drop_rate = torch.tensor(drop_rate)
+        self.draws = BlockDraws()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the branches, or leave the main one out."""
+        identity = x if self.residual is None else self.residual(x)
+        if not self.training:
+            return self.main(x) * (1 - self.drop_rate) + identity
+        return self.main(x) + identity if self.draws.keep(self.drop_rate) else identity
+
+
+def make_resnet_bottleneck_stochastic(
+    module: nn.Module,
+    module_index: int,
+    module_count: int,
+    drop_rate: float,
+    drop_distribution: str,
+    stochastic_method: str,
+    draws: BlockDraws | None = None,
+) -> nn.Module:
+    """Let a torchvision `Bottleneck` drop its main branch while training.
+
+    Its `drop_rate` is a tensor on the CPU, because that is where it is compared with what was drawn.
+
+    Args:
+        module: The block; changed in place: it gets another `forward`.
+        module_index: Its place among the blocks of the model, from 0.
+        module_count: How many there are.
+        drop_rate: How often the last block is dropped, in [0, 1].
+        drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
+        stochastic_method: `'block'` drops for the whole batch, `'sample'` for single examples.
+        draws: Who decides about whole batches.
+
+    Returns:
+        The block.
+
+    Example:
+        >>> from torchvision.models.resnet import Bottleneck
+        >>> block = make_resnet_bottleneck_stochastic(Bottleneck(16, 4), 0, 4, 0.2, "linear", "block")
+        >>> block.drop_rate
+        tensor(0.0500)
+
+    Reference:
+        Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382. Examples are sampled as in
+        EfficientNet's code for TPUs.
+    """
+    rate = block_drop_rate(module_index, module_count, drop_rate, drop_distribution)
+    return _make_stochastic(module, _bottleneck_branch, rate, stochastic_method, draws)
+
+
+def make_resnet_basic_block_stochastic(
+    module: nn.Module,
+    module_index: int,
+    module_count: int,
+    drop_rate: float,
+    drop_distribution: str,
+    stochastic_method: str,
+    draws: BlockDraws | None = None,
+) -> nn.Module:
+    """Let a torchvision `BasicBlock` drop its main branch while training.
+
+    Args:
+        module: The block; changed in place: it gets another `forward`.
+        module_index: Its place among the blocks of the model, from 0.
+        module_count: How many there are.
+        drop_rate: How often the last block is dropped, in [0, 1].
+        drop_distribution: `'linear'` or `'uniform'`, as in `make_resnet_bottleneck_stochastic`.
+        stochastic_method: `'block'` or `'sample'`, as there.
+        draws: Who decides about whole batches.
+
+    Returns:
+        The block.
+
+    Example:
+        >>> from torchvision.models.resnet import BasicBlock
+        >>> block = make_resnet_basic_block_stochastic(BasicBlock(16, 16), 3, 4, 0.2, "linear", "sample")
+        >>> block.drop_rate
+        tensor(0.2000)
+
+    Reference:
+        Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382.
+    """
+    rate = block_drop_rate(module_index, module_count, drop_rate, drop_distribution)
+    return _make_stochastic(module, _basic_branch, rate, stochastic_method, draws)
+
+
+@functools.cache
+def layer_mapping() -> dict[str, tuple[type[nn.Module], Converter]]:
+    """Return the one dict from the names of layers to their class and the function that converts them."""
+    from torchvision.models.resnet import BasicBlock, Bottleneck  # slow to import, and only needed for these layers
+
+    return {
+        "ResNetBottleneck": (Bottleneck, make_resnet_bottleneck_stochastic),
+        "ResNetBasicBlock": (BasicBlock, make_resnet_basic_block_stochastic),
+    }
+
+
+def block_drop_rate(module_index: int, module_count: int, drop_rate: float, drop_distribution: str) -> float:
+    """Return one block's rate: equation (4) of the paper for `'linear'`, the same for all for `'uniform'`."""
+    return (module_index + 1) / module_count * drop_rate if drop_distribution == "linear" else drop_rate
+
+
+def check_drop_rate(drop_rate: float | None) -> None:
+    """Refuse a rate that is no probability."""
+    if drop_rate is not None and not 0 <= drop_rate <= 1:
+        raise ValueError(f"drop_rate={drop_rate!r} is not a probability: pass a number from 0 (no drops) to 1.")
+
+
+def _make_stochastic(
+    module: nn.Module,
+    branch: Callable[[Any, Tensor], Tensor],
+    drop_rate: float,
+    stochastic_method: str,
+    draws: BlockDraws | None,
+) -> nn.Module:
+    block: Any = module
+    block.drop_rate = torch.tensor(drop_rate)
+    if stochastic_method == "sample":
+        forward = functools.partial(_forward_samples, module, branch)
+    else:
+        forward = functools.partial(_forward_block, module, branch, draws or BlockDraws())
+    # A partial and no bound method, so that the module can be pickled.
+    block.forward = forward
+    return module
+
+
+def _forward_block(block: Any, branch: Callable[[Any, Tensor], Tensor], draws: BlockDraws, x: Tensor) -> Tensor:
+    is_kept = not block.training or draws.keep(block.drop_rate)
+    if not is_kept:
+        return x if block.downsample is None else block.relu(block.downsample(x))
+    main = branch(block, x)
+    if not block.training:
+        main = main * (1 - block.drop_rate)
+    return _add_identity(block, main, x)
+
+
+def _forward_samples(block: Any, branch: Callable[[Any, Tensor], Tensor], x: Tensor) -> Tensor:
+    main = branch(block, x)
+    if not block.training:
+        main = main * (1 - block.drop_rate)
+    elif block.drop_rate > 0:
+        shape = [len(x), *[1] * (x.ndim - 1)]
+        kept = torch.rand(shape, dtype=torch.float32, device=x.device) >= block.drop_rate
+        main = main * kept.to(main.dtype)
+    return _add_identity(block, main, x)
+
+
+def _add_identity(block: Any, main: Tensor, x: Tensor) -> Tensor:
+    identity = x if block.downsample is None else block.downsample(x)
+    return block.relu(main.add(identity))
+
+
+def _bottleneck_branch(block: Any, x: Tensor) -> Tensor:
+    out = block.relu(block.bn1(block.conv1(x)))
+    out = block.relu(block.bn2(block.conv2(out)))
+    return cast("Tensor", block.bn3(block.conv3(out)))
+
+
+def _basic_branch(block: Any, x: Tensor) -> Tensor:
+    out = block.relu(block.bn1(block.conv1(x)))
+    return cast("Tensor", block.bn2(block.conv2(out)))

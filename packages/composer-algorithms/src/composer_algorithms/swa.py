@@ -1,0 +1,316 @@
+"""Stochastic weight averaging: end training with the mean of the weights that it passed through."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_algorithms._legacy import accept_legacy_arguments
+from composer_algorithms._wrapping import canonical_name
+from composer_algorithms.ema.averaging import compute_ema
+from composer_algorithms.ema.parameters import EMAParameters
+from composer_algorithms.metadata import Metadata
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["SWA", "METADATA"]
+
+METADATA = Metadata(
+    name="SWA",
+    class_name="SWA",
+    functional="",
+    tldr="Averages the weights of the last part of training",
+    attribution="(Izmailov et al, 2018)",
+    link="https://arxiv.org/abs/1803.05407",
+    domains=("cv", "nlp"),
+    summary=(
+        "Takes the mean of the weights at intervals in the last part of training and continues with it: points on the "
+        "edge of a wide minimum have their mean nearer to its middle."
+    ),
+    use=(
+        "Start at 0.7dur and end at 0.97dur, so that at least an epoch is left in which batch norms measure their "
+        "statistics anew. A learning rate schedule of its own has little effect. Do not combine it with EMA."
+    ),
+)
+
+# Users' log settings know Composer's names of loggers.
+_log = logging.getLogger("composer.algorithms.swa")
+
+_STRATEGIES = {"linear": "linear", "lin": "linear", "cos": "cos", "cosine": "cos"}
+_ENDS = frozenset({Event.BATCH_END, Event.EPOCH_END})
+
+
+class SWA(Algorithm):
+    """Average the weights of the last part of training, and put the mean into the model at its end.
+
+    From `swa_start` on, at the ends of batches or epochs, whichever `update_interval` counts, each interval adds the
+    weights to a mean; at the first such event from `swa_end` on the model gets the mean, once, and training goes on
+    with it. Buffers are not averaged: the statistics of batch norms are stale then, and recover in the training that is
+    left. The mean is kept where the model's weights are, sharded as they are.
+
+    With `schedule_swa_lr`, while the mean is taken, the learning rate of each parameter group goes from what it was to
+    `swa_lr` within `anneal_steps` intervals and stays there. It is set anew after every batch and epoch, so that other
+    schedulers do not interfere; they have their way again afterwards.
+
+    The state has everything that is needed to go on exactly, under names of the bare model.
+
+    Args:
+        swa_start: When to begin: a part of training (`'0.7dur'`) or an epoch (`'7ep'`).
+        swa_end: When to put the mean into the model, in the same unit.
+        update_interval: The time between two sets of weights of the mean, in batches or epochs.
+        schedule_swa_lr: Whether to change the learning rate as well. With one optimizer only.
+        anneal_strategy: `'linear'` or `'cos'`, how the learning rate goes to `swa_lr`.
+        anneal_steps: Within how many intervals.
+        swa_lr: The learning rate to end with. `None` keeps the one that each group has at the beginning.
+
+    Raises:
+        ValueError: If times are in units that they cannot be in, `swa_start` is not before `swa_end`, parts of training
+            lie outside [0, 1], `anneal_steps` is less than 1, or `anneal_strategy` is unknown.
+
+    Example:
+        >>> SWA(swa_start="0.5dur", swa_end="0.9dur", update_interval="50ba").swa_started
+        False
+
+    Reference:
+        Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", UAI 2018,
+        arXiv:1803.05407, algorithm 1.
+    """
+
+    surgery_rank = 7
+
+    @accept_legacy_arguments("SWA", renamed={"anneal_epochs": "anneal_steps"})
+    def __init__(
+        self,
+        swa_start: str | Time[Any] = "0.7dur",
+        swa_end: str | Time[Any] = "0.97dur",
+        update_interval: str | Time[Any] = "1ep",
+        schedule_swa_lr: bool = False,
+        anneal_strategy: str = "linear",
+        anneal_steps: int = 10,
+        swa_lr: float | None = None,
+    ) -> None:
+        self.swa_start, self.swa_end = _window(swa_start, swa_end)
+        self.update_interval = _interval(update_interval)
+        if anneal_strategy.lower() not in _STRATEGIES:
+            raise ValueError(f"anneal_strategy={anneal_strategy!r} is unknown: choose 'linear' or 'cos'.")
+        if anneal_steps < 1:
+            raise ValueError(f"anneal_steps={anneal_steps!r} is no number of intervals: pass 1 or more.")
+        if swa_lr is not None and not schedule_swa_lr:
+            _log.warning("swa_lr=%r has no effect without schedule_swa_lr=True.", swa_lr)
+        self.schedule_swa_lr = schedule_swa_lr
+        self.anneal_strategy = _STRATEGIES[anneal_strategy.lower()]
+        self.anneal_steps = anneal_steps
+        self.swa_lr = swa_lr
+        self._update_event = Event.BATCH_END if self.update_interval.unit == TimeUnit.BATCH else Event.EPOCH_END
+        self._is_loaded = False
+        self._reset()
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is INIT, or the mean is being taken and the event concerns it."""
+        if event == Event.INIT:
+            return True
+        if self.swa_completed or event not in _ENDS:
+            return False
+        if event == self._update_event:
+            return self.swa_started or _is_reached(self.swa_start, state)
+        return self.swa_started and self.schedule_swa_lr
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Add the weights to the mean, or put the mean into the model."""
+        if event == Event.INIT:
+            if not self._is_loaded:
+                self._reset()
+            self._is_loaded = False
+            return
+        if event == self._update_event:
+            self._begin_or_update(state)
+            if _is_reached(self.swa_end, state):
+                self._finish(state)
+                return
+        if self.schedule_swa_lr:
+            self._set_lr(_only_optimizer(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean, how many sets of weights are in it, and where the learning rate is on its way."""
+        mean = {} if self._mean is None else self._mean.named_parameters_dict
+        scheduler = {"base_lrs": list(self._base_lrs), "last_epoch": self._num_averaged}
+        return {
+            **super().state_dict(),
+            # As torch's AveragedModel names them, which is what Composer saves.
+            "swa_model": {
+                "n_averaged": torch.tensor(self._num_averaged),
+                **{f"module.{name}": tensor for name, tensor in (self._loaded or mean).items()},
+            },
+            "swa_completed": self.swa_completed,
+            "swa_started": self.swa_started,
+            "swa_scheduler": scheduler if self.schedule_swa_lr else None,
+            "step_counter": self.step_counter,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the mean of a checkpoint, of Composer's own as well.
+
+        Args:
+            state: What `state_dict` returned. Not changed, and not kept.
+        """
+        self._reset()
+        self._is_loaded = True
+        self.swa_completed = bool(state["swa_completed"])
+        self.swa_started = bool(state["swa_started"])
+        self.step_counter = int(state["step_counter"])
+        if not self.swa_started or self.swa_completed:
+            return
+        saved: Mapping[str, Tensor] = state["swa_model"]
+        self._num_averaged = int(saved["n_averaged"])
+        self._loaded = {
+            canonical_name(name.removeprefix("module.")): tensor.detach().clone()
+            for name, tensor in saved.items()
+            if name != "n_averaged"
+        }
+        self._base_lrs = [float(lr) for lr in (state.get("swa_scheduler") or {}).get("base_lrs", ())]
+
+    def __repr__(self) -> str:
+        return (
+            f"SWA(swa_start={str(self.swa_start)!r}, swa_end={str(self.swa_end)!r}, "
+            f"update_interval={str(self.update_interval)!r}, schedule_swa_lr={self.schedule_swa_lr!r}, "
+            f"anneal_strategy={self.anneal_strategy!r}, anneal_steps={self.anneal_steps!r}, swa_lr={self.swa_lr!r})"
+        )
+
+    def _reset(self) -> None:
+        self.swa_started = False
+        self.swa_completed = False
+        self.step_counter = 0
+        self._mean: EMAParameters | None = None
+        self._num_averaged = 0
+        self._base_lrs: list[float] = []
+        self._loaded: dict[str, Tensor] = {}  # what a checkpoint had, until there is a model to compare names with
+
+    def _begin_or_update(self, state: "State") -> None:
+        if not self.swa_started:
+            self.swa_started = True
+            if self.schedule_swa_lr:
+                self._base_lrs = [float(group["lr"]) for group in _only_optimizer(state).param_groups]
+        if self.step_counter % self.update_interval.value == 0:
+            self._add(state.model)
+        self.step_counter += 1
+
+    def _add(self, model: nn.Module) -> None:
+        if self._loaded:
+            self._mean, self._loaded = _mean_of(model, self._loaded), {}
+        if self._mean is None:
+            self._mean = _mean_of(model, {})
+        else:
+            # The mean of n + 1 is that of n, moved by 1 / (n + 1) of the way to the new one.
+            compute_ema(model, self._mean, self._num_averaged / (self._num_averaged + 1))
+        self._num_averaged += 1
+
+    def _finish(self, state: "State") -> None:
+        if self._loaded:
+            self._mean, self._loaded = _mean_of(state.model, self._loaded), {}
+        assert self._mean is not None  # the first event of the window has made it
+        self._mean.transfer_ema_params(state.model)
+        self._mean = None  # its memory is worth more than it is
+        self.swa_completed = True
+        elapsed = state.get_elapsed_duration()
+        if elapsed is not None and elapsed >= 1:
+            _log.warning(
+                "SWA put the mean of the weights into the model at the very end of training, so batch norms have "
+                "statistics of other weights: set swa_end so that at least one epoch is left."
+            )
+
+    def _set_lr(self, optimizer: "Optimizer") -> None:
+        # In closed form, unlike torch's SWALR, which reckons from the learning rate that it set before: meanwhile the
+        # run's own schedulers have set another one.
+        progress = min(self._num_averaged / self.anneal_steps, 1.0)
+        if self.anneal_strategy == "cos":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        for group, base_lr in zip(optimizer.param_groups, self._base_lrs, strict=True):
+            target = base_lr if self.swa_lr is None else self.swa_lr
+            lr = target * progress + base_lr * (1 - progress)
+            if isinstance(group["lr"], Tensor):  # which compiled optimizers read
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+
+def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
+    """Return the model's parameters, or those saved for them, as a mean."""
+    mean = EMAParameters(model)
+    mean.named_buffers_dict = {}
+    if not saved:
+        return mean
+    # DDP's "module." may be in front of all the names, and may also be part of a model's own.
+    found = {name: saved.get(name, saved.get(f"module.{name}")) for name in mean.named_parameters_dict}
+    missing = [name for name, tensor in found.items() if tensor is None]
+    if missing:
+        raise ValueError(
+            f"SWA's state in the checkpoint does not have {len(missing)} parameters of the model, such as "
+            f"{missing[:3]}: load it into the model that it was saved from."
+        )
+    mean.named_parameters_dict = {name: tensor for name, tensor in found.items() if tensor is not None}
+    mean.move_params_to_device(model)
+    return mean
+
+
+def _only_optimizer(state: "State") -> "Optimizer":
+    if len(state.optimizers) != 1:
+        raise RuntimeError(
+            f"schedule_swa_lr=True sets the learning rate of one optimizer, and there are {len(state.optimizers)}: use "
+            f"one, or schedule_swa_lr=False."
+        )
+    return state.optimizers[0]
+
+
+def _is_reached(time: Time[Any], state: "State") -> bool:
+    if time.unit != TimeUnit.DURATION:
+        return state.timestamp.get(time.unit) >= time
+    elapsed = state.get_elapsed_duration()
+    if elapsed is None:
+        raise RuntimeError(
+            f"{str(time)!r} is a part of training, whose length is not known (max_duration is None): set "
+            f"state.max_duration, or give swa_start and swa_end in epochs."
+        )
+    return elapsed >= time
+
+
+def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[Any], Time[Any]]:
+    start, end = (Time.from_timestring(time) if isinstance(time, str) else time for time in (swa_start, swa_end))
+    for name, time in (("swa_start", start), ("swa_end", end)):
+        is_part = time.unit == TimeUnit.DURATION and 0 <= time.value <= 1
+        if not (is_part or time.unit == TimeUnit.EPOCH):
+            raise ValueError(
+                f"{name}={str(time)!r} is no time for it: pass a part of training from '0dur' to '1dur', or an epoch "
+                f"such as '7ep'."
+            )
+    if start.unit != end.unit:
+        raise ValueError(
+            f"swa_start={str(start)!r} and swa_end={str(end)!r} are in different units: give both as parts of training "
+            f"('0.7dur') or both in epochs ('7ep')."
+        )
+    if start >= end:
+        raise ValueError(f"swa_start={str(start)!r} is not before swa_end={str(end)!r}: let the mean begin earlier.")
+    if end.unit == TimeUnit.DURATION and end.value == 1:
+        _log.warning(
+            "swa_end='1dur' leaves no training in which batch norms could measure their statistics with the mean of "
+            "the weights."
+        )
+    return start, end
+
+
+def _interval(update_interval: str | Time[Any]) -> Time[int]:
+    interval = Time.from_timestring(update_interval) if isinstance(update_interval, str) else update_interval
+    if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
+        raise ValueError(
+            f"update_interval={str(interval)!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep')."
+        )
+    return interval

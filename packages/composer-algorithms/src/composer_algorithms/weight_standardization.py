@@ -1,0 +1,179 @@
+"""Weight standardization: convolutions whose filters have mean 0 and variance 1."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._optimizer_surgery import rename_in_optimizer
+from composer_algorithms.metadata import Metadata
+
+if TYPE_CHECKING:
+    from composer_events.event import Event
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["WeightStandardization", "apply_weight_standardization", "METADATA"]
+
+METADATA = Metadata(
+    name="Weight Standardization",
+    class_name="WeightStandardization",
+    functional="apply_weight_standardization",
+    tldr="Standardizes the weights of convolutions",
+    attribution="(Qiao 2019)",
+    link="https://arxiv.org/abs/1903.10520",
+    domains=("cv",),
+    summary=(
+        "Gives each filter of a convolution mean 0 and variance 1 whenever it is used, while the weights behind it are "
+        "trained. It makes training with small batches, and without batch normalization, easier."
+    ),
+    use=(
+        "From scratch only, not on weights that were trained without it. It adds 0.7 mIoU to DeepLabv3+ with "
+        "ResNet-101 on ADE20k with n_last_layers_ignore=15, and nothing to ResNet-50 on ImageNet."
+    ),
+)
+
+_log = logging.getLogger("composer.algorithms.weight_standardization")
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_EPS = 1e-10
+
+
+class _Standardize(nn.Module):
+    """Subtract each filter's mean and divide by its standard deviation."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        # What a layer norm does to the last dims; in channels_last those lie side by side once they are in that order.
+        if weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+            nhwc = weight.permute(0, 2, 3, 1)
+            return F.layer_norm(nhwc, nhwc.shape[1:], eps=_EPS).permute(0, 3, 1, 2)
+        return F.layer_norm(weight, weight.shape[1:], eps=_EPS)
+
+
+def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 0) -> int:
+    """Standardize the filters of the convolutions in a model.
+
+    Each `weight` becomes a parametrization: reading it computes the standardized filters, and training changes the
+    same `Parameter` object as before, which is now called `parametrizations.weight.original`. A second call changes
+    nothing. `torch.nn.utils.parametrize.remove_parametrizations(conv, "weight")` writes the standardized filters into
+    the weight, for export.
+
+    Args:
+        module: Changed in place; it may be a convolution itself.
+        n_last_layers_ignore: Leave the last so many convolutions as they are. The last ones to be executed, where
+            `torch.fx` can trace the model; otherwise the last in the order of registration.
+
+    Returns:
+        How many convolutions are standardized.
+
+    Raises:
+        ValueError: If `n_last_layers_ignore` is negative, or a convolution is lazy and has no weight yet.
+
+    Example:
+        >>> conv = nn.Conv2d(3, 8, 3)
+        >>> apply_weight_standardization(conv)
+        1
+        >>> conv.weight.mean(dim=(1, 2, 3)).abs().max() < 1e-5
+        tensor(True)
+
+    Reference:
+        Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019,
+        arXiv:1903.10520, eq. (6).
+    """
+    _check_n_last_layers_ignore(n_last_layers_ignore)
+    convs = {name: conv for name, conv in module.named_modules() if isinstance(conv, _CONVS)}
+    names = _in_order_of_execution(module, list(convs)) if 0 < n_last_layers_ignore < len(convs) else list(convs)
+    chosen = names[: max(len(names) - n_last_layers_ignore, 0)]
+    for name in chosen:
+        _standardize(name, convs[name])
+    if not chosen:
+        _log.warning(
+            "WeightStandardization has no effect on this %s: it has %d convolutions, of which n_last_layers_ignore=%d "
+            "are left as they are.",
+            type(module).__qualname__,
+            len(convs),
+            n_last_layers_ignore,
+        )
+    return len(chosen)
+
+
+def _standardize(name: str, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+    if parametrize.is_parametrized(conv, "weight"):
+        parametrizations = getattr(conv.parametrizations, "weight")  # noqa: B009  # a ModuleDict's item
+        if any(isinstance(one, _Standardize) for one in parametrizations):
+            return
+    elif nn.parameter.is_lazy(conv.weight):
+        raise ValueError(
+            f"the convolution {name!r} is a {type(conv).__qualname__} that has no weight yet: run a batch through the "
+            f"model first."
+        )
+    # unsafe: the check would compute every weight once and find that shape and dtype stay.
+    parametrize.register_parametrization(conv, "weight", _Standardize(), unsafe=True)
+
+
+def _in_order_of_execution(module: nn.Module, names: list[str]) -> list[str]:
+    try:
+        nodes = torch.fx.symbolic_trace(module).graph.nodes
+    except Exception as error:  # whatever the model's own code raises when it is run on placeholders
+        reason = f"torch.fx cannot trace the model ({type(error).__name__})"
+    else:
+        executed = list(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
+        ordered = [name for name in executed if name in names]
+        if len(ordered) == len(names):
+            return ordered
+        reason = "torch.fx does not see every convolution of the model"
+    _log.warning(
+        "n_last_layers_ignore counts convolutions in the order in which they were registered: %s. If that is not the "
+        "order in which they run, others are left as they are.",
+        reason,
+    )
+    return names
+
+
+class WeightStandardization(InitSurgery):
+    """Standardize the filters of convolutions: on `INIT`, `state.model` is changed in place.
+
+    It acts after all algorithms that make or replace convolutions. The optimizers keep their parameters, whose names
+    in the model change. Loading a checkpoint of the changed model applies it.
+
+    Args:
+        n_last_layers_ignore: Leave the last so many convolutions as they are.
+
+    Raises:
+        ValueError: If `n_last_layers_ignore` is negative.
+
+    Example:
+        >>> WeightStandardization(n_last_layers_ignore=1)
+        WeightStandardization(n_last_layers_ignore=1)
+
+    Reference:
+        Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019,
+        arXiv:1903.10520.
+    """
+
+    surgery_rank = 4
+
+    def __init__(self, n_last_layers_ignore: int = 0) -> None:
+        _check_n_last_layers_ignore(n_last_layers_ignore)
+        self.n_last_layers_ignore = n_last_layers_ignore
+
+    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+        """Change the model, and log how many convolutions are standardized."""
+        count = apply_weight_standardization(state.model, self.n_last_layers_ignore)
+        rename_in_optimizer(state.model, state.optimizers)
+        _log.info("WeightStandardization: %d convolutions are standardized.", count)
+        if logger is not None:
+            logger.log_hyperparameters({"WeightStandardization/num_weights_standardized": count})
+
+    def __repr__(self) -> str:
+        return f"WeightStandardization(n_last_layers_ignore={self.n_last_layers_ignore!r})"
+
+
+def _check_n_last_layers_ignore(n_last_layers_ignore: int) -> None:
+    if n_last_layers_ignore < 0:
+        raise ValueError(
+            f"n_last_layers_ignore={n_last_layers_ignore!r} is not a number of convolutions: pass 0 or more."
+        )

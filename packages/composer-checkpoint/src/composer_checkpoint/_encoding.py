@@ -1,0 +1,82 @@
+"""Values that plain `torch.load(path, weights_only=True)` has no form for, saved as values that it has.
+
+A length of time is saved as its seconds, a NumPy array as a tensor, a deque as a list. The manifest notes where, so
+that this package gives back what was saved. NumPy scalars and versions become numbers and strings for good.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_checkpoint._tree import map_tree
+
+__all__ = ["decode", "encode"]
+
+_BITS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
+_SHARED_DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind, sizes in _BITS.items() for bits in sizes)])
+
+# What a defaultdict may start from, by the kind that the manifest notes.
+_FACTORIES: dict[str, Any] = {
+    "defaultdict": None,
+    **{f"defaultdict of {factory.__name__}": factory for factory in (int, float, list, dict, set)},
+}
+_FACTORY_KINDS = {factory: kind for kind, factory in _FACTORIES.items()}
+
+
+def encode(obj: Any) -> tuple[Any, dict[str, str]]:
+    """Return the object for saving, and the kind of each value that must be turned back. `obj` is not changed."""
+    kinds: dict[str, str] = {}
+
+    def change(name: str, value: Any) -> Any:
+        kind, plain = _plain_form(value)
+        if kind is not None:
+            kinds[name] = kind
+        return plain
+
+    return map_tree(obj, change), kinds
+
+
+def _plain_form(value: Any) -> tuple[str | None, Any]:
+    """Return what to save for one value, and how to call it if it must be turned back."""
+    if isinstance(value, torch.Tensor):  # whose bytes are not its elements where torch conjugates or negates lazily
+        return None, value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
+    if isinstance(value, timedelta):
+        return "timedelta", value.total_seconds()  # exact to the microsecond for 285 years
+    if type(value) is np.ndarray and value.dtype.name in _SHARED_DTYPES and value.dtype.isnative:
+        return "ndarray", torch.from_numpy(value.copy())
+    if type(value) is deque and value.maxlen is None:
+        return "deque", list(value)
+    if type(value) is frozenset:
+        return "frozenset", set(value)
+    if type(value) is defaultdict and value.default_factory in _FACTORY_KINDS:
+        return _FACTORY_KINDS[value.default_factory], dict(value)
+    if isinstance(value, np.generic):
+        return None, value.item()
+    if isinstance(value, str) and type(value) is not str:
+        return None, str.__str__(value)
+    return None, value
+
+
+def decode(obj: Any, kinds: Mapping[str, Any]) -> Any:
+    """Return what was given to `encode`."""
+
+    def change(name: str, value: Any) -> Any:
+        match kinds.get(name), value:
+            case "timedelta", float():
+                return timedelta(seconds=value)
+            case "ndarray", torch.Tensor():
+                return value.numpy(force=True)
+            case "deque", list():
+                return deque(value)
+            case "frozenset", set():
+                return frozenset(value)
+            case str() as kind, dict() if kind in _FACTORIES:
+                return defaultdict(_FACTORIES[kind], value)
+            case _:
+                return value
+
+    return map_tree(obj, change) if kinds else obj

@@ -1,0 +1,117 @@
+"""NumPy arrays and tensors inside a plain pickle, built only after their sizes were compared with their bytes."""
+
+import io
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_checkpoint._geometry import check_geometry
+from composer_checkpoint._legacy_pt import read_legacy_bytes
+from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.unpickler import refuse_global
+
+__all__ = ["array_globals", "plain_array", "plain_dtype"]
+
+# Booleans, numbers, bytes, text and times: no objects, and no structures, whose description is a pickle's own.
+_PLAIN_KINDS = frozenset("biufcSUMm")
+
+# Stands for the class itself, which would make arrays of any size when it is called.
+_ARRAY_CLASS = object()
+
+
+@cache
+def array_globals() -> Mapping[str, Any]:
+    """Return what a pickle of arrays and tensors may name."""
+    return {
+        "numpy.ndarray": _ARRAY_CLASS,
+        "numpy.dtype": PickledDtype,
+        "numpy._core.multiarray._reconstruct": _reconstruct,
+        "numpy._core.multiarray.scalar": _scalar,
+        "numpy._core.numeric._frombuffer": _frombuffer,
+        "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+        "torch.storage._load_from_bytes": _load_storage,
+        "torch.Size": torch.Size,
+        "torch.device": torch.device,
+        "torch.torch_version.TorchVersion": str,
+        **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+    }
+
+
+def plain_dtype(name: Any) -> np.dtype[Any]:
+    """Return a dtype of numbers, text or times by its short name, such as `f8`."""
+    if type(name) is not str or len(name) > 12:
+        raise CorruptCheckpointError(f"an array's dtype is {name!r:.80}, not a name. Load another checkpoint.")
+    dtype = np.dtype(name)
+    if dtype.kind not in _PLAIN_KINDS:
+        refuse_global(f"an array of {dtype}")
+    return dtype
+
+
+class PickledDtype:
+    """What `numpy.dtype(...)` makes in a pickle; the byte order follows as a state."""
+
+    def __init__(self, name: Any, align: Any = False, copy: Any = True) -> None:
+        self.dtype = plain_dtype(name)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        order = state[1]
+        if order not in ("<", ">", "|", "="):
+            raise ValueError("no byte order")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _PickledArray(np.ndarray[Any, Any]):
+    """An array that takes over its state only where it fits; `_reconstruct` makes it empty."""
+
+    def __setstate__(self, state: Any, /) -> None:
+        _, shape, dtype, is_fortran, data = state
+        if not isinstance(dtype, PickledDtype) or type(data) is not bytes or type(shape) is not tuple:
+            raise ValueError("the state of an array is a shape, a dtype and bytes")
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError("a shape has whole numbers from 0")
+        if math.prod(shape) * dtype.dtype.itemsize != len(data):
+            raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
+        super().__setstate__((1, shape, dtype.dtype, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
+
+
+def plain_array(name: str, value: Any) -> Any:
+    """Return an array as what it is without the check of its state; anything else as it is."""
+    return value.view(np.ndarray) if type(value) is _PickledArray else value
+
+
+def _reconstruct(subtype: Any, shape: Any, typecode: Any) -> np.ndarray[Any, Any]:
+    if subtype is not _ARRAY_CLASS or shape != (0,):
+        raise ValueError("only empty arrays are reconstructed")
+    return _PickledArray((0,), np.int8)
+
+
+def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axis_order: Any = None) -> np.ndarray[Any, Any]:
+    if not isinstance(buffer, bytes | bytearray) or not isinstance(dtype, PickledDtype) or axis_order is not None:
+        raise ValueError("an array has bytes and a dtype")
+    return np.frombuffer(buffer, dtype.dtype).reshape(shape, order=order)
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    if not isinstance(dtype, PickledDtype) or type(data) is not bytes or len(data) != dtype.dtype.itemsize:
+        raise ValueError("a scalar has a dtype and as many bytes")
+    return np.frombuffer(data, dtype.dtype)[0]
+
+
+def _load_storage(data: Any) -> Any:
+    if type(data) is not bytes:
+        raise ValueError("a storage is bytes")
+    read_legacy_bytes(memoryview(data))
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise ValueError("a tensor has a storage")
+    untyped = storage._untyped_storage  # pyright: ignore[reportPrivateUsage]  # the public way warns of its end
+    item_bytes = storage.dtype.itemsize
+    check_geometry("a tensor", size, stride, offset, untyped.nbytes() // item_bytes, item_bytes)
+    return torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)

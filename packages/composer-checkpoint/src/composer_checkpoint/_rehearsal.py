@@ -1,0 +1,277 @@
+"""A dry run of a `.pt` file's pickle, in which descriptions stand in for tensors.
+
+It shows what the file holds (names, dtypes, shapes, and which bytes are whose) without reading those bytes, and refuses
+whatever torch's own loader should not get to see.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+from composer_checkpoint._geometry import check_geometry
+from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.unpickler import PLAIN_GLOBALS, RestrictedUnpickler, run_restricted, scan
+
+__all__ = ["Rehearsal", "StorageSpec", "TensorSpec", "rehearse"]
+
+# The names in which torch wrote dtypes before it had untyped storages, and still writes most.
+_STORAGE_DTYPES = {
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1),
+    "ComplexDoubleStorage": ("complex128", 16),
+    "ComplexFloatStorage": ("complex64", 8),
+    "QUInt8Storage": ("quint8", 1),
+    "QInt8Storage": ("qint8", 1),
+    "QInt32Storage": ("qint32", 4),
+    "QUInt4x2Storage": ("quint4x2", 1),
+    "QUInt2x4Storage": ("quint2x4", 1),
+}
+
+# Containers that a plain pickle may have, and that torch's weights-only loader does not fill.
+_NOT_OF_TORCH = frozenset(
+    ["collections.defaultdict", "collections.deque", *(f"builtins.{name}" for name in ("int", "float", "list", "dict"))]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype's name, and the bytes of one element."""
+
+    name: str
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """A stretch of bytes in the file that one or several tensors look at."""
+
+    key: str
+    dtype: Dtype
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it has."""
+        return self.numel * self.dtype.item_bytes
+
+
+@dataclass(slots=True, eq=False)
+class TensorSpec:
+    """A tensor that is not there: how it looks and where its bytes would be."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: StorageSpec
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements, were they copied out."""
+        return prod(self.shape) * self.dtype.item_bytes
+
+    @property
+    def byte_range(self) -> tuple[int, int] | None:
+        """Where its elements lie in its storage if they lie there in row-major order, one after the other."""
+        expected = 1
+        for count, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if count != 1 and step != expected:
+                return (0, 0) if self.size_bytes == 0 else None
+            expected *= count
+        start = self.offset * self.dtype.item_bytes
+        return start, start + self.size_bytes
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What a pickle would make: the tree, its tensors by name, its storages by key, and the names it may not have."""
+
+    tree: Any = None
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    storages: dict[str, StorageSpec] = field(default_factory=dict)
+    unknown_globals: set[str] = field(default_factory=set)
+
+
+def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehearsal:
+    """Run a pickle of torch's with stand-ins for all that it makes.
+
+    Args:
+        data: The pickle.
+        record_unknown: Collect the names that are not allowed, and go on with an inert object for each, rather than
+            refuse the first.
+
+    Raises:
+        UnsafeCheckpointError: If the pickle asks for what checkpoints do not need.
+        CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
+    """
+    scan(data)
+    rehearsal = Rehearsal()
+    rehearsal.tree = run_restricted(_RehearsingUnpickler(data, rehearsal, record_unknown))
+    for name, leaf in named_leaves(rehearsal.tree):
+        if isinstance(leaf, TensorSpec):
+            storage = leaf.storage
+            check_geometry(
+                name,
+                leaf.shape,
+                leaf.stride,
+                leaf.offset,
+                storage.size_bytes // leaf.dtype.item_bytes,
+                leaf.dtype.item_bytes,
+            )
+            rehearsal.tensors[name] = leaf
+    return rehearsal
+
+
+class _RehearsingUnpickler(RestrictedUnpickler):
+    def __init__(self, data: bytes | memoryview, rehearsal: Rehearsal, record_unknown: bool) -> None:
+        super().__init__(data, _stand_ins())
+        self.rehearsal = rehearsal
+        self.record_unknown = record_unknown
+
+    def find_unknown(self, name: str) -> Any:
+        if not self.record_unknown:
+            return super().find_unknown(name)
+        self.rehearsal.unknown_globals.add(name)
+        return type("Unknown", (Unknown,), {"name": name})
+
+    def persistent_load(self, pid: Any, /) -> StorageSpec:
+        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
+            return super().persistent_load(pid)
+        _, dtype, key, _, numel, *view = pid
+        if not isinstance(dtype, Dtype) or type(key) is not str or type(numel) is not int or not 0 <= numel < 1 << 60:
+            raise CorruptCheckpointError(
+                f"a tensor's bytes are described as {pid!r:.200}, without a dtype, a key or a size. "
+                f"Load another checkpoint."
+            )
+        storage = StorageSpec(key, dtype, numel)
+        known = self.rehearsal.storages.setdefault(key, storage)
+        # An empty storage may be shared by tensors of several dtypes.
+        if view not in ([], [None]) or (known != storage and known.size_bytes | storage.size_bytes):
+            raise CorruptCheckpointError(
+                f"the bytes {key!r:.80} are described twice, as {known} and as {storage}. Load another checkpoint."
+            )
+        return storage
+
+
+class Unknown:
+    """Stands for an object of a class that is not allowed: takes everything, does nothing."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Unknown":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Unknown":
+        return self
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, value: Any) -> None:
+        """Do nothing."""
+
+    def extend(self, values: Any) -> None:
+        """Do nothing."""
+
+    def add(self, value: Any) -> None:
+        """Do nothing."""
+
+
+class _Version(str):
+    """Stands for a `TorchVersion`, which older files have in their metadata."""
+
+    __slots__ = ("__dict__",)
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorSpec:
+    return _checked_tensor(storage, storage.dtype, offset, size, stride, *rest)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> TensorSpec:
+    return _checked_tensor(storage, dtype, offset, size, stride, requires_grad, hooks, metadata)
+
+
+def _quantized(
+    storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any, hooks: Any
+) -> TensorSpec:
+    return _checked_tensor(storage, storage.dtype, offset, size, stride, requires_grad, hooks)
+
+
+def _checked_tensor(
+    storage: Any,
+    dtype: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    *rest: Any,
+) -> TensorSpec:
+    if not isinstance(storage, StorageSpec) or not isinstance(dtype, Dtype):
+        raise ValueError("a tensor has a storage and a dtype")
+    if hooks or any(value for mapping in rest if mapping for value in mapping.values() if value is not True):
+        raise ValueError("a tensor has no hooks")
+    return TensorSpec(dtype, tuple(size), tuple(stride), offset, storage)
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> Any:
+    if hooks or state:
+        raise ValueError("a parameter has no hooks and no attributes")
+    return data
+
+
+def _sparse(layout: Any, data: Any) -> Any:
+    """Stand for a sparse tensor by the dense ones that it consists of."""
+    return tuple(part for part in data if isinstance(part, TensorSpec))
+
+
+def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
+    return f"meta {tuple(size)}"
+
+
+@cache
+def _stand_ins() -> Mapping[str, Any]:
+    import torch  # here, so that naming this module does not load it
+
+    from composer_checkpoint._pickled_arrays import array_globals
+
+    rebuilding: dict[str, Callable[..., Any]] = {
+        "_rebuild_tensor": _tensor,
+        "_rebuild_tensor_v2": _tensor,
+        "_rebuild_tensor_v3": _tensor_v3,
+        "_rebuild_qtensor": _quantized,
+        "_rebuild_parameter": _parameter,
+        "_rebuild_parameter_with_state": _parameter,
+        "_rebuild_sparse_tensor": _sparse,
+        "_rebuild_meta_tensor_no_storage": _meta_tensor,
+    }
+    dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return {
+        **{name: value for name, value in PLAIN_GLOBALS.items() if name not in _NOT_OF_TORCH},
+        **{name: value for name, value in array_globals().items() if name.startswith("numpy.")},
+        **{f"torch._utils.{name}": function for name, function in rebuilding.items()},
+        **{f"torch.{name}": Dtype(*dtype) for name, dtype in _STORAGE_DTYPES.items()},
+        **{f"torch.{name}": Dtype(name, dtype.itemsize) for name, dtype in dtypes.items()},
+        **{f"torch.{name}": name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
+        "torch.storage.UntypedStorage": Dtype("uint8", 1),
+        "torch.Size": tuple,
+        "torch.device": lambda *names: ":".join(map(str, names)),
+        "torch.serialization._get_layout": str,
+        "torch.torch_version.TorchVersion": _Version,
+    }

@@ -1,0 +1,198 @@
+"""Where the members of a torch archive lie in its file, read strictly.
+
+A torch archive is a zip whose members are stored uncompressed. Zip readers forgive much (gaps, overlaps, doubled names,
+trailing bytes), and each forgives differently, so a file could look one way to who checks it and another way to who
+loads it. Here whatever torch does not write is refused.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from composer_checkpoint.errors import CorruptCheckpointError
+
+__all__ = ["LOCAL_MAGIC", "Member", "Readable", "ZipLayout", "read_zip_layout"]
+
+LOCAL_MAGIC = b"PK\x03\x04"
+_CENTRAL_MAGIC = b"PK\x01\x02"
+_END_MAGIC = b"PK\x05\x06"
+_END64_MAGIC = b"PK\x06\x06"
+_LOCATOR_MAGIC = b"PK\x06\x07"
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+
+_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_ENCRYPTED_FLAG = 1
+MAX_DIRECTORY_BYTES = 1 << 29
+
+
+class Readable(Protocol):
+    """Bytes that are read by position."""
+
+    size_bytes: int
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """Return exactly that many bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member: where its bytes lie, and the checksum that the zip has for them."""
+
+    name: str
+    header_offset: int
+    offset: int
+    size_bytes: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        """The position after its last byte."""
+        return self.offset + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ZipLayout:
+    """The members by name, without the folder that all of them are in, and the comment at the end."""
+
+    folder: str
+    members: dict[str, Member]
+    directory_offset: int
+    comment: bytes
+
+
+def read_zip_layout(file: Readable) -> ZipLayout:
+    """Read the layout of a torch archive.
+
+    Raises:
+        CorruptCheckpointError: If there is anything that torch does not write.
+    """
+    end_offset, comment = _find_end(file)
+    count, directory_bytes, directory_offset, directory_end = _read_end(file, end_offset)
+    if directory_offset + directory_bytes != directory_end or directory_bytes > MAX_DIRECTORY_BYTES:
+        _refuse(f"its directory of {directory_bytes} bytes does not lie before its end record at {end_offset}")
+    members = _read_directory(file, file.read(directory_offset, directory_bytes), count)
+    _check_no_overlap(members, directory_offset)
+    folders = {name.partition("/")[0] for name in members}
+    if len(folders) != 1 or not all("/" in name for name in members):
+        _refuse(f"its members are in the folders {sorted(folders)!r:.200} rather than in one")
+    folder = folders.pop()
+    inside = {name.removeprefix(f"{folder}/"): member for name, member in members.items()}
+    if len({name.casefold() for name in inside}) < count:  # torch looks names up without regard to case
+        _refuse("two of its members have one name")
+    return ZipLayout(folder, inside, directory_offset, comment)
+
+
+def _find_end(file: Readable) -> tuple[int, bytes]:
+    tail_bytes = min(file.size_bytes, _END.size + _FULL16)
+    tail = file.read(file.size_bytes - tail_bytes, tail_bytes)
+    position = tail.rfind(_END_MAGIC)
+    comment = tail[position + _END.size :]
+    if position < 0 or _END.unpack_from(tail.ljust(position + _END.size), position)[7] != len(comment):
+        _refuse("it has no end record at its end, so it was cut short or something was added to it")
+    return file.size_bytes - tail_bytes + position, comment
+
+
+def _read_end(file: Readable, end_offset: int) -> tuple[int, int, int, int]:
+    """Return the number of members, the directory's size and offset, and where the directory must end."""
+    _, disk, _, here, count, size_bytes, offset, _ = _END.unpack(file.read(end_offset, _END.size))
+    locator_offset = end_offset - _LOCATOR.size
+    locator = file.read(locator_offset, _LOCATOR.size) if locator_offset >= 0 else b""
+    if locator[:4] == _LOCATOR_MAGIC:
+        _, _, end64_offset, _ = _LOCATOR.unpack(locator)
+        if end64_offset + _END64.size != locator_offset:
+            _refuse(f"its 64-bit end record is not where its locator says, at {end64_offset}")
+        record = _END64.unpack(file.read(end64_offset, _END64.size))
+        if record[0] != _END64_MAGIC:
+            _refuse(f"its 64-bit end record at {end64_offset} does not start like one")
+        _, _, _, _, disk, _, here, count, size_bytes, offset = record
+        end_offset = end64_offset
+    if disk or here != count:
+        _refuse("it is one part of several")
+    return count, size_bytes, offset, end_offset
+
+
+def _read_directory(file: Readable, directory: bytes, count: int) -> dict[str, Member]:
+    members: dict[str, Member] = {}
+    position = 0
+    for _ in range(count):
+        if position + _CENTRAL.size > len(directory):
+            _refuse(f"its directory ends before the {count} members that it announces")
+        fields = _CENTRAL.unpack_from(directory, position)
+        magic, _, _, flags, method, _, _, crc32, stored, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
+        header_offset = fields[16]
+        position += _CENTRAL.size
+        name = _member_name(directory[position : position + name_bytes])
+        extra = directory[position + name_bytes : position + name_bytes + extra_bytes]
+        position += name_bytes + extra_bytes + comment_bytes
+        if magic != _CENTRAL_MAGIC or position > len(directory):
+            _refuse("its directory is damaged")
+        size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
+        if method or stored != size or flags & _ENCRYPTED_FLAG:
+            _refuse(f"its member {name!r:.200} is compressed or encrypted, which torch's never are")
+        offset = _offset_of_data(file, name, header_offset)
+        members[name] = Member(name, header_offset, offset, size, crc32)
+    if position != len(directory) or len(members) != count:
+        _refuse("its directory lists a member twice, or has bytes that are no member's")
+    return members
+
+
+def _member_name(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        _refuse(f"it has a member whose name {raw!r:.80} is not UTF-8")
+
+
+def _wide_numbers(name: str, extra: bytes, size: int, stored: int, header_offset: int) -> tuple[int, int, int]:
+    """Return the numbers, taken from the 64-bit field where the 32-bit ones are full."""
+    if _FULL32 not in (size, stored, header_offset):
+        return size, stored, header_offset
+    wide = iter(_wide_field(extra))
+    found = [next(wide, None) if number == _FULL32 else number for number in (size, stored, header_offset)]
+    if None in found:
+        _refuse(f"its member {name!r:.200} lacks its 64-bit size")
+    size, stored, header_offset = (number for number in found if number is not None)
+    return size, stored, header_offset
+
+
+def _wide_field(extra: bytes) -> tuple[int, ...]:
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        position += 4
+        if kind == 1:
+            count = min(length, len(extra) - position) // 8
+            return struct.unpack_from(f"<{count}Q", extra, position)
+        position += length
+    return ()
+
+
+def _offset_of_data(file: Readable, name: str, header_offset: int) -> int:
+    if header_offset + _LOCAL.size > file.size_bytes:
+        _refuse(f"its member {name!r:.200} starts at {header_offset}, past the end")
+    fields = _LOCAL.unpack(file.read(header_offset, _LOCAL.size))
+    magic, name_bytes, extra_bytes = fields[0], fields[9], fields[10]
+    start = header_offset + _LOCAL.size
+    if magic != LOCAL_MAGIC or file.read(start, name_bytes) != name.encode():
+        _refuse(f"its member {name!r:.200} has a damaged header at {header_offset}")
+    return start + name_bytes + extra_bytes
+
+
+def _check_no_overlap(members: dict[str, Member], directory_offset: int) -> None:
+    end = 0
+    for member in sorted(members.values(), key=lambda member: member.header_offset):
+        if member.header_offset < end:
+            _refuse(f"its member {member.name!r:.200} overlaps the one before it")
+        end = member.end
+    if end > directory_offset:
+        _refuse("its last member reaches into its directory")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CorruptCheckpointError(f"the file is not a whole torch archive: {what}. Load another checkpoint.")

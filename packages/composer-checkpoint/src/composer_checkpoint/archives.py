@@ -1,0 +1,265 @@
+"""A `.pt` file inside a tar archive, or compressed by a command-line tool, written and unpacked within bounds."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Literal, NoReturn, cast
+
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from composer_checkpoint.names import is_tar
+
+__all__ = [
+    "KNOWN_COMPRESSORS",
+    "STATES_NAME",
+    "CompressorNotFound",
+    "check_compressor",
+    "compress",
+    "compressor_of",
+    "pack_tar",
+    "unpacked",
+]
+
+STATES_NAME = "composer_states.pt"
+
+# The command of each extension that may follow .pt.
+KNOWN_COMPRESSORS = {
+    "bz2": "bzip2",
+    "gz": "gzip",
+    "lz4": "lz4",
+    "lzma": "lzma",
+    "lzo": "lzop",
+    "xz": "xz",
+    "zst": "zstd",
+}
+
+# What a tar file's name may end with, and how the tar in it is compressed.
+_TAR_COMPRESSION: dict[str, Literal["", "gz", "bz2", "xz"]] = {
+    ".tar": "",
+    ".tar.gz": "gz",
+    ".tgz": "gz",
+    ".tar.bz2": "bz2",
+    ".tar.lzma": "xz",
+}
+
+# Weights hardly shrink, and zeros, such as fresh optimizer state, shrink a thousandfold. So much is allowed anyway.
+_LARGEST_RATIO = 100
+_ALWAYS_ALLOWED_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+
+
+class CompressorNotFound(CheckpointError, FileNotFoundError):
+    """The program that a file name's extension asks for is not known or not installed."""
+
+
+def compressor_of(name: str | os.PathLike[str]) -> str | None:
+    """Return the command for a name such as `a.pt.gz`, and `None` for names that do not ask for one."""
+    return KNOWN_COMPRESSORS.get(_extension_after_pt(name))
+
+
+def _extension_after_pt(name: str | os.PathLike[str]) -> str:
+    suffixes = Path(name).suffixes
+    return suffixes[-1].removeprefix(".") if suffixes[-2:-1] == [".pt"] else ""
+
+
+def check_compressor(name: str | os.PathLike[str]) -> None:
+    """Refuse a file name whose extension this machine has no program for, before anything is trained.
+
+    Raises:
+        CompressorNotFound: If the compression is unknown or its program is not installed.
+        ValueError: If the name is a tar archive's, of a compression that tar files are not saved with.
+    """
+    if is_tar(name):
+        _tar_compression(name)
+    elif (command := compressor_of(name)) is not None:
+        _program(command)
+    elif _extension_after_pt(name):
+        raise CompressorNotFound(
+            f'Could not find compressor for "{Path(name).name}". After .pt may come '
+            f"{', '.join(KNOWN_COMPRESSORS)}, or nothing."
+        )
+
+
+def _program(command: str) -> str:
+    program = shutil.which(command)
+    if program is None:
+        raise CompressorNotFound(
+            f'Could not find command "{command}" in the PATH. Install it, or choose a file name that ends with .pt.'
+        )
+    return program
+
+
+def _tar_compression(name: str | os.PathLike[str]) -> Literal["", "gz", "bz2", "xz"]:
+    for extension, compression in _TAR_COMPRESSION.items():
+        if os.fspath(name).endswith(extension):
+            return compression
+    raise ValueError(
+        f"{os.fspath(name)!r} does not end with a valid tarfile extension. Valid are {', '.join(_TAR_COMPRESSION)}."
+    )
+
+
+def pack_tar(states: Path, path: str, name: str) -> None:
+    """Write a tar archive that holds one file, compressed as its name says."""
+    with tarfile.open(path, cast(Any, f"w:{_tar_compression(name)}")) as archive:
+        archive.add(states, STATES_NAME, recursive=False)
+    _sync(path)
+
+
+def compress(states: Path, path: str, command: str) -> None:
+    """Write a file compressed by a program."""
+    with open(states, "rb") as source, open(path, "wb") as target, tempfile.TemporaryFile() as messages:
+        status = subprocess.run([_program(command), "-c"], stdin=source, stdout=target, stderr=messages, check=False)
+        if status.returncode:
+            raise OSError(f"{command} failed to write {path!r}: {_text(messages)}")
+    _sync(path)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def unpacked(path: str, name: str, max_bytes: int | None = None) -> Iterator[Path]:
+    """Yield the path of the `.pt` file that an archive holds, in a temporary folder.
+
+    Where the file was mapped into memory, it stays readable after the folder is gone.
+
+    Args:
+        path: The archive.
+        name: The file name that says how it is packed.
+        max_bytes: How much it may become. When `None`, a hundred times its size, 16 MiB at least, and no more than
+            the temporary folder has room for.
+
+    Raises:
+        CorruptCheckpointError: If it cannot be unpacked, or becomes too large.
+        UnsafeCheckpointError: If a tar archive has members that point out of it, or are no files.
+    """
+    with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
+        target = Path(folder) / STATES_NAME
+        budget = _budget(path, folder, max_bytes)
+        if is_tar(name):
+            _extract(path, name, target, budget)
+        else:
+            command = compressor_of(name)
+            assert command is not None  # the caller has asked
+            _decompress(path, command, target, budget)
+        yield target
+
+
+def _budget(path: str, folder: str, max_bytes: int | None) -> int:
+    if max_bytes is not None:
+        return max_bytes
+    allowed = max(_LARGEST_RATIO * os.path.getsize(path), _ALWAYS_ALLOWED_BYTES)
+    return min(allowed, shutil.disk_usage(folder).free)
+
+
+def _decompress(path: str, command: str, target: Path, budget: int) -> None:
+    arguments = [_program(command), "-dc"]
+    with open(path, "rb") as source, open(target, "wb") as out, tempfile.TemporaryFile() as messages:
+        with subprocess.Popen(arguments, stdin=source, stdout=subprocess.PIPE, stderr=messages) as process:
+            assert process.stdout is not None
+            try:
+                _copy(cast("IO[bytes]", _Budgeted(process.stdout, path, budget)), out)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise CorruptCheckpointError(
+                f"{path!r} cannot be decompressed: {command} says {_text(messages)!r}. Load another checkpoint."
+            )
+
+
+def _text(messages: IO[bytes]) -> str:
+    messages.seek(0)
+    return messages.read(400).decode(errors="replace").strip()
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    while piece := source.read(_PIECE_BYTES):
+        target.write(piece)
+
+
+class _Budgeted(io.RawIOBase):
+    """A file that may be read so far and no further."""
+
+    def __init__(self, source: Any, path: str, budget: int) -> None:
+        self._source = source
+        self._path = path
+        self._budget = self._left = budget
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self._source.read(min(len(buffer), _PIECE_BYTES))
+        self._left -= len(data)
+        if self._left < 0:
+            raise CorruptCheckpointError(
+                f"{self._path!r} of {os.path.getsize(self._path)} bytes unpacks to more than the {self._budget} bytes "
+                f"that it may become, as a compression bomb does. If it is meant to be so large, raise "
+                f"max_expanded_bytes and see that {tempfile.gettempdir()!r} has room for it."
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _extract(path: str, name: str, target: Path, budget: int) -> None:
+    found = False
+    try:
+        with _open_tar(path, name) as raw, tarfile.open(fileobj=_Budgeted(raw, path, budget), mode="r|") as archive:
+            for member in archive:
+                _check_member(path, member)
+                if PurePosixPath(member.name) == PurePosixPath(STATES_NAME) and not found:
+                    found = True
+                    source = archive.extractfile(member)
+                    assert source is not None  # it is a file
+                    with source, open(target, "wb") as out:
+                        _copy(source, out)
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
+        ) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise CorruptCheckpointError(
+            f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
+        ) from error
+    if not found:
+        raise CorruptCheckpointError(f"{path!r} is a tar archive without {STATES_NAME}. Load another checkpoint.")
+
+
+def _open_tar(path: str, name: str) -> IO[bytes]:
+    opener: Any = {"": open, "gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}[_tar_compression(name)]
+    return opener(path, "rb")
+
+
+def _check_member(path: str, member: tarfile.TarInfo) -> None:
+    """Refuse members that a checkpoint does not have, also where they would not be extracted."""
+    parts = PurePosixPath(member.name).parts
+    if PurePosixPath(member.name).is_absolute() or ".." in parts or "\\" in member.name:
+        _refuse_member(path, member, "a name that leads out of the archive")
+    if not (member.isreg() or member.isdir()) or member.issparse():
+        kinds = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}
+        _refuse_member(path, member, kinds.get(member.type, "neither file nor folder"))
+
+
+def _refuse_member(path: str, member: tarfile.TarInfo, what: str) -> NoReturn:
+    link = f" to {member.linkname!r:.200}" if member.linkname else ""
+    raise UnsafeCheckpointError(
+        f"{path!r} has a member {member.name!r:.200}, {what}{link}; nothing was extracted. Load a file that this "
+        f"package or Composer wrote."
+    )

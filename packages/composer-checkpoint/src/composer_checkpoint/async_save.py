@@ -1,0 +1,332 @@
+"""Saving while training goes on: the state is copied at once, and the copy is written by another thread."""
+
+import copy
+import io
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as tdist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint._staging import Snapshot, StagingArea, storage_key
+from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.files import save_file
+from composer_checkpoint.sharded._metadata import part_name
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.sharded._targets import is_remote
+from composer_checkpoint.sharded.save import plan_save, write_planned
+from composer_checkpoint.sharded.writer import VerifiedWriter
+from composer_dist.collectives import is_initialized
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["AsyncSaver"]
+
+log = getLogger(__name__)
+
+Job = Callable[[], object]
+
+
+class AsyncSaver:
+    """Saves one checkpoint at a time, in the background.
+
+    `save` copies the state and returns; what training does afterwards is not in the checkpoint. The copy is written,
+    hashed and flushed by a thread, which talks to the other ranks through a gloo group of its own. Until all of it is
+    on the disk the checkpoint does not exist.
+
+    In the training loop:
+
+        saver.save(state_dict, "runs/ep1", sharded=True, stable_until_step=parameters_and_optimizer_state)
+        ...                         # forward and backward
+        saver.wait_for_staging()    # right before the optimizer's step
+        saver.check()               # once a step: raises what went wrong in the background, on all ranks
+        ...
+        saver.wait()                # at the end of training, and after an exception in it
+
+    Every rank of the group must make one, and call `save`, `check`, `wait` and `close` in the same order.
+
+    Args:
+        process_group: The ranks that save. All of them when `None`.
+        policy: What a `save` does while the one before is being written: `'wait'` for it, or `'skip'` this one.
+
+    Raises:
+        ValueError: If there is no such policy.
+
+    Example:
+        >>> import tempfile
+        >>> weight = torch.zeros(2)
+        >>> with AsyncSaver() as saver:
+        ...     path = tempfile.mkdtemp() + "/ep1.pt"
+        ...     saved = saver.save({"w": weight}, path)
+        ...     weight += 1  # training goes on
+        >>> torch.load(path)
+        {'w': tensor([0., 0.])}
+    """
+
+    def __init__(
+        self, *, process_group: "ProcessGroup | None" = None, policy: Literal["wait", "skip"] = "wait"
+    ) -> None:
+        if policy not in ("wait", "skip"):
+            raise ValueError(f"policy={policy!r} is not known. Use 'wait' or 'skip'.")
+        self._policy = policy
+        # Two groups: while the background thread waits for the other ranks in one, training asks in the other whether
+        # it is done. Collectives of two threads in one group would be taken for each other.
+        self._groups = _two_groups(process_group)
+        self._ranks, self._background_ranks = (Ranks(group) for group in self._groups or (None, None))
+        self._staging = StagingArea()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._snapshot: Snapshot | None = None
+        self._writing: Future[None] | None = None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save was begun whose end `check` or `wait` has not seen yet. The same on all ranks."""
+        return self._writing is not None
+
+    def save(
+        self,
+        state_dict: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        sharded: bool = False,
+        info: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        stable_until_step: Iterable[torch.Tensor] = (),
+        then: Callable[[], None] | None = None,
+    ) -> bool:
+        """Copy the state and begin to write it. Every rank must call this.
+
+        Args:
+            state_dict: What to save. If it is not sharded, rank 0's is written, and the others' should be empty.
+            path: The file, or, if sharded, the folder.
+            sharded: Whether each rank writes its own shards, as `save_sharded` does.
+            info: What the manifest shall say about the run.
+            overwrite: Whether a checkpoint of this name may be replaced.
+            storage_options: For fsspec, if the folder of a sharded checkpoint is a URI.
+            stable_until_step: Tensors that nothing changes before `wait_for_staging`, such as parameters and the
+                optimizer's state, but not what the forward pass changes. They are copied while training goes on. All
+                others are copied before this returns. A change that comes too early fails the save if autograd
+                counts it; `.data` goes past it.
+            then: Called by each rank's background thread once the checkpoint is there, to move a pointer to it, say.
+
+        Returns:
+            Whether the save was begun; false if it was skipped.
+
+        Raises:
+            CheckpointError: If the save before failed, or this one cannot be begun.
+            ValueError: If a single file is to be written to a URI.
+        """
+        if not sharded and is_remote(path):
+            raise ValueError(f"path={path!r} is a URI, and a single file is saved locally. Upload it by `then`.")
+        self.check()
+        if self.is_saving:
+            if self._policy == "skip":
+                log.warning("%s is skipped: the checkpoint before is still being written.", path)
+                return False
+            self.wait()
+        stable = {storage_key(_local(tensor)) for tensor in stable_until_step}
+        prepare = self._prepare_sharded if sharded else self._prepare_file
+        write = prepare(
+            state_dict,
+            _Destination(path, info, overwrite, storage_options),
+            lambda tensor: storage_key(tensor) in stable,
+        )
+        self._writing = self._thread.submit(_write, write, self._snapshot, then)
+        return True
+
+    def wait_for_staging(self) -> None:
+        """Return when parameters and optimizer state may be changed. To be called right before each step."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot = None
+
+    def check(self) -> None:
+        """Take note of a save that has ended on all ranks. Every rank must call this; it does not wait for the save.
+
+        The ranks talk to each other only while there is a save.
+
+        Raises:
+            CheckpointError: On all ranks, if it failed on any.
+        """
+        if self._writing is not None and self._ranks.all(self._writing.done()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when there is no save any more. Every rank must call this.
+
+        Raises:
+            CheckpointError: On all ranks, if it failed on any.
+        """
+        self.wait_for_staging()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._ranks.together(writing.result)
+
+    def drain(self) -> None:
+        """Return when this rank's part of the save has ended, however it did; no other rank needs to call this.
+
+        For the way out after an exception on this rank, when the others are elsewhere. A failure is logged.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None and (error := writing.exception()):
+            log.error("The checkpoint that was being written when training stopped failed: %s", error)
+
+    def close(self) -> None:
+        """Wait for the save, and give up memory, thread and groups. Every rank must call this.
+
+        Raises:
+            CheckpointError: On all ranks, if the save failed on any.
+        """
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def __enter__(self) -> "AsyncSaver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.drain()
+            self._release()
+
+    def _release(self) -> None:
+        self._thread.shutdown()
+        self._staging.close()
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            tdist.destroy_process_group(group)
+
+    def _prepare_sharded(
+        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+    ) -> Job:
+        writer = VerifiedWriter(
+            destination.path,
+            info=destination.info,
+            overwrite=destination.overwrite,
+            storage_options=destination.storage_options,
+        )
+        planned = plan_save(state_dict, writer, self._ranks)
+        pickled: dict[str, io.BytesIO] = {}
+
+        def stage() -> None:
+            data = {_name(item): planned.planner.resolve_data(item) for item in planned.plan.items}
+            pickled.update((name, value) for name, value in data.items() if not isinstance(value, torch.Tensor))
+            tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+            self._snapshot = self._staging.snapshot(tensors, may_wait)
+
+        try:
+            self._ranks.together(stage)
+        except BaseException as error:
+            writer.abort(error)
+            raise
+        snapshot = self._snapshot
+        assert snapshot is not None  # staged
+        data = _SnapshotPlanner(snapshot, pickled)
+        return lambda: write_planned(planned, data, writer, self._background_ranks, snapshot.confirm)
+
+    def _prepare_file(
+        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+    ) -> Job:
+        jobs: list[Job] = []
+
+        def stage() -> None:
+            if self._ranks.rank == 0:
+                jobs.append(self._stage_file(state_dict, destination, may_wait))
+
+        self._ranks.together(stage)
+        return jobs[0] if jobs else _do_nothing
+
+    def _stage_file(
+        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+    ) -> Job:
+        tensors = {name: leaf for name, leaf in named_leaves(state_dict) if isinstance(leaf, torch.Tensor)}
+        # Tensors of the same elements, such as tied weights, are copied once and stay one in the file.
+        first_names: dict[Hashable, str] = {}
+        for name, tensor in tensors.items():
+            first_names.setdefault(storage_key(tensor), name)
+        with ExitStack() as unfinished:
+            atomic = write_atomically(destination.path, overwrite=destination.overwrite)
+            temporary = unfinished.enter_context(atomic)
+            snapshot = self._staging.snapshot({name: tensors[name] for name in first_names.values()}, may_wait)
+            copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
+            copied = copy.deepcopy(dict(state_dict), copies)
+            self._snapshot, commit = snapshot, unfinished.pop_all()
+
+        def write() -> None:
+            with commit:
+                snapshot.complete()
+                save_file(copied, temporary, info=destination.info)
+                snapshot.confirm()
+
+        return write
+
+
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """What a save is to become."""
+
+    path: str | os.PathLike[str]
+    info: Mapping[str, Any] | None
+    overwrite: bool
+    storage_options: Mapping[str, Any] | None
+
+
+class _SnapshotPlanner(DefaultSavePlanner):
+    """Gives a writer the copies instead of the tensors, once all of them are made."""
+
+    def __init__(self, snapshot: Snapshot, pickled: Mapping[str, io.BytesIO]) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+        self._pickled = pickled
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self._snapshot.complete()
+        name = _name(write_item)
+        return self._pickled[name] if name in self._pickled else self._snapshot.copies[name]
+
+
+def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:
+    """Do what the background thread does."""
+    try:
+        write()
+    finally:
+        if snapshot is not None:
+            snapshot.release()
+    if then is not None:
+        then()
+
+
+def _do_nothing() -> None:
+    """Write nothing: rank 0 does."""
+
+
+def _name(item: WriteItem) -> str:
+    described = item.tensor_data
+    return item.index.fqn if described is None else part_name(item.index.fqn, described.chunk, described.size)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _two_groups(group: "ProcessGroup | None") -> tuple["ProcessGroup", ...]:
+    """Return two new gloo groups of the same ranks; none where there is only this one."""
+    if not is_initialized() or tdist.get_world_size(group) < 2:
+        return ()
+    ranks = tdist.get_process_group_ranks(group)
+    made = [tdist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None) for _ in range(2)]
+    return tuple(group for group in made if not isinstance(group, int))  # a number stands for groups of other ranks

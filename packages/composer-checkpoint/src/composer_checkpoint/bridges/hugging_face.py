@@ -1,0 +1,177 @@
+"""Resuming a Hugging Face Trainer from the newest of its checkpoints that is whole.
+
+The Trainer writes its folders in place and takes the one with the highest number, also if a killed run left half of
+it, or if the disk lost a bit of it.
+"""
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Mapping
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from composer_checkpoint.files import verify_file
+from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+__all__ = ["latest_valid", "seal_folder", "sealing_callback", "verify_folder"]
+
+log = getLogger(__name__)
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_STATE_NAME = "trainer_state.json"  # the last file that the Trainer writes
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "pytorch_model_fsdp*", "adapter_model.*", "global_step*")
+_ZIP_START = b"PK\x03\x04"
+
+
+def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the checkpoint with the highest step that is whole, for `resume_from_checkpoint`; `None` if there is none.
+
+    A folder that was sealed is compared with its hashes. Of others it is known that the Trainer came to their end, and
+    that their files can be read and have the checksums that their formats carry. What is skipped is logged as a
+    warning.
+
+    Args:
+        output_dir: The Trainer's.
+
+    Example:
+        trainer.train(resume_from_checkpoint=latest_valid(args.output_dir))
+    """
+    folder = Path(output_dir)
+    found = [(int(match[1]), path) for path in _entries(folder) if (match := _CHECKPOINT.fullmatch(path.name))]
+    for _, path in sorted(found, reverse=True):
+        try:
+            verify_folder(path)
+        except (CheckpointError, OSError) as error:
+            log.warning("Skipped %s: %s", path, error)
+        else:
+            return str(path)
+    return None
+
+
+def seal_folder(folder: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> Manifest:
+    """Write the hashes of all files of a folder into its `composer_manifest.json`.
+
+    Args:
+        folder: A finished checkpoint.
+        info: What the manifest shall say besides.
+
+    Returns:
+        The manifest.
+    """
+    root = Path(folder)
+    files = {name: FileEntry((root / name).stat().st_size, hash_file(root / name)) for name in _file_names(root)}
+    manifest = Manifest(files=files, info=dict(info or {}))
+    with write_atomically(root / MANIFEST_NAME) as unfinished:
+        unfinished.write_text(manifest.to_json())
+    return manifest
+
+
+def verify_folder(folder: str | os.PathLike[str]) -> Manifest | None:
+    """Check a checkpoint of a Trainer.
+
+    Returns:
+        The manifest, if the folder was sealed.
+
+    Raises:
+        NoCheckpointError: If a file that each checkpoint has is missing: the save did not finish.
+        CorruptCheckpointError: If a file is damaged; the message names it, and the tensor where that is known.
+    """
+    root = Path(folder)
+    if not (root / MANIFEST_NAME).exists():
+        _check_unsealed(root)
+        return None
+    manifest = Manifest.from_json((root / MANIFEST_NAME).read_bytes())
+    for name, entry in manifest.files.items():
+        path = root / name
+        if not path.exists():
+            raise CorruptCheckpointError(f"{root} lacks {name}, which it had when it was sealed. Resume from another.")
+        if path.stat().st_size != entry.size_bytes or hash_file(path) != entry.hash:
+            raise CorruptCheckpointError(f"{path} is not what was sealed. Resume from another checkpoint.")
+    return manifest
+
+
+def sealing_callback() -> "TrainerCallback":
+    """Return a callback that seals each checkpoint which a Trainer has saved.
+
+    Raises:
+        ImportError: If transformers is not installed.
+
+    Example:
+        trainer = Trainer(model, args, train_dataset=dataset, callbacks=[sealing_callback()])
+    """
+    from transformers import TrainerCallback  # optional, and slow to load
+
+    from composer_dist.collectives import barrier, is_initialized
+
+    class SealCheckpoints(TrainerCallback):
+        """Seals what was saved, once all ranks have written their part."""
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if is_initialized():
+                barrier()
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            if state.is_world_process_zero and folder.is_dir():
+                seal_folder(folder, {"global_step": state.global_step, "epoch": state.epoch})
+
+    return SealCheckpoints()
+
+
+def _check_unsealed(root: Path) -> None:
+    state = root / _STATE_NAME
+    if not state.exists():
+        raise NoCheckpointError(
+            f"{root} has no {_STATE_NAME}: its save did not finish. Resume from another checkpoint."
+        )
+    if not any(any(root.glob(pattern)) for pattern in _WEIGHTS):
+        raise NoCheckpointError(f"{root} has no weights: its save did not finish. Resume from another checkpoint.")
+    for name in _file_names(root):
+        _check_by_format(root / name)
+
+
+def _check_by_format(path: Path) -> None:
+    """Compare a file with what its own format says about it."""
+    if path.suffix == ".safetensors":
+        verify_file(path)
+    elif path.suffix == ".json":
+        try:
+            json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{path} is not JSON: {error}. Resume from another checkpoint.") from error
+    elif path.suffix in (".pt", ".pth", ".bin", ".distcp"):
+        _check_zip(path)
+
+
+def _check_zip(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(len(_ZIP_START))
+        if start != _ZIP_START:
+            raise CorruptCheckpointError(
+                f"{path} begins with {start!r} and not as torch.save's files do. Resume from another checkpoint."
+            )
+        if path.suffix == ".distcp":  # several archives one after the other, and no zip as a whole
+            return
+        try:
+            with zipfile.ZipFile(file) as members:
+                damaged = members.testzip()
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"{path} is cut short or damaged: {error}. Resume from another.") from error
+    if damaged is not None:
+        raise CorruptCheckpointError(f"{path} is damaged in its member {damaged}. Resume from another checkpoint.")
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def _file_names(root: Path) -> list[str]:
+    names = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MANIFEST_NAME)

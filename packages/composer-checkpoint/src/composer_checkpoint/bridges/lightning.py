@@ -1,0 +1,124 @@
+"""A `CheckpointIO` for Lightning: whole files or none, verified and safe to open."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.errors import NoCheckpointError
+from composer_checkpoint.files import load_file, save_file
+from composer_checkpoint.sharded._targets import is_remote
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.io import CheckpointIO
+else:
+    try:
+        from lightning.pytorch.plugins.io import CheckpointIO
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: composer_checkpoint.bridges.lightning needs Lightning. Install it with "
+            "`pip install 'composer-checkpoint[lightning]'`."
+        ) from error
+
+__all__ = ["VerifiedCheckpointIO"]
+
+
+class VerifiedCheckpointIO(CheckpointIO):
+    """Saves and loads Lightning's checkpoints as `save_file` and `load_file` do.
+
+    A file is there whole or not at all, its tensors have hashes that are compared when it is loaded, and nothing in it
+    is run. Files that Lightning wrote itself are read, too.
+
+    For other folders than local ones, `path` is a URI that fsspec knows.
+
+    Args:
+        verify: Whether hashes are compared. Sizes always are.
+        trusted: Whether a file may run code of its own while it is loaded, as hyperparameters of classes of yours do.
+            Lightning's `weights_only` has no effect.
+
+    Example:
+        Pass it to the Trainer:
+
+            trainer = Trainer(plugins=[VerifiedCheckpointIO()])
+    """
+
+    def __init__(self, *, verify: bool = True, trusted: bool = False) -> None:
+        super().__init__()
+        self._verify = verify
+        self._trusted = trusted
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint. Replaces what has this name.
+
+        Args:
+            checkpoint: Lightning's dict.
+            path: The file.
+            storage_options: For fsspec, if `path` is a URI.
+        """
+        info = {key: checkpoint[key] for key in ("epoch", "global_step") if isinstance(checkpoint.get(key), int)}
+        if not is_remote(path):
+            with write_atomically(path) as unfinished:
+                save_file(checkpoint, unfinished, info=info)
+            return
+        from fsspec.core import url_to_fs  # here, so that local checkpoints do not load it
+
+        store, remote = url_to_fs(path, **(storage_options or {}))
+        with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
+            local = os.path.join(folder, os.path.basename(remote))
+            save_file(checkpoint, local, info=info)
+            store.makedirs(os.path.dirname(remote), exist_ok=True)
+            store.put_file(local, remote)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Check and load a checkpoint.
+
+        Raises:
+            NoCheckpointError: If there is none.
+            UnsafeCheckpointError: If it asks for more than data.
+            CorruptCheckpointError: If it is not what was written.
+        """
+        with _local_file(path) as local:
+            return load_file(
+                local,
+                map_location="cpu" if map_location is None else map_location,
+                mmap=not is_remote(path),
+                verify=self._verify,
+                trusted=self._trusted,
+            )
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a checkpoint, if it is there."""
+        if is_remote(path):
+            from fsspec.core import url_to_fs
+
+            store, remote = url_to_fs(path)
+            if store.exists(remote):
+                store.rm(remote, recursive=True)
+        elif os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink(missing_ok=True)
+
+
+@contextmanager
+def _local_file(path: str | Path) -> Iterator[str]:
+    """Yield the path itself, or that of a copy of a remote file."""
+    if not is_remote(path):
+        yield os.fspath(path)
+        return
+    from fsspec.core import url_to_fs
+
+    store, remote = url_to_fs(path)
+    with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
+        local = os.path.join(folder, os.path.basename(remote))
+        try:
+            store.get_file(remote, local)
+        except FileNotFoundError as error:
+            raise NoCheckpointError(f"{path} does not exist. Check the URI.") from error
+        yield local

@@ -1,0 +1,129 @@
+"""Bringing a file or folder into being whole or not at all."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from composer_checkpoint._durability import make_folders, sync_path, sync_tree
+from composer_checkpoint._leftovers import discard, is_folder, name_beside, remove_leftovers
+from composer_checkpoint._renames import exchange, rename_without_replacing
+from composer_checkpoint._storage_faults import as_storage_error, require_space
+from composer_checkpoint.errors import CheckpointConflictError
+from composer_checkpoint.pointers import replace_pointer
+
+__all__ = ["remove_leftovers", "replace_pointer", "sync_tree", "write_atomically"]
+
+_RACED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
+
+
+@contextmanager
+def write_atomically(
+    path: str | os.PathLike[str], *, overwrite: bool = True, folder: bool = False, need_bytes: int | None = None
+) -> Iterator[Path]:
+    """Yield a path to write to; what is there at the end gets its real name in one step.
+
+    The temporary path is beside the real one. At the end, all that is written is flushed to the disk, then it is
+    renamed, then the folder is flushed. A process that is killed at any instant leaves either what was there before
+    or the new one, and never less. After an exception nothing new is left.
+
+    Args:
+        path: The real name. Folders above it are made.
+        overwrite: Whether something that has this name may be replaced.
+        folder: Whether a folder is written instead of a file. It is there, empty, when the body begins.
+        need_bytes: How much will be written, to refuse before anything is if it cannot fit.
+
+    Yields:
+        The temporary path.
+
+    Raises:
+        CheckpointConflictError: If `path` exists and `overwrite` is false; it is a `FileExistsError`.
+        StorageError: If the disk is full, read-only, not permitted or broken; it is an `OSError`.
+        RuntimeError: If the body wrote nothing.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with write_atomically(Path(folder) / "weights.bin") as unfinished:
+        ...         _ = unfinished.write_bytes(b"1234")
+        ...     os.listdir(folder)
+        ['weights.bin']
+    """
+    final = Path(os.path.abspath(path))  # the body may change the current folder
+    if not overwrite and os.path.lexists(final):
+        raise _conflict(final)
+    if need_bytes is not None:
+        require_space(final, need_bytes)
+    temporary = name_beside(final)
+    try:
+        make_folders(final.parent)
+        if folder:
+            temporary.mkdir()
+        yield temporary
+        if not os.path.lexists(temporary):
+            raise RuntimeError(f"Nothing was written to {temporary}, which was to become {final}. Write to that path.")
+        sync_tree(temporary)
+        _put_in_place(temporary, final, overwrite)
+    except BaseException as error:
+        written = _size_bytes(temporary)
+        discard(temporary)
+        storage_error = as_storage_error(error, final, max(need_bytes or 0, written) or None)
+        if storage_error is not None:
+            raise storage_error from error
+        raise
+
+
+def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:
+    if not overwrite:
+        try:
+            rename_without_replacing(temporary, final)
+        except FileExistsError as error:
+            raise _conflict(final) from error
+    elif temporary.is_dir() or is_folder(final):
+        _replace_folder(temporary, final)
+    else:
+        os.replace(temporary, final)
+    sync_path(final.parent)
+    discard(temporary)  # by now the folder that was replaced, if any
+
+
+def _replace_folder(temporary: Path, final: Path) -> None:
+    """Give something its name while a folder may have it, which no ordinary rename does in one step."""
+    for attempts_left in reversed(range(8)):
+        try:
+            if not os.path.lexists(final):
+                rename_without_replacing(temporary, final)
+            elif not exchange(temporary, final):
+                _move_aside_and_replace(temporary, final)
+            return
+        except OSError as error:  # another writer may have come between the question and the answer
+            if error.errno not in _RACED or not attempts_left:
+                raise
+
+
+def _move_aside_and_replace(temporary: Path, final: Path) -> None:
+    aside = name_beside(final, "old")
+    os.rename(final, aside)
+    try:
+        os.rename(temporary, final)
+    except BaseException:
+        os.rename(aside, final)
+        raise
+    sync_path(final.parent)
+    discard(aside)
+
+
+def _conflict(final: Path) -> CheckpointConflictError:
+    return CheckpointConflictError(
+        f"{final} exists, and overwrite=False. Choose another name or folder, or pass overwrite=True to replace it."
+    )
+
+
+def _size_bytes(path: Path) -> int:
+    files = [Path(root, name) for root, _, names in os.walk(path) for name in names] or [path]
+    size = 0
+    for file in files:
+        with suppress(OSError):
+            size += file.lstat().st_size
+    return size

@@ -1,0 +1,41 @@
+"""What can be wrong with a checkpoint, one class for each kind of fault."""
+
+import pickle
+
+__all__ = [
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "UnsafeCheckpointError",
+    "IncompatibleCheckpointError",
+    "StorageError",
+    "NoCheckpointError",
+    "CheckpointConflictError",
+]
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be saved or loaded. All other errors of this package are kinds of it."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes are not those that were written: cut short, changed, or never a checkpoint."""
+
+
+class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
+    """The file asks for something that a checkpoint must not do; nothing of it was run."""
+
+
+class IncompatibleCheckpointError(CheckpointError):
+    """The checkpoint is whole, but of a newer format or of another model."""
+
+
+class StorageError(CheckpointError, OSError):
+    """A disk or a remote store failed."""
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was looked for."""
+
+
+class CheckpointConflictError(CheckpointError, FileExistsError):
+    """Something that must not be overwritten is in the way."""

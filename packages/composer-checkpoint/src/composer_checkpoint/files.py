@@ -1,0 +1,257 @@
+"""Saving and loading one file, in the format that its name says."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_checkpoint import archives
+from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._finite import non_finite_weights
+from composer_checkpoint._formats import Format, final_name, format_of, is_packed, plain_file
+from composer_checkpoint._legacy_pt import read_legacy_pt
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
+from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.names import is_tar
+from composer_checkpoint.pt_file import load_checked, load_pt, read_pt, save_pt, verify_pt
+from composer_checkpoint.safetensors_file import (
+    load_safetensors,
+    read_safetensors,
+    save_safetensors,
+    verify_safetensors,
+)
+from composer_checkpoint.unpickler import safe_unpickle
+
+__all__ = ["TRUST_VARIABLE", "load_file", "read_manifest", "safe_torch_load", "save_file", "verify_file"]
+
+log = getLogger(__name__)
+
+TRUST_VARIABLE = "COMPOSER_TRUST_CHECKPOINT"
+
+_PathLike = str | os.PathLike[str]
+
+_MAX_NAMES = 10
+
+
+def save_file(obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = None) -> Manifest:
+    """Write a checkpoint to one file, with a manifest inside it, and flush it to the disk.
+
+    The end of the name says the format: `.safetensors` (weights only), `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`,
+    `.tar.lzma`, `.pt.bz2`, `.pt.gz`, `.pt.lz4`, `.pt.lzma`, `.pt.lzo`, `.pt.xz`, `.pt.zst`, and for all other names
+    what `torch.save` writes, which `torch.load(path, weights_only=True)` reads. Lengths of time and NumPy arrays are
+    numbers and tensors to other readers, and come back as they were from `load_file`.
+
+    The file is written in place: whoever must never see half of one writes it beside and renames it, as
+    `composer_checkpoint.write_atomically` does.
+
+    Args:
+        obj: What to save; dicts, lists and tuples of tensors, arrays, numbers, strings and `None`.
+        path: Where to.
+        info: What else the manifest should say, as JSON has it: versions, the run's name, the time in training.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        StorageError: If the disk is full or fails; an `OSError`, too.
+        CompressorNotFound: If the program that the name asks for is not installed.
+        TypeError: If `.safetensors` is asked for more than weights, or `info` has no form in JSON.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp()) / "ep1.pt"
+        >>> manifest = save_file({"state": {"model": {"weight": torch.ones(2, 3)}}}, path)
+        >>> manifest.tensors["state/model/weight"].shape
+        (2, 3)
+        >>> load_file(path)["state"]["model"]["weight"].sum()
+        tensor(6.)
+    """
+    target = os.fspath(path)
+    name = final_name(target)
+    archives.check_compressor(name)
+    notes = {"torch_version": str(torch.__version__), **(info or {})}
+    try:
+        if name.endswith(".safetensors"):
+            return save_safetensors(obj, target, notes)
+        if not is_packed(name):
+            return save_pt(obj, target, notes)
+        with tempfile.TemporaryDirectory(prefix=".composer-", dir=Path(target).parent) as folder:
+            states = Path(folder) / archives.STATES_NAME
+            manifest = save_pt(obj, os.fspath(states), notes)
+            if is_tar(name):
+                archives.pack_tar(states, target, name)
+            else:
+                archives.compress(states, target, archives.compressor_of(name) or "")
+        return manifest
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"{target!r} could not be written: {error.strerror or error}. What was there is not a checkpoint",
+        ) from error
+
+
+def load_file(
+    path: _PathLike,
+    *,
+    map_location: Any = "cpu",
+    mmap: bool = True,
+    verify: bool = True,
+    trusted: bool = False,
+    require_finite: bool = False,
+    max_expanded_bytes: int | None = None,
+) -> Any:
+    """Load one file that `save_file`, `torch.save`, Composer or safetensors wrote.
+
+    Nothing of the file is run: it may build tensors, arrays, numbers, strings and containers, and is refused before it
+    began if it asks for more. A file with a manifest is compared with it; for one without, a warning is logged.
+
+    Args:
+        path: The file. A name that ends as `save_file` has it says how it is packed.
+        map_location: Where tensors go, as `torch.load` has it.
+        mmap: Map tensors into memory, so that they are read when they are needed, rather than copy them. Not for
+            files of torch before 1.6.
+        verify: Compare every byte with the hashes of the manifest, and look for weights that are NaN or infinite.
+        trusted: Let the file run code of its own while it is loaded, and log a warning with its hash. The environment
+            variable `COMPOSER_TRUST_CHECKPOINT=1` does so for each file.
+        require_finite: Refuse weights that are NaN or infinite, rather than log a warning with their names.
+        max_expanded_bytes: How much a compressed file may become, instead of a hundred times its size.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        NoCheckpointError: If there is no such file.
+        CorruptCheckpointError: If the file is not what was written, was cut short or is of no known format.
+        UnsafeCheckpointError: If it asks for more than data; the message names it.
+        IncompatibleCheckpointError: If it is of a newer format.
+    """
+    source = os.fspath(path)
+    trusted = trusted or os.environ.get(TRUST_VARIABLE, "").lower() in ("1", "true", "yes")
+    with plain_file(source, max_expanded_bytes) as plain:
+        kind = format_of(plain)
+        if trusted and kind != "safetensors":  # which has no code that could be trusted
+            obj = _load_trusted(source, plain, map_location)
+        else:
+            obj = _load(source, plain, kind, map_location, mmap, verify)
+        if verify or require_finite:  # it reads every weight, which verifying does anyway
+            _check_finite(obj, source, require_finite)
+    return obj
+
+
+def safe_torch_load(
+    composer_states_filepath: _PathLike, map_location: Any = "cpu", load_monolith_rank0_only: bool = False
+) -> Any:
+    """Load a checkpoint as `load_file` does, under the name that Composer has for it.
+
+    Args:
+        composer_states_filepath: The file.
+        map_location: Where tensors go.
+        load_monolith_rank0_only: Rank 0 reads the file. The others get all of it except the model and the optimizers,
+            which are `None` in their `state`. Every rank must call this then.
+    """
+    from composer_dist import dist  # here, since one process alone does not need it
+
+    if not load_monolith_rank0_only or dist.get_world_size() == 1:
+        return load_file(composer_states_filepath, map_location=map_location)
+    obj: Any = None
+    failure: CheckpointError | None = None
+    if dist.get_global_rank() == 0:
+        try:
+            obj = load_file(composer_states_filepath, map_location=map_location)
+        except CheckpointError as error:  # the others wait, and must hear of it
+            failure = error
+    rest = [failure, _without_weights(obj)]
+    dist.broadcast_object_list(rest, src=0)
+    if rest[0] is not None:
+        raise rest[0]
+    return obj if dist.get_global_rank() == 0 else rest[1]
+
+
+def read_manifest(path: _PathLike) -> Manifest | None:
+    """Return a file's manifest without reading its tensors, or `None` if it has none.
+
+    Raises:
+        CorruptCheckpointError: If what describes the tensors is not what was written.
+    """
+    with plain_file(os.fspath(path)) as plain:
+        match format_of(plain):
+            case "safetensors":
+                return read_safetensors(plain)[1]
+            case "pt":
+                return read_pt(plain).manifest
+            case _:
+                return None
+
+
+def verify_file(path: _PathLike) -> Manifest | None:
+    """Compare every byte of a file with the hashes of its manifest.
+
+    Returns:
+        The manifest, or `None` for a file that came without one; that is only known to be whole as far as its format
+        shows it.
+
+    Raises:
+        CorruptCheckpointError: If anything differs; the message names the tensor.
+    """
+    with plain_file(os.fspath(path)) as plain:
+        match format_of(plain):
+            case "safetensors":
+                return verify_safetensors(plain)
+            case "pt":
+                return verify_pt(plain)
+            case "legacy pt":
+                _check_legacy(plain)
+            case "pickle":
+                safe_unpickle(plain)
+    return None
+
+
+def _load(source: str, plain: str, kind: Format, map_location: Any, mmap: bool, verify: bool) -> Any:
+    manifest: Manifest | None = None
+    match kind:
+        case "safetensors":
+            obj, manifest = load_safetensors(plain, map_location=map_location, verify=verify)
+        case "pt":
+            obj, manifest = load_pt(plain, map_location=map_location, mmap=mmap, verify=verify)
+        case "legacy pt":
+            _check_legacy(plain)
+            obj = load_checked(plain, map_location=map_location, mmap=False)
+        case "pickle":
+            obj = safe_unpickle(plain)
+    if manifest is None:
+        log.warning("%s is unverified: it has no manifest, so nobody can tell whether its bytes were changed.", source)
+    return obj
+
+
+def _check_legacy(path: str) -> None:
+    with FileReader(path) as reader:
+        read_legacy_pt(reader)
+
+
+def _load_trusted(source: str, plain: str, map_location: Any) -> Any:
+    log.warning(
+        "%s is loaded as trusted and may run any code. The BLAKE3 hash of the file is %s.", source, hash_file(source)
+    )
+    return torch.load(plain, map_location=map_location, weights_only=False)
+
+
+def _check_finite(obj: Any, source: str, require_finite: bool) -> None:
+    names = non_finite_weights(obj)
+    if not names:
+        return
+    message = f"{len(names)} tensors are NaN or infinite: {', '.join(names[:_MAX_NAMES])}"
+    if require_finite:
+        raise CorruptCheckpointError(f"{message}. Load an earlier checkpoint, or load without require_finite.")
+    log.warning("%s: %s", source, message)
+
+
+def _without_weights(obj: Any) -> Any:
+    if not isinstance(obj, dict) or not isinstance(obj.get("state"), dict):
+        return obj
+    return {**obj, "state": {**obj["state"], "model": None, "optimizers": None}}

@@ -1,0 +1,85 @@
+"""What a checkpoint file holds, without reading its tensors and without running anything of it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._formats import Format, format_of, plain_file
+from composer_checkpoint._legacy_pt import read_legacy_pt
+from composer_checkpoint._rehearsal import Rehearsal, rehearse
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.pt_file import read_pt
+from composer_checkpoint.safetensors_file import read_safetensors
+
+__all__ = ["FileDescription", "TensorDescription", "inspect_file"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """How one tensor looks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileDescription:
+    """What a file holds.
+
+    `keys` has the top-level keys, and below `state` those of the state, as `state/model`. `unsafe_globals` has what
+    the file asks for beyond data, such as `os.system`; where it is not empty, `load_file` refuses the file.
+    """
+
+    format: Format
+    size_bytes: int
+    keys: tuple[str, ...]
+    tensors: Mapping[str, TensorDescription]
+    manifest: Manifest | None = None
+    unsafe_globals: tuple[str, ...] = field(default=())
+
+
+def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
+    """Describe a file; also one that asks for code, which is not run.
+
+    Raises:
+        CorruptCheckpointError: If the file is not whole.
+        UnsafeCheckpointError: If its pickle has instructions that none needs.
+    """
+    with plain_file(os.fspath(path)) as plain:
+        kind, size_bytes = format_of(plain), os.path.getsize(path)
+        if kind == "safetensors":
+            header, manifest = read_safetensors(plain)
+            tensors = {
+                name: TensorDescription(slot.dtype, slot.shape, slot.size_bytes)
+                for name, slot in header.tensors.items()
+            }
+            return FileDescription(kind, size_bytes, tuple(tensors), tensors, manifest)
+        if kind == "pt":
+            contents = read_pt(plain, record_unknown=True)
+            return _describe(kind, size_bytes, contents.rehearsal, contents.manifest)
+        with FileReader(plain) as reader:
+            if kind == "legacy pt":
+                rehearsal = read_legacy_pt(reader, record_unknown=True)
+            else:
+                rehearsal = rehearse(reader.read(0, reader.size_bytes), record_unknown=True)
+            return _describe(kind, size_bytes, rehearsal, None)
+
+
+def _describe(kind: Format, size_bytes: int, rehearsal: Rehearsal, manifest: Manifest | None) -> FileDescription:
+    tensors = {
+        name: TensorDescription(tensor.dtype.name, tensor.shape, tensor.size_bytes)
+        for name, tensor in rehearsal.tensors.items()
+    }
+    keys = _keys(rehearsal.tree)
+    return FileDescription(kind, size_bytes, keys, tensors, manifest, tuple(sorted(rehearsal.unknown_globals)))
+
+
+def _keys(tree: Any) -> tuple[str, ...]:
+    if not isinstance(tree, dict):
+        return ()
+    below = tree.get("state")
+    inner = [f"state/{key}" for key in below] if isinstance(below, dict) else []
+    return (*map(str, tree), *inner)

@@ -1,0 +1,288 @@
+"""Per-rank files: each rank's own shards, as they lie in its memory, in a file of its own."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint._tree import map_tree, named_leaves
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.files import load_file, save_file
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.sharded._ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["ELASTIC_VARIABLE", "LAYOUT_KEY", "load_local", "merge_local", "save_local"]
+
+ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
+LAYOUT_KEY = "local_layout"
+
+_RANK = "{rank}"
+_MAX_LISTED = 10
+
+
+def save_local(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    info: Mapping[str, Any] | None = None,
+    process_group: "ProcessGroup | None" = None,
+    overwrite: bool = True,
+) -> Manifest:
+    """Save what this rank holds to a file of its own. Every rank of the group must call this.
+
+    The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to put the
+    parts together again: world size, rank, mesh, and each tensor's placements, global shape and offsets.
+
+    Args:
+        state_dict: Tensors, DTensors and plain data in nested dicts and lists.
+        path: With `{rank}` in it, if there are several ranks.
+        info: What the manifest shall say about the run.
+        process_group: The ranks that hold the state dict. All of them when `None`.
+        overwrite: Whether a file of this name may be replaced.
+
+    Returns:
+        The manifest of this rank's file.
+
+    Raises:
+        ValueError: If there are several ranks and no `{rank}` in the path.
+        CheckpointError: On all ranks, if any of them cannot write its file.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/ba2_rank{rank}.pt"
+        >>> manifest = save_local({"state": {"model": {"w": torch.ones(2)}}}, path)
+        >>> sorted(load_file(path.format(rank=0)))
+        ['local_layout', 'state']
+    """
+    ranks = Ranks(process_group)
+    own = _path_of(path, ranks.rank, ranks.world_size)
+    content = {**_to_local(state_dict), LAYOUT_KEY: _layout(state_dict, ranks)}
+    manifests: list[Manifest] = []
+
+    def write() -> None:
+        with write_atomically(own, overwrite=overwrite) as unfinished:
+            manifests.append(save_file(content, unfinished, info=info))
+
+    ranks.together(write)
+    return manifests[0]
+
+
+def load_local(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    process_group: "ProcessGroup | None" = None,
+) -> None:
+    """Load this rank's file into a state dict, in place. Every rank of the group must call this.
+
+    With `COMPOSER_LOCAL_ELASTIC=1` in the environment, files of another number of ranks are put together, and each
+    rank takes its part of the whole.
+
+    Args:
+        state_dict: Tensors and DTensors of the right shapes, and plain data that will be replaced, in nested dicts and
+            lists. It may leave out parts of the files.
+        path: As it was given to `save_local`.
+        verify: Whether the files' hashes are compared.
+        process_group: The ranks that hold the state dict. All of them when `None`.
+
+    Raises:
+        ValueError: If the files are of another number of ranks; or if there are several ranks and no `{rank}` in the
+            path.
+        NoCheckpointError: If there are no such files.
+        CheckpointError: On all ranks, if a file of any is damaged, unsafe or of another model. Nothing was changed.
+    """
+    ranks = Ranks(process_group)
+    _path_of(path, ranks.rank, ranks.world_size)
+    loaded: list[Mapping[str, Any]] = []
+    ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
+    values = dict(named_leaves(loaded[0]))
+
+    def take(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return values[name]
+        with torch.no_grad():
+            _own_part(leaf).copy_(values[name])
+        return leaf
+
+    state_dict.update(_map_leaves(state_dict, take))
+
+
+def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
+    """Return the state dict with whole tensors that per-rank files hold together. One process suffices.
+
+    Plain data is rank 0's, except for the `rng` list, which has every rank's.
+
+    Args:
+        path: As it was given to `save_local`.
+        verify: Whether the files' hashes are compared.
+
+    Raises:
+        NoCheckpointError: If a file is missing.
+        CheckpointError: If one is damaged or unsafe, or if they are not of one save.
+    """
+    first = _load(path, 0, verify)
+    world_size = first[LAYOUT_KEY]["world_size"]
+    files = [first, *(_load(path, rank, verify) for rank in range(1, world_size))]
+    for rank, file in enumerate(files):
+        if (file[LAYOUT_KEY]["world_size"], file[LAYOUT_KEY]["rank"]) != (world_size, rank):
+            raise CorruptCheckpointError(
+                f"{_path_of(path, rank, world_size)} is of rank {file[LAYOUT_KEY]['rank']} of "
+                f"{file[LAYOUT_KEY]['world_size']}, and it should be of rank {rank} of {world_size}. Bring together "
+                f"the files of one save."
+            )
+    leaves = [dict(named_leaves(file)) for file in files]
+    tensors = {name: _merged(name, files, leaves) for name in first[LAYOUT_KEY]["tensors"]}
+    merged = _map_leaves(first, lambda name, leaf: tensors.get(name, leaf))
+    if isinstance(first.get("rng"), list):
+        merged["rng"] = [state for file in files for state in file["rng"]]
+    del merged[LAYOUT_KEY]
+    return merged
+
+
+def _merged(name: str, files: list[dict[str, Any]], leaves: list[dict[str, Any]]) -> torch.Tensor:
+    first: torch.Tensor = leaves[0][name]
+    shape = files[0][LAYOUT_KEY]["tensors"][name]["global_shape"]
+    whole = torch.empty(shape, dtype=first.dtype)
+    covered = 0
+    seen: set[tuple[int, ...]] = set()
+    for file, values in zip(files, leaves, strict=True):
+        offsets = tuple(file[LAYOUT_KEY]["tensors"][name]["offsets"])
+        part: torch.Tensor = values[name]
+        if offsets in seen or not part.numel():  # a copy that another rank holds, too, or nothing
+            continue
+        seen.add(offsets)
+        region = whole
+        for dim, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
+            region = region.narrow(dim, start, length)
+        region.copy_(part)
+        covered += part.numel()
+    if covered != whole.numel():
+        raise CorruptCheckpointError(
+            f"the files hold {covered} of the {whole.numel()} elements of {name!r}. Bring together the files of one "
+            f"save."
+        )
+    return whole
+
+
+def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ranks, verify: bool) -> dict[str, Any]:
+    """Return this rank's values, after comparing them with what is asked for."""
+    own = _path_of(path, ranks.rank, ranks.world_size)
+    # A rank that the saving run did not have has no file; rank 0's knows how many there were.
+    content = _load(path, ranks.rank if own.exists() else 0, verify)
+    saved = content[LAYOUT_KEY]["world_size"]
+    if saved != ranks.world_size:
+        if os.environ.get(ELASTIC_VARIABLE) != "1":
+            raise ValueError(
+                f"{os.fspath(path)} holds the files of {saved} ranks, and {ranks.world_size} load them: local files "
+                f"are loaded by as many ranks as saved them. Start {saved} ranks, set {ELASTIC_VARIABLE}=1 to put the "
+                f"shards together, or convert the files with merge_local()."
+            )
+        content = _parts_of(merge_local(path, verify=verify), state_dict)
+    _compare(state_dict, dict(named_leaves(content)), own)
+    return content
+
+
+def _parts_of(merged: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's parts of whole tensors."""
+    wanted = dict(named_leaves(state_dict))
+
+    def cut(name: str, leaf: Any) -> Any:
+        target = wanted.get(name)
+        if not isinstance(target, DTensor) or not isinstance(leaf, torch.Tensor) or leaf.shape != target.shape:
+            return leaf
+        for dim, (start, length) in enumerate(zip(_offsets(target), target.to_local().shape, strict=True)):
+            leaf = leaf.narrow(dim, start, length)
+        return leaf
+
+    return _map_leaves(merged, cut)
+
+
+def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
+    wanted = dict(named_leaves(state_dict))
+    missing = [name for name in wanted if name not in values]
+    differing = [
+        f"{name} (shape {tuple(_own_part(leaf).shape)} here and {_shape(values[name])} there)"
+        for name, leaf in wanted.items()
+        if isinstance(leaf, torch.Tensor) and name in values and _shape(values[name]) != tuple(_own_part(leaf).shape)
+    ]
+    if missing or differing:
+        raise IncompatibleCheckpointError(
+            f"{path} does not fit what is loaded: {len(missing)} missing: {', '.join(missing[:_MAX_LISTED])}; "
+            f"{len(differing)} different: {', '.join(differing[:_MAX_LISTED])}. Load it into the model and optimizer "
+            f"that it was saved from, spread in the same way."
+        )
+
+
+def _load(path: str | os.PathLike[str], rank: int, verify: bool) -> dict[str, Any]:
+    file = Path(os.fspath(path).replace(_RANK, str(rank)))
+    if not file.exists():
+        raise NoCheckpointError(f"{file} does not exist. Local files are complete with one file of each rank.")
+    content = load_file(file, verify=verify)
+    layout = content.get(LAYOUT_KEY) if isinstance(content, dict) else None
+    tensors = layout.get("tensors") if isinstance(layout, dict) else None
+    counts = isinstance(layout, dict) and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
+    if not isinstance(tensors, dict) or not counts:
+        raise CorruptCheckpointError(
+            f"{file} has no {LAYOUT_KEY!r}, so it is no per-rank file. Load it as a single file, with load_file()."
+        )
+    return cast("dict[str, Any]", content)
+
+
+def _to_local(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return _map_leaves(
+        dict(state_dict), lambda _, leaf: _own_part(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
+    )
+
+
+def _layout(state_dict: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    spread = {name: leaf for name, leaf in named_leaves(state_dict) if isinstance(leaf, DTensor)}
+    mesh = next(iter(spread.values())).device_mesh if spread else None
+    return {
+        "world_size": ranks.world_size,
+        "rank": ranks.rank,
+        "mesh_shape": [] if mesh is None else list(mesh.shape),
+        "mesh_names": [] if mesh is None else list(mesh.mesh_dim_names or ()),
+        "tensors": {
+            name: {
+                "placements": [str(placement) for placement in tensor.placements],
+                "global_shape": list(tensor.shape),
+                "offsets": _offsets(tensor),
+            }
+            for name, tensor in spread.items()
+        },
+    }
+
+
+def _offsets(tensor: DTensor) -> list[int]:
+    """Return where this rank's part begins; by the method through which torch's own checkpoints ask a tensor."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return list(chunk.offsets)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _map_leaves(root: Any, change: Callable[[str, Any], Any]) -> Any:
+    return map_tree(root, lambda name, value: value if isinstance(value, dict | list | tuple) else change(name, value))
+
+
+def _path_of(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:
+    text = os.fspath(path)
+    if world_size > 1 and _RANK not in text:
+        raise ValueError(
+            f"path={text!r} is one file for {world_size} ranks, and each must have its own. Put {_RANK} into the name."
+        )
+    return Path(text.replace(_RANK, str(rank)))

@@ -1,0 +1,193 @@
+"""What checkpoints are called: file names with placeholders, checked before any training step."""
+
+import os
+import posixpath
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from string import Formatter
+from typing import TYPE_CHECKING, Final
+
+from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time, partial_format
+from composer_time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from composer_events import State
+
+__all__ = [
+    "PartialFilePath",
+    "check_filename",
+    "format_name_with_dist",
+    "format_name_with_dist_and_time",
+    "is_tar",
+    "partial_format",
+    "placeholders",
+    "sharded_folder",
+]
+
+# What grows from each save to the next, by itself.
+_GROWS: Final = {"batch", "sample", "token", "total_wct"}
+_GROWS_WITH_EPOCHS: Final = {"epoch", "iteration"}
+_GROWS_INSIDE_EPOCHS: Final = {"batch_in_epoch", "sample_in_epoch", "token_in_epoch", "epoch_wct"}
+_WIDEST: Final = 99
+
+
+class PartialFilePath:
+    """A file path whose placeholders are filled in when a file is written.
+
+    Args:
+        filename: May use all of `format_name_with_dist_and_time`, and `{iteration}`. A leading `/` means nothing
+            below a folder.
+        folder: May use `{run_name}` and the ranks.
+
+    Example:
+        >>> path = PartialFilePath("ep{epoch}-ba{batch}.pt", "runs/{run_name}")
+        >>> path.format(None, keep_placeholders=True)
+        'runs/{run_name}/ep{epoch}-ba{batch}.pt'
+    """
+
+    def __init__(self, filename: str, folder: str | None = None) -> None:
+        self.filename = filename
+        self.folder = folder
+
+    def format(self, state: "State", keep_placeholders: bool = False) -> str:
+        """Return the path of now.
+
+        Args:
+            state: Has the `run_name` and the `timestamp`.
+            keep_placeholders: Whether to join the two parts and fill in nothing.
+
+        Raises:
+            ValueError: If a value, such as a run named `..`, would lead out of the folder.
+        """
+        if keep_placeholders:
+            return self.filename if self.folder is None else _join(self.folder, self.filename)
+        iteration = int(state.timestamp.iteration)
+        name = format_name_with_dist_and_time(self.filename, state.run_name, state.timestamp, iteration=iteration)
+        if ".." in PurePosixPath(name).parts:
+            raise ValueError(
+                f"filename={self.filename!r} became {name!r}, which leads out of its folder. Use a run_name (it is "
+                f"{state.run_name!r}) without '..'."
+            )
+        return name if self.folder is None else _join(format_name_with_dist(self.folder, state.run_name), name)
+
+
+def sharded_folder(filename: str, prefix_dir: str | None) -> str:
+    """Return the folder of a sharded checkpoint: the folder part of the file name, then the prefix.
+
+    Example:
+        >>> sharded_folder("seed1/ep{epoch}-rank{rank}.pt", "ep{epoch}-ba{batch}")
+        'seed1/ep{epoch}-ba{batch}'
+    """
+    return posixpath.join(posixpath.dirname(filename), prefix_dir or "")
+
+
+def is_tar(name: str | os.PathLike[str]) -> bool:
+    """Return whether a file name is that of an archive: `tar` among its last two suffixes, or `.tgz`.
+
+    Example:
+        >>> [is_tar(name) for name in ("x.tar.gz", "x.tgz", "tar.xyz", "tar", "tar.foo.xyz")]
+        [True, True, True, False, False]
+    """
+    parts = str(name).split(".")
+    return (len(parts) > 1 and "tar" in parts[-2:]) or (parts[-1] == "tgz" and len(parts) > 1)
+
+
+def placeholders(template: str) -> set[str]:
+    """Return the names in braces.
+
+    Raises:
+        ValueError: If a brace is not closed or not opened.
+    """
+    return {name for _, name, _, _ in _parse("template", template) if name is not None}
+
+
+def check_filename(
+    template: str,
+    *,
+    argument: str = "save_filename",
+    interval: "Time[Any] | str | int | None" = None,
+    overwrite: bool = False,
+) -> None:
+    """Raise, before any training step, if a template cannot name the checkpoints of a run.
+
+    Sub-folders are welcome, and so are placeholders that nothing fills in: they stay as they are. Two saves must not
+    get one name, since the second would replace the first. What tells them apart: with an interval of epochs or
+    iterations, any of `{epoch}`, `{iteration}`, `{batch}`, `{sample}`, `{token}` and `{total_wct}`; with others one of
+    the last four, or `{epoch}` with a count inside the epoch such as `{batch_in_epoch}`. With an interval of `'1dur'`,
+    which saves once, nothing is needed.
+
+    Args:
+        template: The file name.
+        argument: What the user calls it.
+        interval: How often checkpoints are saved, an `int` being epochs. `None` for a function of the user's or for
+            unknown: then some time must occur, whichever it is.
+        overwrite: Whether one name for several checkpoints is wanted.
+
+    Raises:
+        ValueError: If the template is empty, leads out of its folder, is malformed, reaches into objects
+            (`{epoch.real}`), or gives two saves one name.
+    """
+    if not template.strip("/ ") or template.endswith("/") or "\0" in template:
+        raise ValueError(
+            f"{argument}={template!r} is no file name. Give one such as 'ep{{epoch}}-ba{{batch}}-rank{{rank}}.pt'."
+        )
+    if ".." in template.replace("\\", "/").split("/"):
+        raise ValueError(
+            f"{argument}={template!r} leads out of the folder. Name a file in it or in a folder below it, and choose "
+            f"another folder with save_folder."
+        )
+    names: set[str] = set()
+    for _, name, spec, _ in _parse(argument, template):
+        if name is not None:
+            _check_placeholder(argument, template, name, spec or "")
+            names.add(name)
+    if not overwrite and not _tells_apart(names, interval):
+        raise ValueError(
+            f"{argument}={template!r} gives several checkpoints one name, so that each save would replace the one "
+            f"before (save_interval={interval if interval is None else str(interval)!r}). Add {{batch}} to it, or pass "
+            f"save_overwrite=True if only the newest matters."
+        )
+
+
+def _tells_apart(names: set[str], interval: "Time[Any] | str | int | None") -> bool:
+    if names & _GROWS:
+        return True
+    if interval is None:
+        return bool(names & (_GROWS_WITH_EPOCHS | _GROWS_INSIDE_EPOCHS))
+    every = Time.from_input(interval, TimeUnit.EPOCH)
+    if every.unit is TimeUnit.DURATION and every.value >= 1:
+        return True
+    if every.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION):
+        return bool(names & _GROWS_WITH_EPOCHS)
+    return "epoch" in names and bool(names & _GROWS_INSIDE_EPOCHS)
+
+
+def _check_placeholder(argument: str, template: str, name: str, spec: str) -> None:
+    if not name.isidentifier():
+        # Text that no time or rank fills in; as a file name it is most likely a slip.
+        raise ValueError(
+            f"{argument}={template!r} has the placeholder {{{name}}}, which is no name. Use names such as {{epoch}} "
+            f"and {{batch}}, or double the braces to have them in the file name."
+        )
+    widths = "".join(character if character.isdecimal() else " " for character in spec).split()
+    if "{" in spec or any(len(width) > 4 or int(width) > _WIDEST for width in widths):
+        raise ValueError(
+            f"{argument}={template!r} has the format {spec!r}, which is too wide for a file name. Use one such as "
+            f"{{{name}:06d}}."
+        )
+
+
+def _parse(argument: str, template: str) -> "Iterator[tuple[str, str | None, str | None, str | None]]":
+    try:
+        yield from Formatter().parse(template)
+    except ValueError as error:
+        raise ValueError(
+            f"{argument}={template!r} is malformed: {error}. Close each brace, and double those that belong to the "
+            f"name itself."
+        ) from error
+
+
+def _join(folder: str, name: str) -> str:
+    return os.path.join(folder, name.lstrip("/"))

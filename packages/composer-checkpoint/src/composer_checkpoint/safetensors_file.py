@@ -1,0 +1,203 @@
+"""The `.safetensors` file: weights only, for everybody who reads that format, with a manifest in its header."""
+
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._payload_hashing import hash_ranges, num_threads
+from composer_checkpoint._safetensors_header import DTYPES, LENGTH, METADATA_KEY, Header, read_header
+from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.hashing import tensor_bytes
+from composer_checkpoint.manifest import Manifest, TensorEntry
+
+__all__ = ["load_safetensors", "read_safetensors", "save_safetensors", "verify_safetensors"]
+
+log = getLogger(__name__)
+
+_MANIFEST_KEY = "composer_manifest"
+_SEAL_KEY = "composer_seal"
+_NO_HASH = "0" * 64
+_SEAL = re.compile(rb'"composer_seal":"([0-9a-f]{64})"')
+_PIECE_BYTES = 1 << 20
+_MAX_NAMES = 10
+_FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Tensors by name, the names that are the same tensor as another, and whether they came inside a state."""
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    is_state: bool
+
+
+def save_safetensors(obj: Any, path: str, info: Mapping[str, Any]) -> Manifest:
+    """Write the weights of a state, or a flat dict of tensors, and flush them to the disk."""
+    weights = _weights_of(obj)
+    notes: dict[str, Any] = {"aliases": weights.aliases} if weights.aliases else {}
+    if weights.is_state:
+        notes["layout"] = "composer"
+    info = {**info, **notes}
+    names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # so that all are aligned
+    tensors = {name: weights.tensors[name] for name in names}
+    start = len(_header(tensors, dict.fromkeys(names, _NO_HASH), info)[0])
+    with open(path, "wb", buffering=0) as file:
+        hashes = _write_payload(file.fileno(), tensors, start)
+        header, manifest = _header(tensors, hashes, info)
+        _write_at(file.fileno(), memoryview(header), 0)
+        os.fsync(file.fileno())
+    return manifest
+
+
+def load_safetensors(path: str, *, map_location: Any, verify: bool) -> tuple[Any, Manifest | None]:
+    """Check and load a safetensors file; return its weights in the form in which they were saved."""
+    from safetensors.torch import load_file  # it and NumPy load only where somebody uses the format
+
+    with FileReader(path) as reader:
+        header, manifest = _open(reader)
+        if verify:
+            _verify_payload(reader, header, manifest)
+    device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
+    tensors: dict[str, Any] = load_file(path, device=device)
+    tensors = {name: tensors[name] for name in header.tensors}
+    info = {} if manifest is None else manifest.info
+    for alias, name in dict(info.get("aliases", ())).items():
+        if name not in tensors:
+            raise CorruptCheckpointError(
+                f"{alias!r:.200} is another name of {name!r:.200}, and the file lacks that. Load another checkpoint."
+            )
+        tensors[alias] = tensors[name]
+    return ({"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors), manifest
+
+
+def verify_safetensors(path: str) -> Manifest | None:
+    """Compare every byte with its hash; return the manifest, or `None` if the file has none."""
+    with FileReader(path) as reader:
+        header, manifest = _open(reader)
+        _verify_payload(reader, header, manifest)
+    return manifest
+
+
+def read_safetensors(path: str) -> tuple[Header, Manifest | None]:
+    """Read and check the header."""
+    with FileReader(path) as reader:
+        return _open(reader)
+
+
+def _weights_of(obj: Any) -> _Weights:
+    is_state = isinstance(obj, Mapping) and isinstance(obj.get("state"), Mapping) and "model" in obj["state"]
+    weights = obj["state"]["model"] if is_state else obj
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise TypeError(
+            f"a .safetensors file holds weights only, as a dict of tensors or as {{'state': {{'model': ...}}}}; got "
+            f"{type(weights).__name__}. Save as .pt what else there is."
+        )
+    if is_state and (left_out := [*(name for name in obj["state"] if name != "model"), *(set(obj) - {"state"})]):
+        log.info("A .safetensors file holds weights only; left out were %s.", ", ".join(map(str, left_out)))
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in weights.items():
+        if tensor.layout != torch.strided or (dtype := str(tensor.dtype).removeprefix("torch.")) not in _FORMAT_NAMES:
+            raise TypeError(f"{name} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype)
+        if tensor.numel() and identity in seen:
+            aliases[str(name)] = seen[identity]
+        else:
+            seen[identity] = str(name)
+            tensors[str(name)] = tensor
+    return _Weights(tensors, aliases, is_state)
+
+
+def _header(
+    tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str], info: Mapping[str, Any]
+) -> tuple[bytes, Manifest]:
+    """Return the file's bytes up to the tensors, as long for one set of hashes as for another."""
+    slots: dict[str, Any] = {}
+    entries: dict[str, TensorEntry] = {}
+    position = 0
+    for name, tensor in tensors.items():
+        dtype, shape, size_bytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
+        end = position + size_bytes
+        slots[name] = {"dtype": _FORMAT_NAMES[dtype], "shape": shape, "data_offsets": (position, end)}
+        entries[name] = TensorEntry(dtype, shape, size_bytes, hashes[name])
+        position = end
+    manifest = Manifest(tensors=entries, info=info)
+    metadata = {"format": "pt", _MANIFEST_KEY: manifest.to_json(), _SEAL_KEY: _NO_HASH}
+    text = json.dumps({METADATA_KEY: metadata, **slots}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sealed = text.replace(
+        f'"{_SEAL_KEY}":"{_NO_HASH}"'.encode(), f'"{_SEAL_KEY}":"{blake3(text).hexdigest()}"'.encode(), 1
+    )
+    return LENGTH.pack(len(sealed)) + sealed, manifest
+
+
+def _write_payload(descriptor: int, tensors: Mapping[str, torch.Tensor], start: int) -> dict[str, str]:
+    """Write each tensor, several at a time, and return their hashes."""
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="write") as pool:
+        futures: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            futures[name] = pool.submit(_write_tensor, descriptor, tensor, start)
+            start += tensor.nbytes
+        return {name: future.result() for name, future in futures.items()}
+
+
+def _write_tensor(descriptor: int, tensor: torch.Tensor, offset: int) -> str:
+    data = tensor_bytes(tensor)
+    hasher = blake3()
+    for begin in range(0, len(data), _PIECE_BYTES):
+        piece = data[begin : begin + _PIECE_BYTES]
+        hasher.update(piece)  # it is in the core's cache then, from where it is written
+        _write_at(descriptor, piece, offset + begin)
+    return hasher.hexdigest()
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _open(reader: FileReader) -> tuple[Header, Manifest | None]:
+    header = read_header(reader)
+    marks = [key for key in (_MANIFEST_KEY, _SEAL_KEY) if key in header.metadata]
+    if not marks:
+        return header, None
+    match = _SEAL.search(header.raw)
+    if len(marks) < 2 or match is None:
+        raise CorruptCheckpointError(
+            f"the file was written with a manifest and a seal, and has only {marks}. Load another checkpoint."
+        )
+    unsealed = header.raw[: match.start(1)] + _NO_HASH.encode() + header.raw[match.end(1) :]
+    if blake3(unsealed).hexdigest() != match[1].decode():
+        raise CorruptCheckpointError(
+            "the file's header (names, dtypes, shapes or hashes) is not what was written. Load another checkpoint."
+        )
+    manifest = Manifest.from_json(header.metadata[_MANIFEST_KEY])
+    if manifest.tensors.keys() != header.tensors.keys():
+        raise CorruptCheckpointError("the manifest lists other tensors than the file has. Load another checkpoint.")
+    return header, manifest
+
+
+def _verify_payload(reader: FileReader, header: Header, manifest: Manifest | None) -> None:
+    if manifest is None:
+        return
+    hashes = hash_ranges(reader, [(slot.offset, slot.size_bytes) for slot in header.tensors.values()])
+    wrong = [name for name, found in zip(header.tensors, hashes, strict=True) if found != manifest.tensors[name].hash]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"the bytes of {', '.join(wrong[:_MAX_NAMES])} are not those that were written ({len(wrong)} of "
+            f"{len(hashes)} hashes differ; the first is at byte {header.tensors[wrong[0]].offset}). "
+            f"Load another checkpoint."
+        )

@@ -1,0 +1,287 @@
+"""DCP's `.metadata`, opened without running what it might ask for, and checked before anyone relies on it.
+
+Torch reads this file with plain pickle. Here only the classes that a real one needs are made, and what they hold is
+taken apart and built anew: types, sizes, that the parts of a tensor lie inside it, cover it and do not overlap, and
+that the files have the bytes that are promised.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    # The only entries that torch's own reader understands, so there is no public way to write what it can read.
+    _StorageInfo as StorageInfo,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from composer_checkpoint.sharded._overlaps import covers_exactly
+from composer_checkpoint.unpickler import safe_unpickle
+
+__all__ = ["StorageInfo", "parse_metadata", "part_name"]
+
+_MAX_DIMS = 64  # torch has no tensors of more
+_MAX_COUNT = 1 << 63
+_MAX_EMPTY = 1024  # items of lists that hold nothing, and so have no entries
+
+
+def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | None]) -> Metadata:
+    """Return what a `.metadata` file says, once all of it has been found to be possible.
+
+    Args:
+        data: The file's bytes.
+        folder: Its folder, for messages.
+        size_bytes: Returns how long a file of the folder is, `None` if there is none.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for anything that a `.metadata` does not need.
+        CorruptCheckpointError: If what it says cannot be, or a file is missing or too short.
+        IncompatibleCheckpointError: If the data was transformed in a way that only a plug-in could undo.
+    """
+    where = os.path.join(folder, ".metadata")
+    try:
+        raw = safe_unpickle(data, allow=_stand_ins())
+    except CheckpointError as error:
+        raise type(error)(f"{where}: {error}") from error
+    return _Checker(folder, size_bytes).metadata(raw)
+
+
+def part_name(fqn: str, chunk: ChunkStorageMetadata | None, size: torch.Size) -> str:
+    """Return how a stored part of a tensor is called in manifests and messages.
+
+    Example:
+        >>> chunk = ChunkStorageMetadata(offsets=torch.Size([4, 0]), sizes=torch.Size([4, 8]))
+        >>> part_name("weight", chunk, torch.Size([8, 8]))
+        'weight[4:8, 0:8]'
+        >>> part_name("weight", chunk, torch.Size([4, 8]))
+        'weight'
+    """
+    if chunk is None or chunk.sizes == size:
+        return fqn
+    ranges = (f"{start}:{start + length}" for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
+    return f"{fqn}[{', '.join(ranges)}]"
+
+
+class _Checker:
+    """Takes a raw `Metadata` apart and builds a new one from what passed."""
+
+    def __init__(self, folder: str, size_bytes: Callable[[str], int | None]) -> None:
+        self._folder = folder
+        self._size_bytes = size_bytes
+        self._sizes: dict[str, int] = {}
+
+    def metadata(self, raw: object) -> Metadata:
+        if not isinstance(raw, _Record) or not _is(raw, "Metadata"):
+            self._refuse("it", f"is a {type(raw).__name__}", "a Metadata of torch.distributed.checkpoint")
+        entries = self._mapping(raw, "state_dict_metadata")
+        stored = {_key(index): info for index, info in self._mapping(raw, "storage_data").items() if _is_index(index)}
+        state_dict_metadata: dict[str, Any] = {}
+        storage_data: dict[MetadataIndex, StorageInfo] = {}
+        for fqn, entry in entries.items():
+            if type(fqn) is not str:
+                self._refuse("a name", f"is {fqn!r:.80}", "a string")
+            if _is(entry, "BytesStorageMetadata"):
+                state_dict_metadata[fqn] = BytesStorageMetadata()
+                storage_data[MetadataIndex(fqn)] = self._location(stored, MetadataIndex(fqn), fqn, 0)
+            else:
+                state_dict_metadata[fqn] = tensor = self._tensor(fqn, entry)
+                for chunk in tensor.chunks:
+                    index = MetadataIndex(fqn, chunk.offsets)
+                    need = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
+                    name = part_name(fqn, chunk, tensor.size)
+                    storage_data[index] = self._location(stored, index, name, need)
+        planner_data = self._paths(_get(raw, "planner_data"), state_dict_metadata)
+        meta, version = _get(raw, "storage_meta"), _get(raw, "version")
+        return Metadata(
+            state_dict_metadata=state_dict_metadata,
+            planner_data=planner_data,
+            storage_data=storage_data,
+            storage_meta=StorageMeta(self._folder, _text(_get(meta, "save_id"))),
+            version=_text(version),
+        )
+
+    def _mapping(self, raw: object, name: str) -> Mapping[Any, Any]:
+        value = _get(raw, name)
+        if not isinstance(value, dict):
+            self._refuse(name, f"is a {type(value).__name__}", "a dict")
+        return value
+
+    def _tensor(self, fqn: str, entry: object) -> TensorStorageMetadata:
+        if not _is(entry, "TensorStorageMetadata"):
+            self._refuse(repr(fqn), f"is a {type(entry).__name__}", "a description of a tensor or of bytes")
+        dtype = _dtype(_get(entry, "properties"))
+        if not isinstance(dtype, torch.dtype):
+            self._refuse(repr(fqn), f"has dtype {dtype!r:.80}", "a torch.dtype")
+        size = self._dims(fqn, "shape", _get(entry, "size"))
+        if math.prod(size) * dtype.itemsize >= _MAX_COUNT:
+            self._refuse(repr(fqn), f"has shape {tuple(size)} of {dtype}", "fewer than 2^63 bytes")
+        raw_chunks = _get(entry, "chunks")
+        if not isinstance(raw_chunks, list | tuple):
+            self._refuse(repr(fqn), f"has parts {raw_chunks!r:.80}", "a list")
+        chunks = [
+            ChunkStorageMetadata(
+                self._dims(fqn, "offsets of a part", _get(chunk, "offsets"), len(size)),
+                self._dims(fqn, "sizes of a part", _get(chunk, "sizes"), len(size)),
+            )
+            for chunk in raw_chunks
+        ]
+        if problem := covers_exactly(size, chunks):
+            self._refuse(repr(fqn), f"of shape {tuple(size)} {problem}", "parts that tile the tensor")
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+    def _dims(self, fqn: str, what: str, value: object, count: int | None = None) -> torch.Size:
+        dims: tuple[Any, ...] = value if isinstance(value, tuple) else ()
+        counts = dims is value and all(type(dim) is int and 0 <= dim < _MAX_COUNT for dim in dims)
+        if not counts or len(dims) > _MAX_DIMS or count not in (None, len(dims)):
+            self._refuse(repr(fqn), f"has {what} {value!r:.80}", f"{count or 'up to 64'} counts from 0 to 2^63")
+        return torch.Size(dims)
+
+    def _location(self, stored: Mapping[Any, Any], index: MetadataIndex, name: str, need_bytes: int) -> StorageInfo:
+        info = stored.get((index.fqn, index.offset))
+        file, offset, length = (_get(info, field) for field in ("relative_path", "offset", "length"))
+        if type(file) is not str or not file or file in (".", "..") or any(mark in file for mark in "/\\\0"):
+            self._refuse(repr(name), f"is stored in the file {file!r:.80}", "the name of a file of the same folder")
+        if _get(info, "transform_descriptors"):
+            raise IncompatibleCheckpointError(
+                f"{self._folder}: {name!r} was written through {_get(info, 'transform_descriptors')!r:.80}, and only "
+                f"plain files can be read. Write the checkpoint anew without extensions."
+            )
+        counts = all(type(value) is int and 0 <= value < _MAX_COUNT for value in (offset, length))
+        if not counts or length < need_bytes:
+            self._refuse(
+                repr(name),
+                f"is stored in {length!r:.40} bytes at offset {offset!r:.40}",
+                f"at least {need_bytes} bytes",
+            )
+        size = self._file_size(file, name)
+        if offset + length > size:
+            raise CorruptCheckpointError(
+                f"{os.path.join(self._folder, file)} has {size} bytes, but {name!r} is said to end at byte "
+                f"{offset + length}: the file was cut short or is of another save. Load another checkpoint."
+            )
+        return StorageInfo(file, offset, length)
+
+    def _file_size(self, file: str, name: str) -> int:
+        if file not in self._sizes:
+            size = self._size_bytes(file)
+            if size is None:
+                raise CorruptCheckpointError(
+                    f"{self._folder} lacks the shard {file}, which holds {name!r}. Bring the file back, or load "
+                    f"another checkpoint."
+                )
+            self._sizes[file] = size
+        return self._sizes[file]
+
+    def _paths(self, raw: object, entries: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]] | None:
+        """Return where in a nested state dict each entry belongs."""
+        if raw is None:
+            return None
+        if not isinstance(raw, dict):
+            self._refuse("planner_data", f"is a {type(raw).__name__}", "a dict of paths")
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for fqn in entries:
+            path = raw.get(fqn)
+            # Lists are filled up to an index, so that one may not be larger than there are entries.
+            if (
+                not isinstance(path, tuple)
+                or not path
+                or not all(_is_step(step, len(entries) + _MAX_EMPTY) for step in path)
+            ):
+                self._refuse(repr(fqn), f"has the path {path!r:.80}", "a tuple of names and small indices")
+            paths[fqn] = path
+        return paths
+
+    def _refuse(self, what: str, found: str, expected: str) -> NoReturn:
+        raise CorruptCheckpointError(
+            f"{os.path.join(self._folder, '.metadata')}: {what} {found}; expected: {expected}. Load another checkpoint."
+        )
+
+
+class _Record:
+    """What a pickle makes instead of one of DCP's objects: the state that the object would have got."""
+
+    state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Record) and _key(self) == _key(other)
+
+    def __hash__(self) -> int:  # the keys of `storage_data` are such objects
+        return hash(_key(self))
+
+
+def _stand_ins() -> dict[str, Any]:
+    """Return what a `.metadata` of torch from 2.1 on may name. Made anew each time: a pickle may change classes."""
+    records = {f"{_DCP}.{name}": type(name, (_Record,), {}) for name in _RECORDS}
+    records["torch.distributed._shard.sharded_tensor.metadata.TensorProperties"] = type(
+        "TensorProperties", (_Record,), {}
+    )
+    ignored = {name: lambda *_: None for name in _IGNORED}
+    dtypes = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return {**records, **ignored, **dtypes, "torch.Size": lambda dims=(): tuple(dims)}
+
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = (
+    "metadata.Metadata",
+    "metadata.TensorStorageMetadata",
+    "metadata.BytesStorageMetadata",
+    "metadata.ChunkStorageMetadata",
+    "metadata.TensorProperties",
+    "metadata.MetadataIndex",
+    "metadata.StorageMeta",
+    "filesystem._StorageInfo",
+)
+_IGNORED = (
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",  # up to torch 2.2
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # Python 3.13
+)
+
+
+def _is(value: object, name: str) -> bool:
+    """Say whether the pickle meant an object of this class."""
+    return isinstance(value, _Record) and type(value).__name__.rpartition(".")[2] == name
+
+
+def _get(value: object, name: str) -> Any:
+    """Return a field, which a hostile pickle may have left out."""
+    state = value.state if isinstance(value, _Record) else None
+    return state.get(name) if isinstance(state, dict) else None
+
+
+def _is_index(value: object) -> TypeGuard[_Record]:
+    return _is(value, "MetadataIndex")
+
+
+def _dtype(properties: object) -> object:
+    """Return the first field of a `TensorProperties`, whose state is a tuple."""
+    state = properties.state if isinstance(properties, _Record) else None
+    return state[0] if isinstance(state, tuple) and state else None
+
+
+def _key(index: _Record) -> tuple[object, object]:
+    return _get(index, "fqn"), _get(index, "offset")
+
+
+def _text(value: object) -> str | None:
+    return value if type(value) is str else None
+
+
+def _is_step(step: object, limit: int) -> bool:
+    return type(step) is str or (type(step) is int and 0 <= step < limit)

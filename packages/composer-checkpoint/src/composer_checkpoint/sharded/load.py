@@ -1,0 +1,70 @@
+"""Loading a sharded checkpoint into a state dict that may be spread otherwise."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.sharded.planner import ComparingLoadPlanner
+from composer_checkpoint.sharded.reader import VerifyingReader
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["load_sharded"]
+
+
+def load_sharded(
+    state_dict: dict[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    strict: bool = True,
+    process_group: "ProcessGroup | None" = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Load a folder into a state dict, in place. Every rank of the group must call this.
+
+    Each rank reads what its shards need, however many ranks saved it and however they were spread. Nothing is changed
+    on any rank unless all of them have found everything that they need to be whole and fitting.
+
+    Args:
+        state_dict: Tensors and DTensors of the right shapes, and plain data that will be replaced, in nested dicts and
+            lists. It may leave out parts of the checkpoint, such as the optimizer's.
+        folder: Written by `save_sharded`, by torch, or by Composer: a local path, or a URI that fsspec knows.
+        verify: Whether the hashes of what is read are compared. Sizes always are.
+        strict: Whether the entries, shapes and dtypes must be those of the checkpoint. If not, what fits is loaded.
+        process_group: The ranks that hold the state dict. All of them when `None`.
+        storage_options: For fsspec.
+
+    Raises:
+        NoCheckpointError: If there is no such checkpoint.
+        UnsafeCheckpointError: If it asks for anything that a checkpoint does not need.
+        CorruptCheckpointError: If it is not what was written; the message names the shard and the tensor.
+        IncompatibleCheckpointError: If it is of another model.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from composer_checkpoint.sharded import save_sharded
+        >>> folder = tempfile.mkdtemp() + "/ep1"
+        >>> manifest = save_sharded({"model": {"w": torch.ones(2)}, "epoch": 1}, folder)
+        >>> state_dict = {"model": {"w": torch.zeros(2)}, "epoch": 0}
+        >>> load_sharded(state_dict, folder)
+        >>> state_dict
+        {'model': {'w': tensor([1., 1.])}, 'epoch': 1}
+    """
+    ranks = Ranks(process_group)
+    reader = VerifyingReader(folder, verify=verify, storage_options=storage_options)
+    planner = ComparingLoadPlanner(strict)
+
+    def plan_locally() -> LoadPlan:
+        metadata = reader.read_metadata()
+        planner.set_up_planner(state_dict, metadata, ranks.rank == 0)
+        reader.set_up_storage_reader(metadata, ranks.rank == 0)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    plans: list[LoadPlan] = []
+    ranks.together(lambda: plans.append(plan_locally()))
+    ranks.together(lambda: reader.read_data(planner.finish_plan(plans[0]), planner).wait())

@@ -1,0 +1,123 @@
+"""A DCP planner that compares what is asked for with what there is."""
+
+import io
+from collections.abc import Mapping, Sequence
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.sharded._objects import decode_object, encode_object
+from composer_checkpoint.sharded._old_names import flatten_as_torch_2_3
+
+__all__ = ["ComparingLoadPlanner"]
+
+log = getLogger(__name__)
+
+_MAX_LISTED = 10
+
+
+class ComparingLoadPlanner(DefaultLoadPlanner):
+    """Refuses the checkpoint of another model, with lists of what differs, before anything is read.
+
+    Entries of parts of the checkpoint that the state dict does not have at all, such as the optimizer's while only
+    weights are loaded, are left alone. Items that are no tensors are read as plain data.
+
+    Args:
+        strict: Whether missing, unexpected and differing entries are refused. If not, what fits is loaded, dtypes are
+            converted, and the number of the others is logged.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        super().__init__(allow_partial_load=True)
+        self._strict = strict
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what to read.
+
+        Raises:
+            IncompatibleCheckpointError: If the state dict and the checkpoint do not fit.
+        """
+        assert self.metadata is not None  # set_up_planner comes first
+        saved = self.metadata.state_dict_metadata
+        old_names, old_paths = flatten_as_torch_2_3(self.original_state_dict)
+        if (set(saved) - set(self.state_dict)) & set(old_names):
+            self.state_dict, self.mappings = old_names, old_paths
+        asked = self.state_dict
+        missing = [name for name in asked if name not in saved]
+        differing = _differing(asked, saved, self._strict)
+        self._judge(missing, _unexpected(asked, self.mappings, self.metadata), differing, len(asked))
+        fitting = {name: asked[name] for name in asked if name in saved and name not in differing}
+        return create_default_local_load_plan(fitting, self.metadata)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an item that is no tensor into the state dict."""
+        checked = decode_object(value.getvalue())
+        super().load_bytes(read_item, encode_object(checked))  # runs a pickle, so it gets one that is ours
+
+    def _judge(self, missing: list[str], unexpected: list[str], differing: Mapping[str, str], num_asked: int) -> None:
+        if not (missing or unexpected or differing):
+            return
+        lists = "; ".join(
+            text
+            for text in (
+                _listed("missing from the checkpoint", missing),
+                _listed("in the checkpoint but not asked for", unexpected),
+                _listed("different", [f"{name} ({how})" for name, how in differing.items()]),
+            )
+            if text
+        )
+        num_matched = num_asked - len(missing) - len(differing)
+        if self._strict:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint does not fit what is loaded: {lists}. Load it into the model and optimizer that it "
+                f"was saved from, load weights only if the optimizer's entries differ, or pass strict=False to load "
+                f"what fits."
+            )
+        if num_asked and not num_matched:
+            raise IncompatibleCheckpointError(
+                f"nothing of the checkpoint fits what is loaded: {lists}. Load the checkpoint of this model."
+            )
+        log.warning("Loaded %d of %d entries that were asked for: %s.", num_matched, num_asked, lists)
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{more}"
+
+
+def _differing(asked: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> dict[str, str]:
+    """Return how the entries that both have differ."""
+    differences = {name: _difference(value, saved[name], strict) for name, value in asked.items() if name in saved}
+    return {name: how for name, how in differences.items() if how is not None}
+
+
+def _difference(value: object, entry: object, strict: bool) -> str | None:
+    if isinstance(value, torch.Tensor) != isinstance(entry, TensorStorageMetadata):
+        return "a tensor here and none there" if isinstance(value, torch.Tensor) else "no tensor here and one there"
+    if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+        return None
+    if value.shape != entry.size:
+        return f"shape {tuple(value.shape)} here and {tuple(entry.size)} there"
+    if strict and value.dtype != entry.properties.dtype:
+        return f"{value.dtype} here and {entry.properties.dtype} there"
+    return None
+
+
+def _unexpected(asked: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], metadata: Metadata) -> list[str]:
+    """Return the saved tensors that lie in a dict of which other entries are asked for."""
+    parents = {paths[name][:-1] for name in asked}
+    saved_paths = metadata.planner_data or {}
+    return [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if name not in asked
+        and isinstance(entry, TensorStorageMetadata)
+        and saved_paths.get(name, (name,))[:-1] in parents
+    ]

@@ -1,0 +1,295 @@
+"""A DCP `StorageWriter` whose checkpoints are whole or absent, and carry a hash of every part."""
+
+import math
+import os
+import pickle
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from io import UnsupportedOperation
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from blake3 import blake3
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from composer_checkpoint._storage_faults import as_storage_error
+from composer_checkpoint.hashing import PARALLEL_FROM_BYTES, hash_bytes, tensor_bytes
+from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
+from composer_checkpoint.sharded._metadata import StorageInfo, part_name
+from composer_checkpoint.sharded._seals import sealed
+from composer_checkpoint.sharded._targets import METADATA_NAME, open_target
+
+__all__ = ["VerifiedWriter"]
+
+_DCP_VERSION = "1.0.0"  # what torch's own writer puts into `.metadata`
+
+
+class VerifiedWriter(StorageWriter):
+    """Writes a folder that torch's own reader can read too, and that exists only once it is whole.
+
+    Each rank writes `__{rank}_0.distcp`, and hashes what it writes. Rank 0 adds `.metadata` and, last,
+    `composer_manifest.json`, flushes everything to the disk and gives the folder its name by one rename. In a remote
+    store, where nothing can be renamed, the manifest is the last object and makes the checkpoint whole.
+
+    With plain `torch.distributed.checkpoint.save` a failed save leaves its temporary folder until this object is gone;
+    `save_sharded` removes it at once.
+
+    Args:
+        folder: The checkpoint's folder: a local path, or a URI that fsspec knows, such as `s3://bucket/run/ep1`.
+        info: What the manifest shall say about the run. Values that JSON knows.
+        overwrite: Whether a checkpoint of this name may be replaced.
+        storage_options: For fsspec, such as `endpoint_url`.
+
+    Example:
+        >>> import tempfile
+        >>> import warnings
+        >>> import torch.distributed.checkpoint as dcp
+        >>> folder = tempfile.mkdtemp() + "/ep1"
+        >>> with warnings.catch_warnings(action="ignore"):  # torch warns that there is no process group
+        ...     _ = dcp.save({"w": torch.ones(2)}, storage_writer=VerifiedWriter(folder))
+        >>> sorted(os.listdir(folder))
+        ['.metadata', '__0_0.distcp', 'composer_manifest.json']
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        info: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.manifest: Manifest | None = None
+        self._info = dict(info or {})
+        self._overwrite = overwrite
+        self._storage_options = dict(storage_options or {})
+        self.reset(folder)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder."""
+        return self._folder
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Get ready for another save."""
+        if checkpoint_id is not None:
+            self._folder = os.fspath(checkpoint_id)
+        self._target = open_target(self._folder, self._overwrite, self._storage_options)
+        self._save_id = str(uuid.uuid4())
+        self.manifest = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuse what DCP calls saving without collectives, which writes no common `.metadata`."""
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "use_collectives=False writes one `.metadata` for each rank, which is no checkpoint of the whole "
+                "model. Leave it out."
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: make the temporary folder, and tell each rank its place.
+
+        Raises:
+            CheckpointConflictError: If a checkpoint of this name exists and may not be replaced.
+            StorageError: If there is no room for it.
+        """
+        self._place = self._target.begin(sum(_size_bytes(item) for plan in plans for item in plan.items))
+        return [
+            replace(plan, storage_data=_Place(self._place, f"__{rank}_0.distcp")) for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and hash this rank's file.
+
+        Raises:
+            StorageError: If the disk or store fails.
+        """
+        results: list[WriteResult] = []
+        if plan.items:
+            place: _Place = plan.storage_data
+            try:
+                with self._target.open(place.folder, place.name) as file, ThreadPoolExecutor(2) as pool:
+                    results = _write_items(plan.items, planner, _HashedFile(file, pool), place.name)
+                    _flush(file)
+            except Exception as error:
+                raise self._with_reason(error) from error
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: write `.metadata` and the manifest, and commit.
+
+        Raises:
+            StorageError: If the disk or store fails.
+        """
+        written = {result.index: _written(result) for rank_results in results for result in rank_results}
+        metadata.storage_data = {index: part.info for index, part in written.items()}
+        metadata.version, metadata.storage_meta = _DCP_VERSION, self.storage_meta()
+        files = {part.info.relative_path: part.file for part in written.values() if part.file is not None}
+        try:
+            files[METADATA_NAME] = self._write_small(METADATA_NAME, pickle.dumps(metadata))
+            tensors = {part.name: part.tensor for part in written.values()}
+            self.manifest = sealed(Manifest(tensors=tensors, files=files, info=self._info | {"save_id": self._save_id}))
+            self._write_small(MANIFEST_NAME, self.manifest.to_json().encode())
+            self._target.commit()
+        except Exception as error:
+            raise self._with_reason(error) from error
+
+    def abort(self, error: BaseException) -> None:
+        """On rank 0, after a failure on any rank: remove what was written."""
+        self._target.abort(error)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what `.metadata` says about the save itself."""
+        return StorageMeta(checkpoint_id=self._folder, save_id=self._save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return true: whether a folder can be written is seen when it is."""
+        return True
+
+    def _write_small(self, name: str, content: bytes) -> FileEntry:
+        with self._target.open(self._place, name) as file:
+            file.write(content)
+            _flush(file)
+        return FileEntry(len(content), hash_bytes(content))
+
+    def _with_reason(self, error: Exception) -> Exception:
+        return as_storage_error(error, Path(self._folder)) or error
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank writes, as rank 0 tells it."""
+
+    folder: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank tells rank 0 about one part; the last part of a file tells about the file."""
+
+    info: StorageInfo
+    name: str
+    tensor: TensorEntry
+    file: FileEntry | None = None
+
+
+def _written(result: WriteResult) -> _Written:
+    return result.storage_data
+
+
+class _HashedFile:
+    """A file that hashes all that is written, and besides each item of it, while it writes."""
+
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
+        self._file = file
+        self._pool = pool
+        self._whole = blake3()
+        self._item = blake3()
+        self._failure: OSError | None = None
+        self.position = self._item_start = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        updates = [partial(hasher.update, view) for hasher in (self._whole, self._item)]
+        hashing = [self._pool.submit(update) for update in updates] if view.nbytes >= PARALLEL_FROM_BYTES else []
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._failure = error
+            raise
+        finally:
+            if hashing:
+                wait(hashing)  # the memory is torch's, and only lent
+        for update in [] if hashing else updates:
+            update()
+        self.position += view.nbytes
+        return view.nbytes
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Write what `torch.save` makes of a tensor."""
+        try:
+            torch.save(tensor, self)  # pyright: ignore[reportArgumentType]  # write() and flush() suffice
+        except RuntimeError:
+            if self._failure is None:
+                raise
+            raise self._failure from None  # torch, while it closes its archive, complains of what came of that
+
+    def flush(self) -> None:
+        """Do nothing: `torch.save` asks for this after each item, and the file is flushed once at its end."""
+
+    def end_item(self) -> tuple[int, int, str]:
+        """Return the item's offset, length and hash, and begin another one."""
+        start, digest = self._item_start, self._item.hexdigest()
+        self._item_start, self._item = self.position, blake3()
+        return start, self.position - start, digest
+
+    def entry(self) -> FileEntry:
+        """Return size and hash of all that was written."""
+        return FileEntry(self.position, self._whole.hexdigest())
+
+
+def _write_items(items: list[WriteItem], planner: SavePlanner, file: _HashedFile, file_name: str) -> list[WriteResult]:
+    """Write the items one after the other, each as `torch.save` would into a file of its own."""
+    written = [_write_item(item, planner, file, file_name) for item in items]
+    written[-1] = replace(written[-1], file=file.entry())
+    return [WriteResult(item.index, part.info.length, part) for item, part in zip(items, written, strict=True)]
+
+
+def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_name: str) -> _Written:
+    data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor):
+        file.save(_tight(data.detach()))
+    else:
+        file.write(data.getbuffer())
+    offset, length, digest = file.end_item()
+    dtype, shape, name = "bytes", (), item.index.fqn
+    if described := item.tensor_data:
+        dtype, shape = str(described.properties.dtype).removeprefix("torch."), tuple(described.chunk.sizes)
+        name = part_name(name, described.chunk, described.size)
+    return _Written(StorageInfo(file_name, offset, length), name, TensorEntry(dtype, shape, length, digest))
+
+
+def _tight(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the CPU, with a storage that holds nothing else, since all of a storage is saved.
+
+    The elements are not copied if they lie in one piece already, as those of a shard inside a padded buffer do.
+    """
+    tensor = tensor.cpu()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    return torch.frombuffer(tensor_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
+
+
+def _flush(file: BinaryIO) -> None:
+    """Bring a local file to the disk, from the machine that wrote it; a remote one is there once it is closed."""
+    file.flush()
+    if hasattr(file, "fileno"):
+        with suppress(UnsupportedOperation):
+            os.fsync(file.fileno())
+
+
+def _size_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None or item.tensor_data.chunk is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,77 @@
+"""Files over SFTP from machines whose keys are known."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import paramiko
+from fsspec.callbacks import DEFAULT_CALLBACK, Callback
+from fsspec.implementations.sftp import SFTPFileSystem
+
+__all__ = ["StrictSFTPFileSystem"]
+
+
+class StrictSFTPFileSystem(SFTPFileSystem):
+    """fsspec's file system, which by itself trusts any machine, takes absolute paths only and tells no progress."""
+
+    cachable = False  # each store has a connection of its own
+
+    def __init__(
+        self, host: str, *, connect: dict[str, Any], known_hosts: str | None, policy: str, silence_s: float
+    ) -> None:
+        self._connect_options, self._known_hosts = connect, known_hosts
+        self._policy, self._silence_s = policy, silence_s
+        super().__init__(host)
+
+    def _connect(self) -> None:
+        self.client = paramiko.SSHClient()
+        if self._known_hosts is None:
+            self.client.load_system_host_keys()
+        else:
+            self.client.load_host_keys(self._known_hosts)
+        reject = self._policy == "RejectPolicy"
+        self.client.set_missing_host_key_policy(_Refuse() if reject else getattr(paramiko, self._policy)())
+        try:
+            self.client.connect(self.host, **self._connect_options)
+            self.ftp = self.client.open_sftp()
+            # A machine that falls silent ends in an error, not in a run that hangs.
+            channel = self.ftp.get_channel()
+            if channel is not None:
+                channel.settimeout(self._silence_s)
+        except BaseException:
+            self.client.close()
+            raise
+
+    def reconnect(self) -> None:
+        """Connect again if the connection has broken."""
+        transport = self.client.get_transport()
+        channel = self.ftp.get_channel()
+        if transport is None or not transport.is_active() or channel is None or channel.closed:
+            self.client.close()
+            self._connect()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return os.fspath(path)
+
+    def put_file(self, lpath: Any, rpath: Any, callback: Callback | None = None, **kwargs: Any) -> None:
+        """Send one file, and compare the sizes."""
+        self.ftp.put(lpath, rpath, callback=_telling(callback or DEFAULT_CALLBACK))
+
+    def get_file(self, rpath: Any, lpath: Any, callback: Callback | None = None, **kwargs: Any) -> None:
+        """Fetch one file, and compare the sizes."""
+        self.ftp.get(rpath, lpath, callback=_telling(callback or DEFAULT_CALLBACK))
+
+
+class _Refuse(paramiko.MissingHostKeyPolicy):
+    """paramiko's own policy raises what is also raised when a connection breaks."""
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        raise PermissionError(
+            f"the machine {hostname} is not known: its key {key.get_name()} {key.fingerprint} is in no file of known "
+            f"hosts. If that is its key, add it (ssh-keyscan prints the line)"
+        )
+
+
+def _telling(callback: Callback) -> Callable[[int, int], None]:
+    return lambda done, total: callback.absolute_update(done)

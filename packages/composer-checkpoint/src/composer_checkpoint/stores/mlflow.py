@@ -1,0 +1,195 @@
+"""Artifacts of an MLflow run on Databricks."""
+
+import os
+import posixpath
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.stores._faults import Fault, classify
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, Progress
+
+__all__ = ["MLFLOW_PREFIX", "MLFlowObjectStore"]
+
+MLFLOW_PREFIX: Final = "databricks/mlflow-tracking/"
+_EXPERIMENT, _RUN = "{mlflow_experiment_id}", "{mlflow_run_id}"
+
+
+class MLFlowObjectStore(ObjectStore):
+    """The artifacts of one MLflow run on Databricks, through MLflow's own client.
+
+    Names are relative to the artifacts, or whole paths of the same run.
+
+    Args:
+        path: `databricks/mlflow-tracking/<experiment>/<run>/artifacts/...`. The placeholders `{mlflow_experiment_id}`
+            and `{mlflow_run_id}` stand for a new experiment or run.
+        multipart_upload_chunk_size: In bytes, how large the parts of large files are; MLflow reads it from
+            `MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE`, which is set for each upload.
+        client: An `mlflow.MlflowClient`. One of the environment's workspace when `None`.
+
+    Raises:
+        ValueError: If the path is not of this form, names a run without its experiment, or `MLFLOW_TRACKING_URI` is
+            not Databricks; the workspace is asked nothing before that is clear.
+        ImportError: If the package `mlflow` is not installed.
+    """
+
+    def __init__(self, path: str, multipart_upload_chunk_size: int = 104_857_600, client: Any = None) -> None:
+        self.experiment_id, self.run_id = _parse(path)
+        tracking_uri = os.environ.get("MLFLOW_TRACKING_URI", "databricks")
+        if tracking_uri != "databricks":
+            raise ValueError(
+                f"MLFLOW_TRACKING_URI={tracking_uri!r}: artifacts are stored through MLflow on Databricks only. Set it "
+                f"to 'databricks', or save to the address at which that server keeps its artifacts."
+            )
+        self.multipart_upload_chunk_size = multipart_upload_chunk_size
+        self.client = _make_client() if client is None else client
+        if self.run_id == _RUN:
+            self._create_run()
+        elif self.experiment_id != self.client.get_run(self.run_id).info.experiment_id:
+            raise ValueError(
+                f"path={path!r}: run {self.run_id} is not part of experiment {self.experiment_id}. Look both up in the "
+                f"workspace."
+            )
+
+    def get_artifact_path(self, object_name: str) -> str:
+        """Return a name relative to the run's artifacts.
+
+        Raises:
+            ValueError: If it is a whole path of another run.
+        """
+        name = object_name.removeprefix("dbfs:").lstrip("/")
+        if ".." in name.split("/"):
+            raise ValueError(f"object_name={object_name!r} leads out of the artifacts. Use a path without '..'.")
+        if not name.startswith(MLFLOW_PREFIX):
+            return name
+        experiment, run = _parse(name)
+        if (experiment, run) not in {
+            (self.experiment_id, self.run_id),
+            (_EXPERIMENT, _RUN),
+            (self.experiment_id, _RUN),
+        }:
+            raise ValueError(
+                f"object_name={object_name!r} is of run {run} of experiment {experiment}, and this store is of run "
+                f"{self.run_id} of experiment {self.experiment_id}. Use a store of that run."
+            )
+        return "/".join(name.split("/")[5:])
+
+    def get_uri(self, object_name: str) -> str:
+        """Return the address of an object, whether or not it exists."""
+        folder = f"dbfs:/{MLFLOW_PREFIX}{self.experiment_id}/{self.run_id}/artifacts"
+        return f"{folder}/{self.get_artifact_path(object_name)}"
+
+    def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # there is nothing more to say
+        self,
+        object_name: str,
+        filename: str | os.PathLike[str],
+        callback: Progress | None = None,
+        *,
+        overwrite: bool = True,
+    ) -> None:
+        """Copy a local file to the artifacts; as `ObjectStore.upload_object`, with `overwrite`."""
+        name, size = self.get_artifact_path(object_name), os.path.getsize(filename)
+        if not overwrite and self._size(name) is not None:
+            raise FileExistsError(f"Object {self.get_uri(name)} already exists, but overwrite was set to False.")
+        with tempfile.TemporaryDirectory() as folder:
+            named = Path(folder, posixpath.basename(name))  # MLflow takes the name from the file
+            named.symlink_to(os.path.abspath(filename))
+            try:
+                os.environ["MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE"] = str(self.multipart_upload_chunk_size)
+                self.client.log_artifact(self.run_id, str(named), posixpath.dirname(name) or None)
+            except Exception as error:
+                raise self._explained(error, name) from error
+        if self._size(name) != size:
+            raise ObjectStoreTransientError(f"{self.get_uri(name)} is not whole after an upload. Upload it again.")
+        if callback is not None:
+            callback(size, size)
+
+    def get_object_size(self, object_name: str) -> int:
+        """Return the size of an object in bytes, as the workspace says now."""
+        size = self._size(self.get_artifact_path(object_name))
+        if size is None:
+            raise FileNotFoundError(f"{self.get_uri(object_name)} does not exist. Look at the name and the run.")
+        return size
+
+    def download_object(
+        self,
+        object_name: str,
+        filename: str | os.PathLike[str],
+        overwrite: bool = False,
+        callback: Progress | None = None,
+    ) -> None:
+        """Copy an object to a local file, which appears whole or not at all; as `ObjectStore.download_object`."""
+        if not overwrite and os.path.lexists(filename):
+            raise FileExistsError(
+                f"{os.fspath(filename)} exists, and overwrite=False. Choose another name or pass overwrite=True."
+            )
+        name = self.get_artifact_path(object_name)
+        size = self.get_object_size(name)
+        with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
+            with tempfile.TemporaryDirectory(dir=unfinished.parent) as folder:
+                try:
+                    fetched = self.client.download_artifacts(self.run_id, name, folder)
+                except Exception as error:
+                    raise self._explained(error, name) from error
+                os.replace(fetched, unfinished)
+            if unfinished.stat().st_size != size:
+                raise ObjectStoreTransientError(f"{self.get_uri(name)} did not come whole. Download it again.")
+        if callback is not None:
+            callback(size, size)
+
+    def list_objects(self, prefix: str | None = None) -> list[str]:
+        """Return the names of all artifacts that begin with a text, in order."""
+        prefix = self.get_artifact_path(prefix or "")
+        names: list[str] = []
+        pending = [posixpath.dirname(prefix)]
+        while pending:
+            for entry in self.client.list_artifacts(self.run_id, pending.pop() or None):
+                (pending if entry.is_dir else names).append(entry.path)
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def _size(self, name: str) -> int | None:
+        try:
+            entries = self.client.list_artifacts(self.run_id, posixpath.dirname(name) or None)
+        except Exception as error:
+            if classify(error) is Fault.MISSING:
+                return None
+            raise self._explained(error, name) from error
+        return next((entry.file_size for entry in entries if entry.path == name and not entry.is_dir), None)
+
+    def _create_run(self) -> None:
+        if self.experiment_id == _EXPERIMENT:
+            self.experiment_id = self.client.create_experiment(f"/Shared/composer-checkpoints-{os.urandom(4).hex()}")
+        self.run_id = self.client.create_run(self.experiment_id).info.run_id
+
+    def _explained(self, error: Exception, name: str) -> Exception:
+        match classify(error):
+            case Fault.MISSING | Fault.FORBIDDEN:
+                return FileNotFoundError(f"{self.get_uri(name)} does not exist, or must not be seen: {error}")
+            case Fault.TRANSIENT:
+                return ObjectStoreTransientError(f"{self.get_uri(name)} could not be reached: {error}")
+        return error
+
+
+def _parse(path: str) -> tuple[str, str]:
+    name = path.removeprefix("dbfs:").lstrip("/")
+    parts = name.removeprefix(MLFLOW_PREFIX).split("/")
+    if not name.startswith(MLFLOW_PREFIX) or len(parts) < 3 or parts[2] != "artifacts" or not all(parts[:2]):
+        raise ValueError(
+            f"path={path!r} is no path of MLflow artifacts on Databricks. Give one such as "
+            f"'dbfs:/{MLFLOW_PREFIX}<experiment>/<run>/artifacts/checkpoints'."
+        )
+    if parts[0] == _EXPERIMENT and parts[1] != _RUN:
+        raise ValueError(f"path={path!r} names run {parts[1]} without its experiment. Name both, or neither.")
+    return parts[0], parts[1]
+
+
+def _make_client() -> Any:
+    try:
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # not among the extras
+    except ImportError as error:
+        raise ImportError(
+            "Storing checkpoints as MLflow artifacts needs the package 'mlflow', which is not installed. Install it "
+            "with: pip install mlflow"
+        ) from error
+    return MlflowClient("databricks")

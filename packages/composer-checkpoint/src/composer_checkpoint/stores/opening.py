@@ -1,0 +1,148 @@
+"""The store in which an address lies."""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from fsspec.core import get_filesystem_class
+
+from composer_checkpoint.retry import retry
+from composer_checkpoint.stores.addresses import parse_uri
+from composer_checkpoint.stores.azure import AzureObjectStore
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
+from composer_checkpoint.stores.fsspec_store import FsspecObjectStore
+from composer_checkpoint.stores.gcs import GCSObjectStore
+from composer_checkpoint.stores.libcloud import LibcloudObjectStore
+from composer_checkpoint.stores.mlflow import MLFLOW_PREFIX, MLFlowObjectStore
+from composer_checkpoint.stores.oci import OCIObjectStore
+from composer_checkpoint.stores.s3 import S3ObjectStore
+from composer_checkpoint.stores.sftp import SFTPObjectStore
+from composer_checkpoint.stores.unity_catalog import UCObjectStore
+
+__all__ = [
+    "CREDENTIALS_PROBE",
+    "build_remote_backend",
+    "list_remote_objects",
+    "maybe_create_object_store_from_uri",
+    "validate_credentials",
+]
+
+CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
+_BACKENDS: Final[dict[str, type[ObjectStore]]] = {
+    "s3": S3ObjectStore,
+    "oci": OCIObjectStore,
+    "gs": GCSObjectStore,
+    "sftp": SFTPObjectStore,
+    "azure": AzureObjectStore,
+    "libcloud": LibcloudObjectStore,
+}
+
+
+def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
+    """Return the store in which an address lies, or `None` for a local path.
+
+    The path of the address is not part of the store: `parse_uri(uri).path` is the object's name in it.
+
+    Args:
+        uri: An address. `s3`, `gs`, `oci`, `azure`, `sftp` and `dbfs` have stores of their own; other schemes are
+            those that fsspec knows (`az`, `abfs`, `hf`, `memory`, `file`, ...).
+
+    Raises:
+        NotImplementedError: If nothing here reaches this kind of address.
+        ImportError: If the package for it is not installed, with the line that installs it.
+        ValueError: If the address is malformed, or there are no credentials.
+    """
+    parsed = parse_uri(uri)
+    netloc = urlsplit(uri).netloc
+    match parsed.backend:
+        case "":
+            return None
+        case "s3":
+            return S3ObjectStore(bucket=parsed.bucket)
+        case "gs":
+            return GCSObjectStore(bucket=parsed.bucket)
+        case "oci":
+            return OCIObjectStore(bucket=netloc if "@" in netloc else parsed.bucket)
+        case "azure":
+            return AzureObjectStore(container=parsed.bucket)
+        case "sftp" | "ssh":
+            return SFTPObjectStore(host=f"sftp://{netloc}")
+        case "dbfs":
+            return _databricks_store(parsed.path)
+        case "wandb" | "http" | "https":
+            raise NotImplementedError(f"{uri!r}: {_nothing_reaches(parsed.backend)}")
+    try:
+        get_filesystem_class(parsed.backend)
+    except ValueError as error:
+        raise NotImplementedError(f"{uri!r}: {_nothing_reaches(parsed.backend)}") from error
+    return FsspecObjectStore(f"{parsed.backend}://{netloc}{'' if netloc else '/'}")
+
+
+def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any]) -> ObjectStore:
+    """Return the store of a name.
+
+    Args:
+        remote_backend_name: `s3`, `oci`, `gs`, `sftp`, `azure`, `libcloud` or `dbfs`.
+        backend_kwargs: The arguments of its class.
+
+    Raises:
+        ValueError: If the name is another one.
+    """
+    if remote_backend_name == "dbfs":
+        path = str(backend_kwargs.get("path", "")).removeprefix("dbfs:").lstrip("/")
+        return (
+            MLFlowObjectStore(**backend_kwargs) if path.startswith(MLFLOW_PREFIX) else UCObjectStore(**backend_kwargs)
+        )
+    if remote_backend_name not in _BACKENDS:
+        raise ValueError(
+            f"remote_backend_name={remote_backend_name!r} is not known. Use one of {', '.join(_BACKENDS)} or dbfs, or "
+            f"an address that fsspec knows."
+        )
+    return _BACKENDS[remote_backend_name](**backend_kwargs)
+
+
+def validate_credentials(store: ObjectStore, remote_file_name: str = CREDENTIALS_PROBE) -> None:
+    """Upload a small file, so that wrong credentials are found before training and not at the first checkpoint.
+
+    Args:
+        store: The store.
+        remote_file_name: What the file is called there.
+
+    Raises:
+        StorageError: If the store refuses, or does not answer after three attempts.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe"
+        probe.write_text("credentials_validated_successfully")
+        retry(ObjectStoreTransientError)(store.upload_object)(remote_file_name, str(probe))
+
+
+def list_remote_objects(remote_path: str) -> list[str]:
+    """Return the names of the objects below an address.
+
+    Raises:
+        ValueError: If it is a local path, or there is nothing.
+    """
+    store = maybe_create_object_store_from_uri(remote_path)
+    if store is None:
+        raise ValueError(f"remote_path={remote_path!r} is a local path. Give an address such as 's3://bucket/folder'.")
+    with store:
+        objects = store.list_objects(parse_uri(remote_path).path)
+    if not objects:
+        raise ValueError(f"There are no objects at remote_path={remote_path!r}. Look at the name and the folder.")
+    return objects
+
+
+def _databricks_store(path: str) -> ObjectStore:
+    if path.startswith(MLFLOW_PREFIX):
+        return MLFlowObjectStore(path=path)
+    UCObjectStore.validate_path(path)
+    return UCObjectStore(path=path)
+
+
+def _nothing_reaches(backend: str) -> str:
+    return (
+        f"nothing here saves to {backend}:// addresses. Use s3, gs, oci, azure, sftp, hf, dbfs, or another scheme that "
+        f"fsspec knows."
+    )

@@ -1,0 +1,133 @@
+"""Folders of a machine that is reached over SSH."""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+from urllib.parse import unquote, urlsplit
+
+from composer_checkpoint.stores.fsspec_store import FsspecObjectStore, require_package
+
+__all__ = ["SFTPObjectStore"]
+
+_TIMEOUTS_S: Final = {"timeout": 15.0, "banner_timeout": 15.0, "auth_timeout": 15.0}
+_SILENCE_S: Final = 60.0
+_POLICIES: Final = ("RejectPolicy", "AutoAddPolicy", "WarningPolicy")
+
+
+class SFTPObjectStore(FsspecObjectStore):
+    """A folder of a machine that is reached over SFTP.
+
+    Only files are transferred and folders made; no command is run there. Files are sent under another name and get
+    theirs when they are whole. One connection is open at a time, and a broken one is made anew.
+
+    Args:
+        host: The machine, or `sftp://user:password@host:port/cwd`. After the host, one slash begins a path from the
+            home folder, two slashes one from the root.
+        port: Of the SSH server.
+        username: Who logs in.
+        password: The proof of it, or that of the key.
+        known_hosts_filename: The machines that are trusted, and their keys. Those of `~/.ssh/known_hosts` otherwise.
+        known_hosts_filename_environ: The variable that names this file.
+        key_filename: A private key.
+        key_filename_environ: The variable that names this file.
+        missing_host_key_policy: What is done with a machine that is not known: `RejectPolicy`, `AutoAddPolicy` (trust
+            it; somebody in between can pose as it) or `WarningPolicy`.
+        cwd: The folder at which names begin; the home folder if it is empty.
+        connect_kwargs: More of what paramiko's `SSHClient.connect` takes.
+
+    Raises:
+        ValueError: If something is said both in the URI and in an argument, or the URI or the policy is unknown.
+        ImportError: If the package for it is not installed, with the line that installs it.
+        ObjectStoreTransientError: If the machine cannot be reached now.
+        StorageError: If it is not known, or does not let this user in.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 22,
+        username: str | None = None,
+        password: str | None = None,
+        known_hosts_filename: str | None = None,
+        known_hosts_filename_environ: str = "COMPOSER_SFTP_KNOWN_HOSTS_FILE",
+        key_filename: str | None = None,
+        key_filename_environ: str = "COMPOSER_SFTP_KEY_FILE",
+        missing_host_key_policy: Literal["RejectPolicy", "AutoAddPolicy", "WarningPolicy"] = "RejectPolicy",
+        cwd: str = "",
+        connect_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if missing_host_key_policy not in _POLICIES:
+            raise ValueError(
+                f"missing_host_key_policy={missing_host_key_policy!r} is unknown. Use one of {', '.join(_POLICIES)}."
+            )
+        given = {"host": host, "port": port, "username": username, "password": password, "cwd": cwd}
+        place = _read_uri(given) if "://" in host else given
+        self._lock = threading.RLock()  # a connection carries one conversation at a time
+        options = {
+            **{name: place[name] for name in ("port", "username", "password")},
+            "key_filename": key_filename or os.environ.get(key_filename_environ),
+            **_TIMEOUTS_S,
+            **(connect_kwargs or {}),
+        }
+        known_hosts = known_hosts_filename or os.environ.get(known_hosts_filename_environ)
+        user = f"{place['username']}@" if place["username"] else ""
+        path = place["cwd"] if place["cwd"].startswith("/") else f"/{place['cwd']}"
+        super().__init__(
+            f"sftp://{user}{place['host']}:{place['port']}{path}",
+            host=place["host"],
+            cwd=place["cwd"],
+            connect=options,
+            known_hosts=known_hosts,
+            policy=missing_host_key_policy,
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.filesystem.client.close()
+
+    def _open(self, uri: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
+        require_package(uri)
+        from composer_checkpoint.stores._sftp_files import StrictSFTPFileSystem  # needs paramiko
+
+        cwd = storage_options.pop("cwd")
+        with self._explained("", "reach"):
+            return StrictSFTPFileSystem(silence_s=_SILENCE_S, **storage_options), cwd or "."
+
+    def _path(self, object_name: str) -> str:
+        path = super()._path(object_name)
+        return object_name if object_name.startswith("/") else path.removeprefix("./")
+
+    @contextmanager
+    def _explained(self, object_name: str, action: str) -> Iterator[None]:
+        with self._lock, super()._explained(object_name, action):
+            if action != "reach":
+                self.filesystem.reconnect()
+            yield
+
+
+def _read_uri(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a URI, none of which may be given twice."""
+    uri = urlsplit(given["host"])
+    if uri.scheme.lower() != "sftp" or not uri.hostname or uri.query or uri.fragment:
+        raise ValueError(
+            f"host={_without_password(given['host'])!r} is no place for SFTP. Give the name of a machine, or "
+            f"'sftp://user@host:port/folder'."
+        )
+    found = {
+        "port": uri.port,
+        "username": uri.username and unquote(uri.username),
+        "password": uri.password and unquote(uri.password),
+        "cwd": unquote(uri.path).removeprefix("/"),
+    }
+    defaults = {"port": 22, "username": None, "password": None, "cwd": ""}
+    for name, value in found.items():
+        if value and given[name] != defaults[name]:
+            raise ValueError(f"{name} is given twice: in the host's URI and as an argument. Leave one of them out.")
+    return {"host": uri.hostname, **{name: value or given[name] for name, value in found.items()}}
+
+
+def _without_password(uri: str) -> str:
+    password = urlsplit(uri).password
+    return uri.replace(f":{password}@", ":***@") if password else uri

@@ -1,0 +1,243 @@
+"""Pickles that may build plain data and nothing else.
+
+A pickle is a program: it names functions and calls them. `safe_unpickle` reads one with three locks. `scan` goes over
+its instructions without following any, and refuses those that no checkpoint needs. Each name that is left is looked
+up in a table, never imported. And what the table has cannot be made to use more memory than the pickle has bytes.
+"""
+
+import io
+import os
+import pickle
+import pickletools
+import re
+
+# Private to the standard library, and stable since 3.0: torch.save writes Python 2's names, and so must be read.
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from composer_checkpoint._tree import map_tree
+from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
+
+__all__ = ["PLAIN_GLOBALS", "RestrictedUnpickler", "refuse_global", "run_restricted", "safe_unpickle", "scan"]
+
+# What each instruction is followed by. Text instructions of protocol 0, INST, OBJ, PERSID, EXT and the out-of-band
+# buffers are absent: EXT, for one, is answered from a cache of the process that no look-up guards.
+_BARE = re.escape(b"()]}012NQRabdelstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")
+_LENGTH_BYTES = {
+    **dict.fromkeys(b"\x8cUC\x8a", 1),
+    **dict.fromkeys(b"XTB\x8b", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
+_FIXED_LENGTH_CODES = frozenset(b"Kqh\x80MJjG\x95r")
+_STOP, _GLOBAL = b".c"
+
+# A memo is an array as long as its largest index, so a pickle of a few bytes must not name a large one.
+_SMALL_MEMO_BYTES = 1 << 18
+
+
+def _run_of_instructions(memo_limit: bytes) -> re.Pattern[bytes]:
+    """Match as many instructions of fixed length as there are; the memo's index ends in two bytes up to the limit."""
+    return re.compile(
+        rb"(?:[" + _BARE + rb"]|[Kqh\x80].|M..|[Jj].{4}|[G\x95].{8}|r..[\x00-" + memo_limit + rb"]\x00)*+", re.DOTALL
+    )
+
+
+_FIXED_LENGTH = {True: _run_of_instructions(rb"\x00"), False: _run_of_instructions(rb"\xff")}
+
+
+def scan(data: bytes | memoryview, start: int = 0) -> int:
+    """Walk over a pickle's instructions without following any, and return where it ends.
+
+    Raises:
+        UnsafeCheckpointError: If there is an instruction that checkpoints do not need.
+        CorruptCheckpointError: If the pickle does not end within the data.
+    """
+    fixed_length = _FIXED_LENGTH[len(data) < _SMALL_MEMO_BYTES]
+    position = start
+    while True:
+        match = fixed_length.match(data, position)
+        assert match is not None  # no instruction at all matches, too
+        position = match.end()
+        if position >= len(data):
+            raise CorruptCheckpointError(
+                f"a pickle breaks off at its byte {len(data) - start}. Load another checkpoint."
+            )
+        code = data[position]
+        if code == _STOP:
+            return position + 1
+        position = _end_of_argument(data, position, code, start)
+
+
+def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: int) -> int:
+    if code in _LENGTH_BYTES:
+        begin = position + 1 + _LENGTH_BYTES[code]
+        end = begin + int.from_bytes(data[position + 1 : begin], "little")
+    elif code == _GLOBAL:
+        match = _GLOBAL_NAME.match(data, position)
+        end = match.end() if match else len(data) + 1
+    else:
+        _refuse_instruction(data, position, start)
+    if end > len(data):
+        raise CorruptCheckpointError(
+            f"a pickle's instruction at byte {position - start} goes on for longer than the pickle. "
+            f"Load another checkpoint."
+        )
+    return end
+
+
+_GLOBAL_NAME = re.compile(rb"c([^\n]{0,400})\n([^\n]{0,400})\n")
+_INSTRUCTIONS = {opcode.code: opcode for opcode in pickletools.opcodes}
+_INST_NAME = re.compile(rb"i([^\n]{0,400})\n([^\n]{0,400})\n")
+
+
+def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> NoReturn:
+    opcode = _INSTRUCTIONS.get(chr(data[position]))
+    if opcode is None:
+        raise CorruptCheckpointError(
+            f"a pickle has {data[position]:#04x} at byte {position - start}, which is no instruction. "
+            f"Load another checkpoint."
+        )
+    if data[position] in _FIXED_LENGTH_CODES:  # whole ones with small numbers are not seen here
+        raise CorruptCheckpointError(
+            f"a pickle breaks off, or names a thing of too large a number, at its byte {position - start}. "
+            f"Load another checkpoint."
+        )
+    match = _INST_NAME.match(data, position)
+    wanted = "" if match is None else f", to call {b'.'.join(match.groups()).decode(errors='replace')}"
+    raise UnsafeCheckpointError(
+        f"a pickle uses the instruction {opcode.name} at byte {position - start}{wanted}. Checkpoints do not need it, "
+        f"so nothing was run. Load a file that torch.save or this package wrote."
+    )
+
+
+def refuse_global(name: str) -> NoReturn:
+    """Raise the error that names what a pickle asked for."""
+    raise UnsafeCheckpointError(
+        f"the file asks for {name}, and that global not in allowlist is refused; nothing of the file was run. If you "
+        f"trust who wrote it, load it with trusted=True and save it again."
+    )
+
+
+def _bytes_of_latin1(text: Any, encoding: Any) -> bytes:
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes are written as latin-1 text")
+    return text.encode("latin-1")
+
+
+def _bytes(value: Any = b"") -> bytes:
+    if type(value) is not bytes:  # an int would make that many bytes of nothing
+        raise ValueError("bytes are made of bytes")
+    return value
+
+
+def _bytearray(value: Any = b"", encoding: Any = None) -> bytearray:
+    if type(value) is bytes and encoding is None:
+        return bytearray(value)
+    return bytearray(_bytes_of_latin1(value, encoding))
+
+
+PLAIN_GLOBALS: Mapping[str, Any] = {
+    "builtins.complex": complex,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.slice": slice,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytearray,
+    "builtins.int": int,  # these are what a defaultdict starts from
+    "builtins.float": float,
+    "builtins.list": list,
+    "builtins.dict": dict,
+    "collections.Counter": Counter,
+    "collections.OrderedDict": OrderedDict,
+    "collections.defaultdict": defaultdict,
+    "collections.deque": deque,
+    "datetime.timedelta": timedelta,
+    "_codecs.encode": _bytes_of_latin1,
+}
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """An unpickler that finds names in a table."""
+
+    def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.table = table
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return what the table has under the name.
+
+        Raises:
+            UnsafeCheckpointError: If it has nothing.
+        """
+        name = canonical_name(module_name, global_name)
+        return self.table[name] if name in self.table else self.find_unknown(name)
+
+    def find_unknown(self, name: str) -> Any:
+        """Refuse a name that the table does not have."""
+        refuse_global(name)
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        """Refuse references to things outside the pickle."""
+        raise UnsafeCheckpointError(
+            f"a pickle refers to {pid!r:.80}, outside itself, where nothing is known to be. Nothing of it was run."
+        )
+
+
+def canonical_name(module: str, name: str) -> str:
+    """Return a global's name as Python 3 and NumPy 2 spell it."""
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    if module.startswith("numpy.core."):
+        module = module.replace(".core.", "._core.", 1)
+    return f"{module}.{name}"
+
+
+def run_restricted(unpickler: pickle.Unpickler) -> Any:
+    """Run an unpickler; whatever a scrambled pickle makes Python raise becomes a `CorruptCheckpointError`."""
+    try:
+        return unpickler.load()
+    except (UnsafeCheckpointError, CorruptCheckpointError):
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"a pickle cannot be followed: {type(error).__name__}: {error!s:.200}. Load another checkpoint."
+        ) from error
+
+
+def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
+    """Read a pickle that holds plain data, NumPy arrays or tensors; refuse every other one before it ran.
+
+    Args:
+        source: The bytes, a path, or a file opened for reading bytes.
+        allow: What the pickle may name besides, by dotted name, such as
+            `{"torch.distributed.checkpoint.metadata.Metadata": Metadata}`. Its values can be called by the pickle with
+            any arguments.
+
+    Returns:
+        The object.
+
+    Raises:
+        UnsafeCheckpointError: If the pickle asks for anything else; the message names it.
+        CorruptCheckpointError: If it is not a whole pickle.
+
+    Example:
+        >>> safe_unpickle(pickle.dumps({"epoch": 3, "lengths": (1, 2)}))
+        {'epoch': 3, 'lengths': (1, 2)}
+        >>> safe_unpickle(pickle.dumps(os.getcwd))
+        Traceback (most recent call last):
+        composer_checkpoint.errors.UnsafeCheckpointError: the file asks for posix.getcwd, ...
+    """
+    # NumPy and torch load only here.
+    from composer_checkpoint._pickled_arrays import array_globals, plain_array
+
+    if isinstance(source, str | os.PathLike):
+        source = Path(source).read_bytes()
+    elif not isinstance(source, bytes | bytearray | memoryview):
+        source = source.read()
+    data: bytes | memoryview = memoryview(source)
+    scan(data)
+    table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
+    return map_tree(run_restricted(RestrictedUnpickler(data, table)), plain_array)

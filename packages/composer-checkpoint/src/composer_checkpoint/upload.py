@@ -1,0 +1,365 @@
+"""Uploads that run while training goes on."""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from composer_checkpoint.publish import publish_checkpoint, upload_with_retries, write_pointer
+from composer_checkpoint.stores.addresses import parse_uri
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
+from composer_checkpoint.stores.opening import (
+    build_remote_backend,
+    maybe_create_object_store_from_uri,
+    validate_credentials,
+)
+from composer_dist.env import get_global_rank, get_local_rank
+
+__all__ = ["RemoteFilesExistingCheckStatus", "RemoteUploader"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 1.0
+_STAGGER_VARIABLE = "COMPOSER_LOCAL_RANK_STAGGER_SECONDS"
+# By backend: the argument of its store that the bucket of the address goes to.
+_BUCKET_ARGUMENTS = {"s3": "bucket", "oci": "bucket", "gs": "bucket", "azure": "container", "libcloud": "container"}
+
+
+class RemoteFilesExistingCheckStatus(IntEnum):
+    """How waiting for remote files ended."""
+
+    EXIST = 1
+    TIMEOUT = 2
+    ERROR = 3
+
+
+class RemoteUploader:
+    """Copy files to a store in the background, a few at a time.
+
+    Uploads of one name happen in the order in which they were asked for. What fails and may pass is tried again; what
+    fails for good is raised by the next `check_workers`, `wait` or `wait_and_close`, with the store's own error as its
+    cause. With the variable `COMPOSER_LOCAL_RANK_STAGGER_SECONDS`, each upload waits that long times the local rank.
+
+    Args:
+        remote_folder: An address such as `'s3://bucket/folder'`. Names of files count from the bucket.
+        backend_kwargs: More arguments of the store.
+        num_concurrent_uploads: How many files are sent at a time.
+        num_attempts: How often each is tried.
+        use_procs: Whether they are sent by processes of their own, for stores whose client keeps Python busy. Threads
+            start at once and are as fast otherwise.
+
+    Raises:
+        ValueError: If a count is less than 1, or the address is a local path or malformed.
+        NotImplementedError: If nothing here reaches this kind of address.
+
+    Example:
+        >>> import tempfile
+        >>> uploader = RemoteUploader("memory://docs")
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     future = uploader.upload_file_async("run/notes.txt", file.name, overwrite=True)
+        >>> uploader.wait_and_close()
+        >>> future.result()
+    """
+
+    def __init__(
+        self,
+        remote_folder: str,
+        backend_kwargs: dict[str, Any] | None = None,
+        num_concurrent_uploads: int = 2,
+        num_attempts: int = 3,
+        *,
+        use_procs: bool = False,
+    ) -> None:
+        for name, count in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
+            if count < 1:
+                raise ValueError(f"{name}={count!r} is no count: it must be 1 or more.")
+        if not parse_uri(remote_folder).backend:
+            raise ValueError(
+                f"remote_folder={remote_folder!r} is a local path, to which nothing is uploaded. Give an address such "
+                f"as 's3://bucket/folder'."
+            )
+        self._stagger_s = _read_stagger()
+        self.remote_folder, self.backend_kwargs = remote_folder, dict(backend_kwargs or {})
+        self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
+        self.futures: list[Future[None]] = []
+        self._latest_of: dict[str, Future[None]] = {}
+        self._store: ObjectStore | None = make_store(self.remote_folder, self.backend_kwargs)
+        self._threads: Executor | None = None
+        self._processes: Executor | None = None
+        self._staging: tempfile.TemporaryDirectory[str] | None = None
+        self._num_staged = 0
+        self._closing, self._has_failed = threading.Event(), threading.Event()
+
+    @property
+    def remote_backend(self) -> ObjectStore:
+        """The store. It is opened again after `wait_and_close`."""
+        if self._store is None:
+            self._store = make_store(self.remote_folder, self.backend_kwargs)
+        return self._store
+
+    def init(self) -> None:
+        """Find out, on rank 0, whether the store lets us write, before any training step.
+
+        Raises:
+            StorageError: If not.
+        """
+        if get_global_rank() == 0:
+            validate_credentials(self.remote_backend)
+
+    def upload_file_async(
+        self, remote_file_name: str, file_path: str | os.PathLike[str], overwrite: bool, *, copy: bool = True
+    ) -> Future[None]:
+        """Begin to upload a file, and return at once.
+
+        Args:
+            remote_file_name: The object's name in the bucket.
+            file_path: The file.
+            overwrite: Whether an object that has the name is replaced.
+            copy: Whether the file is copied first, so that it may be changed or deleted at once. Otherwise it must
+                stay as it is until the future is done.
+
+        Returns:
+            A future that holds the upload's error, if any.
+        """
+        source = self._stage(file_path) if copy else Path(file_path)
+
+        def upload() -> None:
+            try:
+                self._upload(remote_file_name, source, overwrite)
+            finally:
+                if copy:
+                    source.unlink(missing_ok=True)
+
+        return self._submit(remote_file_name, upload)
+
+    def publish_async(
+        self, path: str | os.PathLike[str], remote_name: str, *, pointer: str | None = None, overwrite: bool = False
+    ) -> Future[None]:
+        """Begin to upload a committed checkpoint with `publish_checkpoint`, and return at once.
+
+        Checkpoints for one pointer are uploaded in the order in which they were asked for, so that the pointer never
+        goes back. The file or folder must stay until the future is done.
+
+        Args:
+            path: A file or a folder.
+            remote_name: Its name in the bucket.
+            pointer: The name of the pointer, to which `.symlink` is added.
+            overwrite: Whether a whole checkpoint of this name may be replaced.
+        """
+
+        def publish() -> None:
+            publish_checkpoint(
+                path,
+                self.remote_backend,
+                remote_name,
+                pointer=pointer,
+                overwrite=overwrite,
+                num_attempts=self.num_attempts,
+                num_concurrent_uploads=self.num_concurrent_uploads,
+            )
+
+        return self._submit(pointer or remote_name, publish)
+
+    def point_async(self, pointer: str, target: str, names: Sequence[str], *, timeout_s: float = 3600) -> Future[None]:
+        """Begin to wait until all of some objects can be seen, and then let a pointer name them.
+
+        Args:
+            pointer: The pointer's whole name, which ends in `.symlink`. One that exists is replaced.
+            target: What it names: an object, or what the names of several begin with.
+            names: The objects, of whichever rank.
+            timeout_s: When to give up.
+        """
+
+        def point() -> None:
+            status = self.check_remote_files_exist_async(names, timeout_s, _LOOK_AGAIN_S).result()
+            if status is not RemoteFilesExistingCheckStatus.EXIST:
+                raise RuntimeError(
+                    f"{self.remote_backend.get_uri(pointer)} was not written, since not all of {list(names)} arrived "
+                    f"({status.name} after at most {timeout_s} s). Look into the logs of the other ranks."
+                )
+            write_pointer(self.remote_backend, pointer, target, num_attempts=self.num_attempts)
+
+        return self._submit(pointer, point)
+
+    def check_workers(self) -> None:
+        """Raise the first error of the uploads that have ended, and forget those."""
+        ended = [future for future in self.futures if future.done()]
+        self.futures = [future for future in self.futures if not future.done()]
+        _raise_first(ended)
+
+    def wait(self) -> None:
+        """Wait for all uploads, forget them, and raise the first error."""
+        waiting, self.futures = self.futures, []
+        for future in waiting:
+            future.exception()
+        _raise_first(waiting)
+
+    def wait_and_close(self) -> None:
+        """Wait for all uploads, let go of threads, processes, copies and connections, and raise the first error.
+
+        The uploader can be used again afterwards.
+        """
+        try:
+            self.wait()
+        finally:
+            self._close()
+
+    def check_remote_files_exist_async(
+        self,
+        remote_checkpoint_file_names: Sequence[str],
+        max_wait_time_in_seconds: float = 3600,
+        wait_before_next_try_in_seconds: float = 30,
+    ) -> Future[RemoteFilesExistingCheckStatus]:
+        """Begin to wait until all of some objects can be seen, such as those that other ranks upload.
+
+        Args:
+            remote_checkpoint_file_names: Their names in the bucket.
+            max_wait_time_in_seconds: When to give up.
+            wait_before_next_try_in_seconds: How long to wait after an object could not be seen.
+
+        Returns:
+            A future with `EXIST`, `TIMEOUT`, or `ERROR` if an upload of this uploader failed or it was closed.
+        """
+        answer: Future[RemoteFilesExistingCheckStatus] = Future()
+        deadline = time.monotonic() + max_wait_time_in_seconds
+        store, names = self.remote_backend, list(remote_checkpoint_file_names)
+
+        def watch() -> None:
+            try:
+                answer.set_result(self._watch(store, names, deadline, wait_before_next_try_in_seconds))
+            except Exception as error:  # whatever it is, it belongs to who asked
+                answer.set_exception(error)
+
+        threading.Thread(target=watch, name="remote-files", daemon=True).start()
+        return answer
+
+    def _watch(
+        self, store: ObjectStore, names: list[str], deadline: float, pause_s: float
+    ) -> RemoteFilesExistingCheckStatus:
+        while names:
+            try:
+                store.get_object_size(names[0])
+                names.pop(0)
+                continue
+            except (FileNotFoundError, ObjectStoreTransientError):
+                pass
+            if self._has_failed.is_set() or self._closing.is_set():
+                return RemoteFilesExistingCheckStatus.ERROR
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return RemoteFilesExistingCheckStatus.TIMEOUT
+            self._closing.wait(min(pause_s, left_s))
+        return RemoteFilesExistingCheckStatus.EXIST
+
+    def _submit(self, key: str, work: Callable[[], None]) -> Future[None]:
+        """Queue work, to begin once earlier work for the same name has ended."""
+        if self._threads is None:
+            self._closing.clear()
+            self._threads = ThreadPoolExecutor(self.num_concurrent_uploads, thread_name_prefix="upload")
+        before = self._latest_of.get(key)
+
+        def run() -> None:
+            if before is not None:
+                before.exception()  # it stands before this in the queue, so that it has begun
+            if self._stagger_s:
+                time.sleep(self._stagger_s)
+            work()
+
+        future = self._threads.submit(run)
+        future.add_done_callback(self._remember_failure)
+        self._latest_of[key] = future
+        self.futures.append(future)
+        return future
+
+    def _upload(self, name: str, source: Path, overwrite: bool) -> None:
+        if not self.use_procs:
+            upload_with_retries(self.remote_backend, name, source, overwrite=overwrite, num_attempts=self.num_attempts)
+            return
+        arguments = (self.remote_folder, tuple(self.backend_kwargs.items()), name, source, overwrite, self.num_attempts)
+        self._process_pool().submit(_upload_in_process, *arguments).result()
+
+    def _process_pool(self) -> Executor:
+        if self._processes is None:
+            # Spawned: a forked process would share the connections of this one.
+            context = multiprocessing.get_context("spawn")
+            self._processes = ProcessPoolExecutor(self.num_concurrent_uploads, mp_context=context)
+        return self._processes
+
+    def _remember_failure(self, future: Future[None]) -> None:
+        if not future.cancelled() and future.exception() is not None:
+            self._has_failed.set()
+
+    def _stage(self, file_path: str | os.PathLike[str]) -> Path:
+        if self._staging is None:
+            self._staging = tempfile.TemporaryDirectory(prefix="composer-upload-")
+        self._num_staged += 1
+        staged = Path(self._staging.name) / str(self._num_staged)
+        shutil.copyfile(file_path, staged)
+        return staged
+
+    def _close(self) -> None:
+        self._closing.set()
+        for executor in (self._threads, self._processes):
+            if executor is not None:
+                executor.shutdown()
+        if self._staging is not None:
+            self._staging.cleanup()
+        if self._store is not None:
+            self._store.close()
+        self._threads = self._processes = self._staging = self._store = None
+        self._latest_of.clear()
+        self._has_failed.clear()
+
+
+def make_store(remote_folder: str, backend_kwargs: dict[str, Any]) -> ObjectStore:
+    """Return the store of an address, with more arguments for it."""
+    parsed = parse_uri(remote_folder)
+    if parsed.backend not in _BUCKET_ARGUMENTS or (not backend_kwargs and parsed.backend != "libcloud"):
+        store = maybe_create_object_store_from_uri(remote_folder)
+        assert store is not None, "a local path was refused before"
+        return store
+    return build_remote_backend(parsed.backend, {_BUCKET_ARGUMENTS[parsed.backend]: parsed.bucket, **backend_kwargs})
+
+
+@cache
+def _store_of_process(remote_folder: str, backend_kwargs: tuple[tuple[str, Any], ...]) -> ObjectStore:
+    return make_store(remote_folder, dict(backend_kwargs))
+
+
+def _upload_in_process(
+    remote_folder: str,
+    backend_kwargs: tuple[tuple[str, Any], ...],
+    name: str,
+    source: Path,
+    overwrite: bool,
+    num_attempts: int,
+) -> None:
+    store = _store_of_process(remote_folder, backend_kwargs)
+    upload_with_retries(store, name, source, overwrite=overwrite, num_attempts=num_attempts)
+
+
+def _read_stagger() -> float:
+    text = os.environ.get(_STAGGER_VARIABLE, "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{_STAGGER_VARIABLE}={text!r} is no number of seconds. Set it to one from 0, or unset it.")
+    return seconds * get_local_rank() if seconds else 0.0
+
+
+def _raise_first(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        error = future.exception()
+        if error is not None:
+            raise error

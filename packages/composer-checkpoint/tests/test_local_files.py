@@ -1,0 +1,123 @@
+"""Files of single ranks: exactly one for each, loadable by as many ranks, and rebuilt for others when asked to."""
+
+import pytest
+import torch
+import torch.distributed as tdist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.files import load_file
+from composer_checkpoint.local_files import load_local, merge_local, save_local
+from composer_dist.testing import run_ranks
+
+
+def whole(seed):
+    """Dims that no number of ranks here divides evenly; the second has fewer rows than there are ranks."""
+    torch.manual_seed(seed)
+    return {"wide": torch.randn(7, 3), "flat": torch.randn(2), "copied": torch.randn(4)}
+
+
+def state(seed):
+    mesh = init_device_mesh("cpu", (tdist.get_world_size(),))
+    tensors = whole(seed)
+    placements = {"wide": Shard(0), "flat": Shard(0), "copied": Replicate()}
+    model = {name: distribute_tensor(tensor, mesh, [placements[name]]) for name, tensor in tensors.items()}
+    return {"state": {"model": model, "epoch": seed}, "rng": [{"torch": torch.full((3,), tdist.get_rank())}]}
+
+
+def save(path):
+    save_local(state(4), path)
+
+
+def load(path):
+    loaded = state(0)
+    rng = loaded.pop("rng")
+    load_local(loaded, path)
+    assert len(rng) == 1
+    return {name: tensor.full_tensor() for name, tensor in loaded["state"]["model"].items()}, loaded["state"]["epoch"]
+
+
+def attempt_load(path):
+    try:
+        load(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def assert_whole(found):
+    model, epoch = found
+    assert epoch == 4
+    for name, tensor in whole(4).items():
+        assert torch.equal(model[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def saved_by_three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    run_ranks(save, f"{folder}/saved/ba2_rank{{rank}}.pt", store=folder / "store", world_size=3)
+    return folder / "saved"
+
+
+def test_there_is_one_file_for_each_rank_with_its_own_shards(saved_by_three):
+    assert sorted(path.name for path in saved_by_three.iterdir()) == [f"ba2_rank{rank}.pt" for rank in range(3)]
+    content = load_file(saved_by_three / "ba2_rank1.pt")
+    assert torch.equal(content["state"]["model"]["wide"], whole(4)["wide"][3:6])
+    layout = content["local_layout"]
+    assert (layout["world_size"], layout["rank"], layout["mesh_shape"]) == (3, 1, [3])
+    assert layout["tensors"]["state/model/wide"]["global_shape"] == [7, 3]
+    assert len(content["rng"]) == 1
+
+
+def test_as_many_ranks_load_their_own_files(saved_by_three, tmp_path):
+    path = f"{saved_by_three}/ba2_rank{{rank}}.pt"
+    for found in run_ranks(load, path, store=tmp_path / "store", world_size=3):
+        assert_whole(found)
+
+
+def test_another_number_of_ranks_is_refused_with_both_sizes(saved_by_three, tmp_path, monkeypatch):
+    monkeypatch.delenv("COMPOSER_LOCAL_ELASTIC", raising=False)
+    path = f"{saved_by_three}/ba2_rank{{rank}}.pt"
+    first, second = run_ranks(attempt_load, path, store=tmp_path / "store", world_size=2)
+    assert first == second
+    assert "the files of 3 ranks, and 2 load them" in first
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_another_number_of_ranks_rebuilds_the_tensors_when_allowed_to(
+    saved_by_three, tmp_path, monkeypatch, world_size
+):
+    monkeypatch.setenv("COMPOSER_LOCAL_ELASTIC", "1")
+    path = f"{saved_by_three}/ba2_rank{{rank}}.pt"
+    for found in run_ranks(load, path, store=tmp_path / "store", world_size=world_size):
+        assert_whole(found)
+
+
+def test_one_process_merges_the_files(saved_by_three):
+    merged = merge_local(f"{saved_by_three}/ba2_rank{{rank}}.pt")
+    assert_whole((merged["state"]["model"], merged["state"]["epoch"]))
+    assert [state["torch"][0].item() for state in merged["rng"]] == [0, 1, 2]
+
+
+def attempt_save(path):
+    try:
+        save(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_several_ranks_need_the_rank_in_the_name(tmp_path):
+    for text in run_ranks(attempt_save, tmp_path / "ba2.pt", store=tmp_path / "store"):
+        assert "Put {rank} into the name" in text
+    assert not (tmp_path / "ba2.pt").exists()
+
+
+def test_another_models_file_changes_nothing(tmp_path):
+    path = tmp_path / "rank{rank}.pt"
+    save_local({"model": {"a": torch.ones(2), "b": torch.ones(3)}}, path)
+    target = {"model": {"a": torch.zeros(2), "b": torch.zeros(4), "c": torch.zeros(1)}}
+    with pytest.raises(IncompatibleCheckpointError, match=r"1 missing: model/c; 1 different: model/b"):
+        load_local(target, path)
+    assert target["model"]["a"].tolist() == [0, 0]
