@@ -47,7 +47,7 @@ def marked(request):
     [
         ("forward", "raised in the forward pass of epoch 0, batch 2 on rank 1"),
         ("backward", "raised in the backward pass of epoch 0, batch 2 on rank 1"),
-        ("callback", "raised by callback Faulty on BATCH_END"),
+        ("callback", "raised by callback Faulty on Event.BATCH_END"),
         ("dataloader", "raised in the dataloader of epoch 0, batch 2 on rank 1"),
     ],
 )

@@ -73,11 +73,15 @@ class BatchTrainer:
         losses: dict[str, Tensor] = {}
         if self._needs_closure[optimizer]:
 
-            def closure() -> Tensor:
-                losses.clear()
-                self._compute_gradients(losses)
-                losses.update(self._strategy.mean(losses))  # who looks at the loss decides alike on every rank
-                return losses["loss/train/total"]
+            def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor:
+                seen = (
+                    losses if loss_dict is None else loss_dict
+                )  # the optimizer says which look is logged
+                seen.clear()
+                self._compute_gradients(seen, sync=ddp_sync)
+                if ddp_sync:
+                    seen.update(self._strategy.mean(seen))  # who looks at the loss decides alike on every rank
+                return seen["loss/train/total"]
 
             self._step(optimizer, closure)
         else:
@@ -91,8 +95,11 @@ class BatchTrainer:
     def _step(self, optimizer: Optimizer, closure: Any = None, *, scaler: Any = None) -> None:
         self._strategy.step(optimizer, closure, scaler=scaler)
 
-    def _compute_gradients(self, losses: dict[str, Tensor]) -> None:
-        """Leave the gradients of the batch on the parameters, and add the losses that made them to `losses`."""
+    def _compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
+        """Leave the gradients of the batch on the parameters, and add the losses that made them to `losses`.
+
+        Without `sync` they are those of this rank's part of the batch.
+        """
         state, spec = self._state, self._data_spec
         self._engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in state.optimizers:
@@ -106,7 +113,8 @@ class BatchTrainer:
         for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
             on_device = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
             state.batch = self._strategy.prepare_batch(on_device)
-            with self._strategy.microbatch(is_last=index == len(microbatches), is_aligned=is_aligned):
+            is_last = index == len(microbatches)
+            with self._strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
                 self._train_microbatch(share, losses)
         state.batch = batch
         if state.scaler is not None:
