@@ -31,18 +31,19 @@ class AtEnds(Callback):
 
 
 @pytest.mark.parametrize(
-    ("interval", "event", "chosen", "end"),
+    ("max_duration", "interval", "event", "chosen", "end"),
     [
         # 5 epochs of 4 batches; from half of them on, to four fifths.
-        ("1ba", Event.BATCH_END, [10, 11, 12, 13, 14, 15, 16], 16),
-        ("3ba", Event.BATCH_END, [10, 13, 16], 16),
-        ("1ep", Event.EPOCH_END, [3, 4], 4),
+        ("20ba", "1ba", Event.BATCH_END, [10, 11, 12, 13, 14, 15, 16], 16),
+        ("20ba", "3ba", Event.BATCH_END, [10, 13, 16], 16),
+        ("5ep", "1ep", Event.EPOCH_END, [3, 4], 4),
+        ("5ep", "2ep", Event.EPOCH_END, [3], 4),
     ],
 )
-def test_the_model_gets_the_mean_of_the_weights_at_the_intervals(make_loop, interval, event, chosen, end):
+def test_the_model_gets_the_mean_of_the_weights_at_the_intervals(make_loop, max_duration, interval, event, chosen, end):
     plain, averaged = AtEnds(event), AtEnds(event)
-    make_loop([], [plain], max_duration="5ep").fit()
-    loop = make_loop([SWA("0.5dur", "0.8dur", interval)], [averaged], max_duration="5ep").fit()
+    make_loop([], [plain], max_duration=max_duration).fit()
+    loop = make_loop([SWA("0.5dur", "0.8dur", interval)], [averaged], max_duration=max_duration).fit()
     # Up to the end nothing changes.
     assert all(torch.equal(a, b) for a, b in zip(plain.weights[: end - 1], averaged.weights[: end - 1], strict=True))
     expected = torch.stack([plain.weights[number - 1] for number in chosen]).mean(dim=0)
@@ -103,7 +104,7 @@ def test_other_schedulers_do_not_interfere_and_have_their_way_afterwards(make_lo
     used = []
     swa = SWA("1ep", "2ep", "1ep", schedule_swa_lr=True, anneal_steps=1, swa_lr=0.05)
     make_loop([swa], [Meddling()], max_duration="3ep").fit()
-    assert used == pytest.approx([0.1, *[7e-5] * 3, *[0.05] * 4, *[7e-5] * 4])
+    assert used == pytest.approx([0.1, *[7e-5] * 3, *[0.05] * 5, *[7e-5] * 3])  # from the first batch afterwards on
 
 
 def test_without_a_rate_of_its_own_each_group_keeps_the_one_it_has(make_loop):

@@ -133,8 +133,14 @@ def test_folders_below_and_patterns_are_looked_through(tmp_path):
     assert find(tmp_path / "**" / "*-rank0.data").path == tmp_path / "seed2" / "ep1" / "x-rank0.data"
 
 
+def test_a_name_without_a_suffix_is_a_checkpoint_s_if_it_says_the_time(tmp_path):
+    (tmp_path / "ep1-ba10-rank0").write_text("whole")
+    (tmp_path / "notes").write_text("whole")
+    assert find(tmp_path).path.name == "ep1-ba10-rank0"
+
+
 def test_other_files_are_no_candidates(tmp_path):
-    for name in ("notes.txt", "metrics.json", "latest.pt.symlink", ".hidden.pt", "x.manifest.json"):
+    for name in ("notes.txt", "metrics.json", "latest.pt.symlink", ".hidden.pt", "x.manifest.json", "x.ptx"):
         (tmp_path / name).write_text("whole")
     found = find(tmp_path)
     assert found is None

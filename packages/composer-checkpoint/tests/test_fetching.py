@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import sys
 import threading
@@ -82,6 +83,16 @@ def test_a_local_link_replaces_only_if_asked(tmp_path):
     with pytest.raises(FileExistsError):
         get_file(tmp_path / "x", tmp_path / "y")
     assert get(tmp_path / "x", tmp_path / "y", overwrite=True) == b"new"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_progress_bar_is_shown_where_there_is_one(store, tmp_path, capsys, monkeypatch, installed):
+    if not installed:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    elif importlib.util.find_spec("tqdm") is None:
+        pytest.skip("tqdm is not installed")
+    get_file("run/ep1.pt", tmp_path / "x", object_store=store)
+    assert ("Downloading run/ep1.pt" in capsys.readouterr().err) == installed
 
 
 def test_an_address_and_a_name_in_a_store_lead_to_the_same_file(store, tmp_path):

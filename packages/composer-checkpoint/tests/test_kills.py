@@ -33,6 +33,14 @@ def fork(body):
     os.close(writer)
     return pid, reader
 
+def time_of_one(write):
+    '''Return how long a new writer takes until it has committed.'''
+    began = time.monotonic()
+    pid, reader = fork(lambda tell: tell(write(1) or 1))
+    assert told(reader) == 1
+    os.waitpid(pid, 0)
+    return time.monotonic() - began
+
 def told(reader):
     data = b""
     while chunk := os.read(reader, 65536):
@@ -82,7 +90,7 @@ def examine(before, committed):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return number
 
-write(1)
+took_s = time_of_one(write)
 """
 )
 
@@ -131,7 +139,7 @@ for _ in range(100):
             write(following)
             tell(following)
     pid, reader = fork(body)
-    time.sleep(chance.uniform(0, 0.03))
+    time.sleep(chance.uniform(0, 3 * took_s))
     os.kill(pid, signal.SIGKILL)
     committed = told(reader)
     assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
@@ -154,7 +162,7 @@ def write(number):
         save_file(state, unfinished, info={"timestamp": {"batch": number}})
     replace_pointer(folder / "latest-rank0.pt", folder / f"ep0-ba{number}-rank0.pt")
 
-write(1)
+took_s = time_of_one(write)
 chance = random.Random(17)
 number = 1
 for _ in range(100):
@@ -164,7 +172,7 @@ for _ in range(100):
                 write(following)
                 tell(following)
     pid, reader = fork(body)
-    time.sleep(chance.uniform(0, 0.05))
+    time.sleep(chance.uniform(0, 3 * took_s))
     os.kill(pid, signal.SIGKILL)
     committed = told(reader)
     os.waitpid(pid, 0)
@@ -199,7 +207,7 @@ def test_a_writer_killed_at_every_line_of_the_commit_loses_at_most_what_it_was_w
 
 
 def test_a_writer_killed_at_100_random_instants_loses_at_most_what_it_was_writing(tmp_path):
-    assert run(RANDOM_INSTANTS, tmp_path)["saved"] > 100
+    assert run(RANDOM_INSTANTS, tmp_path)["saved"] > 50
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import bz2
+import collections
 import copyreg
 import functools
 import gzip
@@ -337,6 +338,14 @@ def test_a_zip_that_readers_could_read_differently_is_refused(tmp_path, what):
             archive.writestr("second/data.pkl", b"\x80\x02).")
     (tmp_path / "x.pt").write_bytes(buffer.getvalue())
     with pytest.raises(CorruptCheckpointError):
+        load_file(tmp_path / "x.pt")
+
+
+def test_a_dict_whose_method_is_hidden_by_an_attribute_is_refused(tmp_path):
+    state = collections.OrderedDict(w=torch.ones(2))
+    state.items = set
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(CorruptCheckpointError, match="a dict has no attributes"):
         load_file(tmp_path / "x.pt")
 
 

@@ -75,8 +75,10 @@ def test_what_the_caller_allows_may_be_named():
     assert str(safe_unpickle(data, allow={"_pickle.PickleError": pickle.PickleError})) == "x"
 
 
-@pytest.mark.parametrize("array", [np.array([object()]), np.zeros(2, dtype=[("a", "f8")])])
-def test_arrays_of_objects_and_of_structures_are_refused(array):
+@pytest.mark.parametrize(
+    "array", [np.array([object()]), np.zeros(2, dtype=[("a", "f8")]), np.array(["2026-01-01"], dtype="M8[D]")]
+)
+def test_arrays_of_objects_structures_and_dates_are_refused(array):
     with pytest.raises(CheckpointError):
         safe_unpickle(pickle.dumps(array, protocol=2))
 

@@ -46,7 +46,8 @@ def twin(module: ModuleT) -> ModuleT:
 
     Hooks may belong to objects of any size, which `copy.deepcopy` would copy with them.
     """
-    other = copy.copy(module)
+    other = type(module).__new__(type(module))  # copy.copy refuses modules with parametrizations
+    other.__dict__.update(module.__dict__)
     for name in ("_parameters", "_buffers", "_modules"):
         setattr(other, name, copy.deepcopy(getattr(module, name)))
     for name in _HOOK_DICTS:

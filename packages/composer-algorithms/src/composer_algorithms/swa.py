@@ -54,9 +54,10 @@ class SWA(Algorithm):
     """Average the weights of the last part of training, and put the mean into the model at its end.
 
     From `swa_start` on, at the ends of batches or epochs, whichever `update_interval` counts, each interval adds the
-    weights to a mean; at the first such event from `swa_end` on the model gets the mean, once, and training goes on
-    with it. Buffers are not averaged: the statistics of batch norms are stale then, and recover in the training that is
-    left. The mean is kept where the model's weights are, sharded as they are.
+    weights to a mean; at the first such event, or end of an epoch, from `swa_end` on the model gets the mean, once, and
+    training goes on with it. Parts of training are counted in the unit of `max_duration`. Buffers are not averaged: the
+    statistics of batch norms are stale then, and recover in the training that is left. The mean is kept where the
+    model's weights are, sharded as they are.
 
     With `schedule_swa_lr`, while the mean is taken, the learning rate of each parameter group goes from what it was to
     `swa_lr` within `anneal_steps` intervals and stays there. It is set anew after every batch and epoch, so that other
@@ -123,7 +124,7 @@ class SWA(Algorithm):
             return False
         if event == self._update_event:
             return self.swa_started or _is_reached(self.swa_start, state)
-        return self.swa_started and self.schedule_swa_lr
+        return self.swa_started and (self.schedule_swa_lr or self._ends_at(event, state))
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Add the weights to the mean, or put the mean into the model."""
@@ -134,10 +135,9 @@ class SWA(Algorithm):
             return
         if event == self._update_event:
             self._begin_or_update(state)
-            if _is_reached(self.swa_end, state):
-                self._finish(state)
-                return
-        if self.schedule_swa_lr:
+        if self._ends_at(event, state):
+            self._finish(state)
+        elif self.schedule_swa_lr:
             self._set_lr(_only_optimizer(state))
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,6 +194,11 @@ class SWA(Algorithm):
         self._num_averaged = 0
         self._base_lrs: list[float] = []
         self._loaded: dict[str, Tensor] = {}  # what a checkpoint had, until there is a model to compare names with
+
+    def _ends_at(self, event: Event, state: "State") -> bool:
+        # A clock that counts epochs moves on between the last BATCH_END of an epoch and its EPOCH_END, and at the end
+        # of training no batch follows.
+        return event in (self._update_event, Event.EPOCH_END) and _is_reached(self.swa_end, state)
 
     def _begin_or_update(self, state: "State") -> None:
         if not self.swa_started:

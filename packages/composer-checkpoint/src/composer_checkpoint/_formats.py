@@ -70,4 +70,6 @@ def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str
             raise
         raise type(error)(f"{path}: {error}") from error
     except FileNotFoundError as error:
+        if os.path.exists(path):
+            raise
         raise NoCheckpointError(f"there is no checkpoint at {path!r}. Check the path.") from error

@@ -16,8 +16,8 @@ from composer_checkpoint.unpickler import refuse_global
 
 __all__ = ["array_globals", "plain_array", "plain_dtype"]
 
-# Booleans, numbers, bytes, text and times: no objects, and no structures, whose description is a pickle's own.
-_PLAIN_KINDS = frozenset("biufcSUMm")
+# Booleans, numbers, bytes and text: no objects, and no structures or dates, whose dtypes carry a state of their own.
+_PLAIN_KINDS = frozenset("biufcSU")
 
 # Stands for the class itself, which would make arrays of any size when it is called.
 _ARRAY_CLASS = object()
@@ -42,7 +42,7 @@ def array_globals() -> Mapping[str, Any]:
 
 
 def plain_dtype(name: Any) -> np.dtype[Any]:
-    """Return a dtype of numbers, text or times by its short name, such as `f8`."""
+    """Return a dtype of numbers or text by its short name, such as `f8`."""
     if type(name) is not str or len(name) > 12:
         raise CorruptCheckpointError(f"an array's dtype is {name!r:.80}, not a name. Load another checkpoint.")
     dtype = np.dtype(name)

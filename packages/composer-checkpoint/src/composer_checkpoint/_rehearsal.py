@@ -4,6 +4,7 @@ It shows what the file holds (names, dtypes, shapes, and which bytes are whose) 
 whatever torch's own loader should not get to see.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -197,6 +198,14 @@ class _Version(str):
     __slots__ = ("__dict__",)
 
 
+class _Ordered(OrderedDict[Any, Any]):
+    """Stands for an `OrderedDict`, which a pickle could give an attribute that hides one of its methods."""
+
+    def __setstate__(self, state: Any) -> None:
+        if set(state) - {"_metadata"}:  # which a module's state_dict has
+            raise ValueError("a dict has no attributes")
+
+
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorSpec:
     return _checked_tensor(storage, storage.dtype, offset, size, stride, *rest)
 
@@ -265,6 +274,7 @@ def _stand_ins() -> Mapping[str, Any]:
     return {
         **{name: value for name, value in PLAIN_GLOBALS.items() if name not in _NOT_OF_TORCH},
         **{name: value for name, value in array_globals().items() if name.startswith("numpy.")},
+        "collections.OrderedDict": _Ordered,
         **{f"torch._utils.{name}": function for name, function in rebuilding.items()},
         **{f"torch.{name}": Dtype(*dtype) for name, dtype in _STORAGE_DTYPES.items()},
         **{f"torch.{name}": Dtype(name, dtype.itemsize) for name, dtype in dtypes.items()},

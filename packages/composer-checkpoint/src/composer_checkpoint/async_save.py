@@ -178,7 +178,7 @@ class AsyncSaver:
 
         For the way out after an exception on this rank, when the others are elsewhere. A failure is logged.
         """
-        writing, self._writing = self._writing, None
+        writing, self._writing, self._snapshot = self._writing, None, None
         if writing is not None and (error := writing.exception()):
             log.error("The checkpoint that was being written when training stopped failed: %s", error)
 

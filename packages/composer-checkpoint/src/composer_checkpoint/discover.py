@@ -21,7 +21,7 @@ __all__ = ["Found", "Skipped", "find_newest"]
 log = logging.getLogger(__name__)
 
 _FILE_MANIFEST = ".manifest.json"
-_SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)", re.IGNORECASE)
+_SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)$", re.IGNORECASE)
 # Others would have to be unpacked.
 _PLAIN = re.compile(r"\.(pt|pth|bin|safetensors)$", re.IGNORECASE)
 # What a folder holds that is a checkpoint itself: the manifest of ours, the index of torch's, the parts of the
@@ -142,7 +142,9 @@ def _could_be(path: Path) -> bool:
         return _is_checkpoint_folder(path)
     if path.name == LOCK_NAME or path.name.endswith((_FILE_MANIFEST, ".symlink")):
         return False
-    return _SUFFIX.search(path.name) is not None or _manifest_of(path).exists() or read_pointer(path) is not None
+    if _SUFFIX.search(path.name) or (not path.suffix and _NUMBERS_IN_NAME.search(path.name)):
+        return True
+    return _manifest_of(path).exists() or read_pointer(path) is not None
 
 
 def _is_checkpoint_folder(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """Files from wherever they are: a path, a store, the web."""
 
 import errno
+import importlib.util
 import logging
 import os
 import tempfile
@@ -9,6 +10,8 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+
+from fsspec.callbacks import TqdmCallback
 
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, StorageError
@@ -218,15 +221,11 @@ class _Bar:
         self._bar: Any = None
 
     def __enter__(self) -> "Progress | Any":
-        if self._wanted:
-            try:
-                from fsspec.callbacks import TqdmCallback  # tqdm is optional
-            except ImportError:
-                log.info("Downloading %s (the package tqdm would show a progress bar)", self._name)
-            else:
-                self._bar = TqdmCallback(
-                    tqdm_kwargs={"desc": f"Downloading {self._name}", "unit": "B", "unit_scale": True}
-                )
+        if self._wanted and importlib.util.find_spec("tqdm") is None:
+            log.info("Downloading %s (the package tqdm would show a progress bar)", self._name)
+        elif self._wanted:
+            settings = {"desc": f"Downloading {self._name}", "unit": "B", "unit_scale": True}
+            self._bar = TqdmCallback(tqdm_kwargs=settings)
         return self
 
     def __call__(self, done: int, total: int) -> None:

@@ -61,6 +61,7 @@ def save_file(obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = Non
         StorageError: If the disk is full or fails; an `OSError`, too.
         CompressorNotFound: If the program that the name asks for is not installed.
         TypeError: If `.safetensors` is asked for more than weights, or `info` has no form in JSON.
+        UnsafeCheckpointError: If an array holds objects or dates.
 
     Example:
         >>> path = Path(tempfile.mkdtemp()) / "ep1.pt"

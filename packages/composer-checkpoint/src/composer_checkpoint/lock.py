@@ -158,14 +158,24 @@ def _lock_file(path: Path) -> tuple[int, Path]:
             if error.errno in _BUSY:
                 raise _in_use(path, owner) from error
             if error.errno in _NO_LOCKS:
+                path.unlink(missing_ok=True)
                 return _take_by_name(path.with_suffix(".owner"))
             raise
         if _still_has_name(descriptor, path):
-            _say_who_had_it(path, _read(descriptor))
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, _record(), 0)
+            _sign(descriptor, path)
             return descriptor, path
         os.close(descriptor)  # its owner gave it back between our opening and our locking: there is a new one
+
+
+def _sign(descriptor: int, path: Path) -> None:
+    """Write our name into the file, and say whose was in it."""
+    try:
+        _say_who_had_it(path, _read(descriptor))
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _record(), 0)
+    except BaseException:  # such as a full disk
+        os.close(descriptor)
+        raise
 
 
 def _take_by_name(path: Path) -> tuple[int, Path]:

@@ -76,6 +76,7 @@ class RemoteSource:
 
         self.folder = folder.rstrip("/")
         self._store, self._root = url_to_fs(self.folder, **storage_options)
+        self._store.invalidate_cache()  # stores remember listings, and others write
         self._fetched = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
         weakref.finalize(self, shutil.rmtree, self._fetched, ignore_errors=True)
         self._lock = threading.Lock()

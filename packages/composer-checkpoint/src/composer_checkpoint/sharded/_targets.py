@@ -84,6 +84,7 @@ class RemoteTarget:
         from fsspec.core import url_to_fs  # here, so that local checkpoints do not load it
 
         self._store, self._root = url_to_fs(folder, **storage_options)
+        self._store.invalidate_cache()  # stores remember listings, and others write
         self._folder = folder.rstrip("/")
         self._overwrite = overwrite
 

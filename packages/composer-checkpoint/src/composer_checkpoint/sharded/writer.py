@@ -4,9 +4,9 @@ import math
 import os
 import pickle
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import UnsupportedOperation
@@ -37,7 +37,8 @@ class VerifiedWriter(StorageWriter):
 
     Each rank writes `__{rank}_0.distcp`, and hashes what it writes. Rank 0 adds `.metadata` and, last,
     `composer_manifest.json`, flushes everything to the disk and gives the folder its name by one rename. In a remote
-    store, where nothing can be renamed, the manifest is the last object and makes the checkpoint whole.
+    store, where nothing can be renamed, the manifest is the last object and makes the checkpoint whole; one that is
+    replaced there is taken away first.
 
     With plain `torch.distributed.checkpoint.save` a failed save leaves its temporary folder until this object is gone;
     `save_sharded` removes it at once.
@@ -120,12 +121,13 @@ class VerifiedWriter(StorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             place: _Place = plan.storage_data
-            try:
-                with self._target.open(place.folder, place.name) as file, ThreadPoolExecutor(2) as pool:
-                    results = _write_items(plan.items, planner, _HashedFile(file, pool), place.name)
-                    _flush(file)
-            except Exception as error:
-                raise self._with_reason(error) from error
+            with (
+                self._explaining(),
+                self._target.open(place.folder, place.name) as file,
+                ThreadPoolExecutor(2, thread_name_prefix="hash") as pool,
+            ):
+                results = _write_items(plan.items, planner, _HashedFile(file, pool), place.name)
+                _flush(file)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -140,14 +142,12 @@ class VerifiedWriter(StorageWriter):
         metadata.storage_data = {index: part.info for index, part in written.items()}
         metadata.version, metadata.storage_meta = _DCP_VERSION, self.storage_meta()
         files = {part.info.relative_path: part.file for part in written.values() if part.file is not None}
-        try:
+        with self._explaining():
             files[METADATA_NAME] = self._write_small(METADATA_NAME, pickle.dumps(metadata))
             tensors = {part.name: part.tensor for part in written.values()}
             self.manifest = sealed(Manifest(tensors=tensors, files=files, info=self._info | {"save_id": self._save_id}))
             self._write_small(MANIFEST_NAME, self.manifest.to_json().encode())
             self._target.commit()
-        except Exception as error:
-            raise self._with_reason(error) from error
 
     def abort(self, error: BaseException) -> None:
         """On rank 0, after a failure on any rank: remove what was written."""
@@ -168,8 +168,16 @@ class VerifiedWriter(StorageWriter):
             _flush(file)
         return FileEntry(len(content), hash_bytes(content))
 
-    def _with_reason(self, error: Exception) -> Exception:
-        return as_storage_error(error, Path(self._folder)) or error
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what a failing disk means."""
+        try:
+            yield
+        except Exception as error:
+            storage_error = as_storage_error(error, Path(self._folder))
+            if storage_error is None:
+                raise
+            raise storage_error from error
 
 
 @dataclass(frozen=True, slots=True)
