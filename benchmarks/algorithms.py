@@ -3,11 +3,11 @@
     python benchmarks/algorithms.py [--device cpu] [--only ema] [--rounds 15]
 
 Both of a pair take turns in one process, so that a change in the machine's load meets both. Each line has the median
-times, their ratio, and the ratio that the method is meant to stay within. On the CPU with one thread.
+times, the median of the rounds' ratios, and the ratio that the method is meant to stay within. On the CPU with one
+thread.
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -237,8 +237,8 @@ GROUPS: dict[str, Callable[[str], Iterator[Pair]]] = {
 }
 
 
-def medians_ms(pair: Pair, device: str, rounds: int) -> tuple[float, float]:
-    """Return the median time of a call of both, which take turns."""
+def measure(pair: Pair, device: str, rounds: int) -> tuple[float, float, float]:
+    """Return the median times of a call of both, which take turns, in milliseconds, and the median of their ratios."""
     times: tuple[list[float], list[float]] = ([], [])
     for round_ in range(rounds + 2):  # the first ones do not count
         order = (0, 1) if round_ % 2 else (1, 0)
@@ -249,7 +249,8 @@ def medians_ms(pair: Pair, device: str, rounds: int) -> tuple[float, float]:
             _synchronize(device)
             if round_ >= 2:
                 times[index].append(1000 * (time.perf_counter() - start))
-    return statistics.median(times[0]), statistics.median(times[1])
+    ratios = [ours / plain for ours, plain in zip(*times, strict=True)]
+    return statistics.median(times[0]), statistics.median(times[1]), statistics.median(ratios)
 
 
 def _synchronize(device: str) -> None:
@@ -271,9 +272,9 @@ def main() -> None:
         if arguments.only not in (None, name):
             continue
         for pair in group(arguments.device):
-            ours, plain = medians_ms(pair, arguments.device, arguments.rounds)
-            within = "" if math.floor(100 * ours / plain) <= 100 * pair.target else "  over"
-            print(f"{pair.name:24}{ours:10.3f}{plain:10.3f}{ours / plain:8.2f}{pair.target:8.2f}{within}", flush=True)
+            ours, plain, ratio = measure(pair, arguments.device, arguments.rounds)
+            over = "  over" if round(ratio, 2) > pair.target else ""
+            print(f"{pair.name:24}{ours:10.3f}{plain:10.3f}{ratio:8.2f}{pair.target:8.2f}{over}", flush=True)
 
 
 if __name__ == "__main__":

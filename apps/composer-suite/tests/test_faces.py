@@ -381,6 +381,234 @@ IMPORT_MAP = [
         "composer_algorithms composer.utils composer.utils.misc",
     ),
     ("NoEffectWarning NotIntendedUseWarning", "composer_events.warnings", "composer.algorithms.warnings"),
+    (
+        "Alibi",
+        "composer_algorithms.alibi",
+        "composer_algorithms composer.algorithms composer.algorithms.alibi composer.algorithms.alibi.alibi",
+    ),
+    (
+        "BlurPool",
+        "composer_algorithms.blurpool",
+        "composer_algorithms composer.algorithms composer.algorithms.blurpool composer.algorithms.blurpool.blurpool",
+    ),
+    (
+        "ChannelsLast",
+        "composer_algorithms.channels_last",
+        "composer_algorithms composer.algorithms composer.algorithms.channels_last "
+        "composer.algorithms.channels_last.channels_last",
+    ),
+    (
+        "Factorize",
+        "composer_algorithms.factorize",
+        "composer_algorithms composer.algorithms composer.algorithms.factorize composer.algorithms.factorize.factorize",
+    ),
+    (
+        "GatedLinearUnits",
+        "composer_algorithms.gated_linear_units",
+        "composer_algorithms composer.algorithms composer.algorithms.gated_linear_units "
+        "composer.algorithms.gated_linear_units.gated_linear_units",
+    ),
+    (
+        "GhostBatchNorm",
+        "composer_algorithms.ghost_batchnorm",
+        "composer_algorithms composer.algorithms composer.algorithms.ghost_batchnorm "
+        "composer.algorithms.ghost_batchnorm.ghost_batchnorm",
+    ),
+    (
+        "GyroDropout",
+        "composer_algorithms.gyro_dropout",
+        "composer_algorithms composer.algorithms composer.algorithms.gyro_dropout "
+        "composer.algorithms.gyro_dropout.gyro_dropout",
+    ),
+    (
+        "LowPrecisionGroupNorm",
+        "composer_algorithms.low_precision_groupnorm",
+        "composer_algorithms composer.algorithms composer.algorithms.low_precision_groupnorm "
+        "composer.algorithms.low_precision_groupnorm.low_precision_groupnorm",
+    ),
+    (
+        "LowPrecisionLayerNorm",
+        "composer_algorithms.low_precision_layernorm",
+        "composer_algorithms composer.algorithms composer.algorithms.low_precision_layernorm "
+        "composer.algorithms.low_precision_layernorm.low_precision_layernorm",
+    ),
+    (
+        "NoOpModel",
+        "composer_algorithms.no_op_model",
+        "composer_algorithms composer.algorithms composer.algorithms.no_op_model "
+        "composer.algorithms.no_op_model.no_op_model",
+    ),
+    (
+        "SqueezeExcite",
+        "composer_algorithms.squeeze_excite",
+        "composer_algorithms composer.algorithms composer.algorithms.squeeze_excite "
+        "composer.algorithms.squeeze_excite.squeeze_excite",
+    ),
+    (
+        "SqueezeExcite2d SqueezeExciteConv2d",
+        "composer_algorithms.squeeze_excite",
+        "composer.algorithms composer.algorithms.squeeze_excite composer.algorithms.squeeze_excite.squeeze_excite",
+    ),
+    (
+        "StochasticDepth",
+        "composer_algorithms.stochastic_depth",
+        "composer_algorithms composer.algorithms composer.algorithms.stochastic_depth "
+        "composer.algorithms.stochastic_depth.stochastic_depth",
+    ),
+    (
+        "WeightStandardization",
+        "composer_algorithms.weight_standardization",
+        "composer_algorithms composer.algorithms composer.algorithms.weight_standardization "
+        "composer.algorithms.weight_standardization.weight_standardization",
+    ),
+    (
+        "apply_alibi",
+        "composer_algorithms.alibi",
+        "composer_algorithms.functional composer.functional composer.algorithms.alibi composer.algorithms.alibi.alibi",
+    ),
+    (
+        "apply_blurpool",
+        "composer_algorithms.blurpool",
+        "composer_algorithms.functional composer.functional composer.algorithms.blurpool "
+        "composer.algorithms.blurpool.blurpool",
+    ),
+    (
+        "apply_channels_last",
+        "composer_algorithms.channels_last",
+        "composer_algorithms.functional composer.functional composer.algorithms.channels_last "
+        "composer.algorithms.channels_last.channels_last",
+    ),
+    (
+        "apply_factorization",
+        "composer_algorithms.factorize",
+        "composer_algorithms.functional composer.functional composer.algorithms.factorize "
+        "composer.algorithms.factorize.factorize",
+    ),
+    (
+        "apply_gated_linear_units",
+        "composer_algorithms.gated_linear_units",
+        "composer_algorithms.functional composer.functional composer.algorithms.gated_linear_units "
+        "composer.algorithms.gated_linear_units.gated_linear_units",
+    ),
+    (
+        "apply_ghost_batchnorm",
+        "composer_algorithms.ghost_batchnorm",
+        "composer_algorithms.functional composer.functional composer.algorithms.ghost_batchnorm "
+        "composer.algorithms.ghost_batchnorm.ghost_batchnorm",
+    ),
+    (
+        "apply_gyro_dropout",
+        "composer_algorithms.gyro_dropout",
+        "composer_algorithms.functional composer.functional composer.algorithms.gyro_dropout "
+        "composer.algorithms.gyro_dropout.gyro_dropout",
+    ),
+    (
+        "apply_low_precision_groupnorm",
+        "composer_algorithms.low_precision_groupnorm",
+        "composer_algorithms.functional composer.functional composer.algorithms.low_precision_groupnorm "
+        "composer.algorithms.low_precision_groupnorm.low_precision_groupnorm",
+    ),
+    (
+        "apply_low_precision_layernorm",
+        "composer_algorithms.low_precision_layernorm",
+        "composer_algorithms.functional composer.functional composer.algorithms.low_precision_layernorm "
+        "composer.algorithms.low_precision_layernorm.low_precision_layernorm",
+    ),
+    (
+        "apply_squeeze_excite",
+        "composer_algorithms.squeeze_excite",
+        "composer_algorithms.functional composer.functional composer.algorithms.squeeze_excite "
+        "composer.algorithms.squeeze_excite.squeeze_excite",
+    ),
+    (
+        "apply_stochastic_depth",
+        "composer_algorithms.stochastic_depth",
+        "composer_algorithms.functional composer.functional composer.algorithms.stochastic_depth "
+        "composer.algorithms.stochastic_depth.stochastic_depth",
+    ),
+    (
+        "apply_weight_standardization",
+        "composer_algorithms.weight_standardization",
+        "composer_algorithms.functional composer.functional composer.algorithms.weight_standardization "
+        "composer.algorithms.weight_standardization.weight_standardization",
+    ),
+    (
+        "BlurConv2d BlurMaxPool2d BlurPool2d blur_2d blurmax_pool2d",
+        "composer_algorithms.blurpool",
+        "composer.algorithms.blurpool composer.algorithms.blurpool.blurpool_layers",
+    ),
+    (
+        "LowRankSolution factorize_conv2d factorize_matrix",
+        "composer_algorithms.factorize",
+        "composer.algorithms.factorize composer.algorithms.factorize.factorize_core",
+    ),
+    (
+        "FactorizedConv2d FactorizedLinear factorizing_could_speedup",
+        "composer_algorithms.factorize",
+        "composer.algorithms.factorize composer.algorithms.factorize.factorize_modules",
+    ),
+    (
+        "LOG_NUM_CONV2D_REPLACEMENTS_KEY LOG_NUM_LINEAR_REPLACEMENTS_KEY",
+        "composer_algorithms.factorize",
+        "composer.algorithms.factorize composer.algorithms.factorize.factorize",
+    ),
+    (
+        "BERTGatedFFOutput",
+        "composer_algorithms.gated_linear_units",
+        "composer.algorithms.gated_linear_units.gated_linear_unit_layers",
+    ),
+    (
+        "GhostBatchNorm1d GhostBatchNorm2d GhostBatchNorm3d",
+        "composer_algorithms.ghost_batchnorm",
+        "composer.algorithms.ghost_batchnorm.ghost_batchnorm",
+    ),
+    (
+        "GyroDropoutLayer",
+        "composer_algorithms.gyro_dropout",
+        "composer.algorithms.gyro_dropout composer.algorithms.gyro_dropout.gyro_dropout",
+    ),
+    (
+        "LPLayerNorm",
+        "composer_algorithms.low_precision_layernorm",
+        "composer.algorithms.low_precision_layernorm.low_precision_layernorm",
+    ),
+    (
+        "LPGroupNorm",
+        "composer_algorithms.low_precision_groupnorm",
+        "composer.algorithms.low_precision_groupnorm.low_precision_groupnorm",
+    ),
+    (
+        "NoOpModelClass",
+        "composer_algorithms.no_op_model",
+        "composer.algorithms.no_op_model composer.algorithms.no_op_model.no_op_model",
+    ),
+    (
+        "BlockStochasticModule make_resnet_bottleneck_stochastic",
+        "composer_algorithms.stochastic_depth",
+        "composer.algorithms.stochastic_depth.stochastic_layers",
+    ),
+    (
+        "policy_registry",
+        "composer_algorithms.alibi.attention_surgery_functions",
+        "composer.algorithms.alibi.attention_surgery_functions",
+    ),
+    (
+        "PolicyRegistry AlibiReplacementFunction",
+        "composer_algorithms.alibi.registry",
+        "composer.algorithms.alibi.attention_surgery_functions.utils",
+    ),
+    ("register_alibi", "composer_algorithms.alibi.bias", "composer.algorithms.alibi.attention_surgery_functions.utils"),
+    (
+        "zero_and_freeze_expand_position_embeddings",
+        "composer_algorithms.alibi.embeddings",
+        "composer.algorithms.alibi.attention_surgery_functions.utils",
+    ),
+    ("enlarge_mask _attn", "composer_algorithms.alibi.gpt2_alibi", "composer.algorithms.alibi.gpt2_alibi"),
+    (
+        "ReplacementFunction count_module_instances replace_module_classes update_params_in_optimizer",
+        "composer_algorithms.module_surgery",
+        "composer.utils.module_surgery",
+    ),
 ]
 PATHS = [
     pytest.param(owner, f"{module}:{name}", id=f"{module}.{name}")
@@ -513,6 +741,12 @@ def test_a_model_of_the_former_zoo_says_what_to_use_now():
         ("composer.metrics.metrics", "CrossEntropyLoss", "composer.metrics.CrossEntropy"),
         ("composer.metrics.nlp", "HFCrossEntropy", "composer.metrics.LanguageCrossEntropy"),
         ("composer.metrics.nlp", "Perplexity", "composer.metrics.LanguagePerplexity"),
+        ("composer.algorithms", "FusedLayerNorm", "composer_algorithms.LowPrecisionLayerNorm"),
+        (
+            "composer.functional",
+            "apply_fused_layernorm",
+            "composer_algorithms.functional.apply_low_precision_layernorm",
+        ),
         ("composer.models.loss", "DiceLoss", "composer.loss.DiceLoss"),
         ("composer.models.loss", "binary_cross_entropy_with_logits", "composer.loss.binary_cross_entropy_with_logits"),
         ("composer.models.loss", "soft_cross_entropy", "composer.loss.soft_cross_entropy"),

@@ -38,6 +38,24 @@ def test_checkpoints_are_those_of_the_plain_model():
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
 
 
+def test_filters_of_a_model_that_will_be_sharded_stay_and_inputs_are_converted():
+    class FSDP2Config:
+        pass
+
+    conv = nn.Conv2d(3, 8, 3)
+    state = State(nn.Sequential(conv), rank_zero_seed=0, max_duration="1ep")
+    state.fsdp_config = FSDP2Config()
+    x = torch.rand(2, 3, 6, 6)
+    expected = conv(x)
+    for _ in range(2):
+        ChannelsLast().apply(Event.INIT, state, None)
+    assert conv.weight.is_contiguous()
+    output = state.model(x)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(output, expected)
+    assert state.model(x[0]).shape == (8, 4, 4)
+
+
 def test_a_model_without_convolutions_is_logged(caplog):
     apply_channels_last(nn.Linear(2, 2))
     assert "ChannelsLast has no effect on this Linear" in caplog.text

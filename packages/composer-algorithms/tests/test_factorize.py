@@ -1,5 +1,6 @@
 """Factorization against the best approximation of a rank, by NumPy's singular values."""
 
+import itertools
 import math
 
 import numpy as np
@@ -74,14 +75,14 @@ class TestFactorizeMatrix:
         x, w = problem()
         errors = [factorize_matrix(x, x @ w, w, rank=k, n_iters=n_iters).nmse for k in range(1, 10)]
         assert errors[0] < 1
-        assert all(later <= earlier + 1e-8 for earlier, later in zip(errors, errors[1:], strict=False))
+        assert all(later <= earlier + 1e-8 for earlier, later in itertools.pairwise(errors))
 
     @given(seed=st.integers(0, 50), rank=st.integers(1, 8))
     def test_errors_shrink_with_iterations(self, seed, rank):
         x, w = problem(seed=seed)
         y = (x @ w).relu()
         errors = [factorize_matrix(x, y, w, rank=rank, n_iters=n).nmse for n in range(4)]
-        assert all(later <= earlier + 1e-8 for earlier, later in zip(errors, errors[1:], strict=False))
+        assert all(later <= earlier + 1e-8 for earlier, later in itertools.pairwise(errors))
 
     def test_the_error_is_that_of_the_matrices_returned(self):
         x, w = problem()

@@ -7,38 +7,53 @@ import pytest
 
 import composer_algorithms
 from composer_algorithms import (
+    alibi,
     augmentation,
     augmix,
+    blurpool,
+    channels_last,
     colout,
     cutmix,
     cutout,
     dataset_transforms,
     ema,
+    factorize,
     functional,
+    gated_linear_units,
+    ghost_batchnorm,
     gradient_clipping,
+    gyro_dropout,
     label_smoothing,
     layer_freezing,
+    low_precision_groupnorm,
+    low_precision_layernorm,
     mixup,
+    module_surgery,
+    no_op_model,
     progressive_resizing,
     randaugment,
     sam,
     selective_backprop,
     seq_length_warmup,
+    squeeze_excite,
+    stochastic_depth,
     swa,
+    weight_standardization,
 )
 
 OF_THE_PACKAGE = (
-    "AGC AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut ColOutTransform CutMix CutOut CutOutTransform EMA "
-    "GhostBatchNorm GradientClipping LabelSmoothing LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata "
-    "MixUp NoOpModel ProgressiveResizing RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop "
-    "SeqLengthWarmup SqueezeExcite StochasticDepth WeightStandardization add_vision_dataset_transform all_metadata "
-    "__version__"
+    "AGC Alibi AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut ColOutTransform CutMix CutOut "
+    "CutOutTransform EMA Factorize GatedLinearUnits GhostBatchNorm GradientClipping GyroDropout LabelSmoothing "
+    "LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp NoOpModel ProgressiveResizing "
+    "RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop SeqLengthWarmup SqueezeExcite "
+    "StochasticDepth WeightStandardization add_vision_dataset_transform all_metadata __version__"
 )
 FUNCTIONS = (
-    "apply_agc apply_blurpool apply_channels_last apply_ghost_batchnorm apply_gradient_clipping "
-    "apply_low_precision_groupnorm apply_low_precision_layernorm apply_squeeze_excite apply_stochastic_depth "
-    "apply_weight_standardization augmix_image colout_batch compute_ema cutmix cutmix_batch cutout_batch freeze_layers "
-    "mixup_batch randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
+    "apply_agc apply_alibi apply_blurpool apply_channels_last apply_factorization apply_gated_linear_units "
+    "apply_ghost_batchnorm apply_gradient_clipping apply_gyro_dropout apply_low_precision_groupnorm "
+    "apply_low_precision_layernorm apply_squeeze_excite apply_stochastic_depth apply_weight_standardization "
+    "augmix_image colout_batch compute_ema cutmix cutmix_batch cutout_batch freeze_layers mixup_batch "
+    "randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
     "should_selective_backprop smooth_labels"
 )
 
@@ -67,6 +82,38 @@ FUNCTIONS = (
             "SelectiveBackprop select_using_loss selective_backprop should_selective_backprop METADATA",
         ),
         (seq_length_warmup, "SeqLengthWarmup set_batch_sequence_length METADATA"),
+        (alibi, "Alibi apply_alibi METADATA"),
+        (
+            blurpool,
+            "BlurPool apply_blurpool BlurConv2d BlurMaxPool2d BlurPool2d blur_2d blurmax_pool2d METADATA",
+        ),
+        (channels_last, "ChannelsLast apply_channels_last METADATA"),
+        (
+            factorize,
+            "Factorize apply_factorization FactorizedConv2d FactorizedLinear factorizing_could_speedup "
+            "LowRankSolution factorize_conv2d factorize_matrix LOG_NUM_CONV2D_REPLACEMENTS_KEY "
+            "LOG_NUM_LINEAR_REPLACEMENTS_KEY METADATA",
+        ),
+        (gated_linear_units, "BERTGatedFFOutput GatedLinearUnits apply_gated_linear_units METADATA"),
+        (
+            ghost_batchnorm,
+            "GhostBatchNorm GhostBatchNorm1d GhostBatchNorm2d GhostBatchNorm3d apply_ghost_batchnorm METADATA",
+        ),
+        (gyro_dropout, "GyroDropout GyroDropoutLayer apply_gyro_dropout METADATA"),
+        (low_precision_groupnorm, "LPGroupNorm LowPrecisionGroupNorm apply_low_precision_groupnorm METADATA"),
+        (low_precision_layernorm, "LPLayerNorm LowPrecisionLayerNorm apply_low_precision_layernorm METADATA"),
+        (
+            module_surgery,
+            "ReplacementFunction count_module_instances replace_module_classes update_params_in_optimizer",
+        ),
+        (no_op_model, "NoOpModel NoOpModelClass METADATA"),
+        (squeeze_excite, "SqueezeExcite SqueezeExcite2d SqueezeExciteConv2d apply_squeeze_excite METADATA"),
+        (
+            stochastic_depth,
+            "StochasticDepth apply_stochastic_depth BlockStochasticModule make_resnet_basic_block_stochastic "
+            "make_resnet_bottleneck_stochastic METADATA",
+        ),
+        (weight_standardization, "WeightStandardization apply_weight_standardization METADATA"),
         (swa, "SWA METADATA"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

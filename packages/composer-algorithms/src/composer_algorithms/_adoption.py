@@ -11,6 +11,9 @@ __all__ = ["TiedParameters", "adopt", "hand_over_hooks", "twin"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+MARK_PREFIX = "_already_"
+"""How attributes begin that say what was done to a module, so that it is not done again to what takes its place."""
+
 # nn.Module has no public way to hand over hooks. These are its dicts of them, from a handle's id to the hook.
 _HOOK_DICTS = (
     "_forward_hooks",
@@ -24,7 +27,7 @@ _HOOK_DICTS = (
 
 
 def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -> None:
-    """Give a replacement the device, dtype, memory format, mode, frozenness and hooks of the old module.
+    """Give a replacement the device, dtype, memory format, mode, frozenness, marks and hooks of the old module.
 
     Modules of the old one that the new one contains stay as they are. The dtype changes only for tensors in torch's
     default dtype: another one was chosen on purpose.
@@ -33,9 +36,11 @@ def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -
     tensors = [*old.parameters(), *old.buffers()]
     device = tensors[0].device if tensors else default_device
     _convert(new, kept, device, _only_dtype(old.parameters()), _memory_format(old.parameters()))
+    marks = {name: value for name, value in vars(old).items() if name.startswith(MARK_PREFIX)}
     for module in new.modules():
         if module not in kept:
             module.training = old.training
+            module.__dict__.update(marks)
     _freeze_alike(old, new)
     if old not in new.modules():  # otherwise they still fire where they are
         hand_over_hooks(old, new)

@@ -61,44 +61,21 @@ def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) 
 
     A unit is a row of the weights: all that has the same first index. Vectors and scalars are one unit each.
     """
-    groups: defaultdict[Hashable, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        if is_dtensor(parameter):
-            _clip_sharded(parameter, parameter.grad, threshold, eps)
-        else:
-            groups[parameter.device, parameter.dtype].append((parameter.detach(), parameter.grad))
-    for pairs in groups.values():
-        gradients = [gradient for _, gradient in pairs]
-        weight_norms = [_unit_norm(weight) for weight, _ in pairs]
-        gradient_norms = [_unit_norm(gradient) for gradient in gradients]
-        # The norms are small: side by side they need a handful of kernels, whatever the number of parameters.
-        coefficients = _coefficient(_side_by_side(weight_norms), _side_by_side(gradient_norms), threshold, eps)
-        parts = coefficients.split([norm.numel() for norm in gradient_norms])
-        factors = [part.view_as(norm) for part, norm in zip(parts, gradient_norms, strict=True)]
-        torch._foreach_mul_(gradients, factors)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
-
-
-def _clip_sharded(weight: Tensor, gradient: Tensor, threshold: float, eps: float) -> None:
-    # As DTensors the norms are those of whole units, whichever dim is sharded.
-    coefficient = _coefficient(_unit_norm(weight.detach()), _unit_norm(gradient), threshold, eps)
-    gradient.mul_(coefficient)
+        # One tensor after the other, since each gradient is still in the cache when it is scaled. DTensors' norms are
+        # those of whole units, whichever dim is sharded.
+        norm = _unit_norm(parameter.detach()).clamp(min=eps)
+        ratio = norm.mul_(threshold).div_(_unit_norm(parameter.grad))
+        # 0 / 0 is a unit that does not move.
+        parameter.grad.mul_(ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0))
 
 
 def _unit_norm(tensor: Tensor) -> Tensor:
     if tensor.ndim <= 1:
         return torch.linalg.vector_norm(tensor)
     return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
-
-
-def _coefficient(weight_norm: Tensor, gradient_norm: Tensor, threshold: float, eps: float) -> Tensor:
-    ratio = weight_norm.clamp(min=eps).mul_(threshold).div_(gradient_norm)
-    return ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0)  # 0 / 0 is a unit that does not move
-
-
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _can_be_sharded() -> bool:

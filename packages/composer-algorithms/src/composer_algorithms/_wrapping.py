@@ -68,6 +68,15 @@ def has_flat_parameters(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
 
 
+def is_sharded_by_fsdp(model: nn.Module) -> bool:
+    """Answer whether FSDP of either version shards any part of the model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Answer whether the tensor is distributed over a mesh of devices."""
     distributed = sys.modules.get("torch.distributed.tensor")  # without it there are no DTensors

@@ -1,7 +1,7 @@
 """Channels last: images and filters with their channels side by side in memory."""
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -67,10 +67,11 @@ def apply_channels_last(model: nn.Module) -> None:
 
 
 class ChannelsLast(Algorithm):
-    """Store convolutions with their channels last: on `INIT`, `state.model` is changed in place.
+    """Compute convolutions with their channels last: on `INIT`, `state.model` is changed in place.
 
     It acts after all algorithms that make or replace convolutions. It keeps no state, and checkpoints of models with
-    and without it are the same.
+    and without it are the same. The parameters of a model that will be sharded keep their format, because FSDP takes
+    no other: there each convolution converts its input, which decides about the format as well.
 
     Example:
         >>> ChannelsLast()
@@ -91,7 +92,23 @@ class ChannelsLast(Algorithm):
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Convert the model."""
-        apply_channels_last(state.model)
+        if state.fsdp_config is None:
+            apply_channels_last(state.model)
+        else:
+            _convert_inputs(state.model)
 
     def __repr__(self) -> str:
         return "ChannelsLast()"
+
+
+def _convert_inputs(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)) and _channels_last not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_channels_last)
+
+
+def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    input = args[0]
+    # Without a batch dim there is no such format.
+    memory_format = _FORMATS.get(input.ndim) if input.ndim == module.weight.ndim else None
+    return args if memory_format is None else (input.contiguous(memory_format=memory_format), *args[1:])

@@ -9,6 +9,7 @@ from typing import IO, Any, cast
 import torch
 from blake3 import blake3
 
+from composer_checkpoint._early_flush import EarlyFlush
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._payload_hashing import hash_ranges
 from composer_checkpoint._pt_seal import EMPTY_SEAL, PAYLOAD_FOLDER, seal
@@ -48,6 +49,7 @@ class _HashingFile:
     def __init__(self, path: str) -> None:
         self._raw = open(path, "w+b", buffering=0)  # noqa: SIM115  # closed by __exit__
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._disk = EarlyFlush(self._raw.fileno())
         self._failure: OSError | None = None
         self._position = 0
         self.hashes: dict[tuple[int, int], str] = {}
@@ -67,6 +69,7 @@ class _HashingFile:
             digest = hashing.result() if hashing else _hash(view)
         self.hashes[self._position, len(view)] = digest
         self._position += len(view)
+        self._disk.wrote(len(view))
         return len(view)
 
     def _write_all(self, view: memoryview) -> None:
@@ -94,13 +97,14 @@ class _HashingFile:
 
     def sync(self) -> None:
         """Wait until all is on the disk."""
-        os.fsync(self._raw.fileno())
+        self._disk.finish()
 
     def __enter__(self) -> "_HashingFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self._pool.shutdown()
+        self._disk.close()
         self._raw.close()
         if kind is not None:
             self.raise_failure()

@@ -55,11 +55,12 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
-    """A stretch of bytes in the file that one or several tensors look at."""
+    """A stretch of bytes in the file, and the tensors that look at it, wherever in the tree they are."""
 
     key: str
     dtype: Dtype
     numel: int
+    views: "list[TensorSpec]" = field(default_factory=list, compare=False, repr=False)
 
     @property
     def size_bytes(self) -> int:
@@ -119,19 +120,18 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
     scan(data)
     rehearsal = Rehearsal()
     rehearsal.tree = run_restricted(_RehearsingUnpickler(data, rehearsal, record_unknown))
-    for name, leaf in named_leaves(rehearsal.tree):
-        if isinstance(leaf, TensorSpec):
-            storage = leaf.storage
-            check_geometry(
-                name,
-                leaf.shape,
-                leaf.stride,
-                leaf.offset,
-                storage.size_bytes // leaf.dtype.item_bytes,
-                leaf.dtype.item_bytes,
-            )
-            rehearsal.tensors[name] = leaf
+    rehearsal.tensors = {name: leaf for name, leaf in named_leaves(rehearsal.tree) if isinstance(leaf, TensorSpec)}
+    names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
+    for storage in rehearsal.storages.values():
+        for tensor in storage.views:
+            _check_view(names.get(id(tensor), "a tensor"), tensor)
     return rehearsal
+
+
+def _check_view(name: str, tensor: TensorSpec) -> None:
+    item_bytes = tensor.dtype.item_bytes
+    numel = tensor.storage.size_bytes // item_bytes
+    check_geometry(name, tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
 
 
 class _RehearsingUnpickler(RestrictedUnpickler):
@@ -162,7 +162,7 @@ class _RehearsingUnpickler(RestrictedUnpickler):
             raise CorruptCheckpointError(
                 f"the bytes {key!r:.80} are described twice, as {known} and as {storage}. Load another checkpoint."
             )
-        return storage
+        return known if known == storage else self.rehearsal.storages.setdefault(f"{key} as {dtype.name}", storage)
 
 
 class Unknown:
@@ -236,7 +236,9 @@ def _checked_tensor(
         raise ValueError("a tensor has a storage and a dtype")
     if hooks or any(value for mapping in rest if mapping for value in mapping.values() if value is not True):
         raise ValueError("a tensor has no hooks")
-    return TensorSpec(dtype, tuple(size), tuple(stride), offset, storage)
+    tensor = TensorSpec(dtype, tuple(size), tuple(stride), offset, storage)
+    storage.views.append(tensor)
+    return tensor
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> Any:

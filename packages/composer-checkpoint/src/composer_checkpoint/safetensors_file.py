@@ -1,18 +1,19 @@
 """The `.safetensors` file: weights only, for everybody who reads that format, with a manifest in its header."""
 
 import json
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from blake3 import blake3
 
+from composer_checkpoint._early_flush import EarlyFlush
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._payload_hashing import hash_ranges, num_threads
 from composer_checkpoint._safetensors_header import DTYPES, LENGTH, METADATA_KEY, Header, read_header
@@ -28,7 +29,6 @@ _MANIFEST_KEY = "composer_manifest"
 _SEAL_KEY = "composer_seal"
 _NO_HASH = "0" * 64
 _SEAL = re.compile(rb'"composer_seal":"([0-9a-f]{64})"')
-_PIECE_BYTES = 1 << 20
 _MAX_NAMES = 10
 _FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
@@ -51,12 +51,14 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any]) -> Manifest:
     info = {**info, **notes}
     names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # so that all are aligned
     tensors = {name: weights.tensors[name] for name in names}
-    start = len(_header(tensors, dict.fromkeys(names, _NO_HASH), info)[0])
-    with open(path, "wb", buffering=0) as file:
-        hashes = _write_payload(file.fileno(), tensors, start)
+    placeholder, _ = _header(tensors, dict.fromkeys(names, _NO_HASH), info)
+    with open(path, "wb", buffering=0) as file, closing(EarlyFlush(file.fileno())) as disk:
+        _write_all(file, memoryview(placeholder))
+        hashes = _write_payload(file, tensors, disk)
         header, manifest = _header(tensors, hashes, info)
-        _write_at(file.fileno(), memoryview(header), 0)
-        os.fsync(file.fileno())
+        file.seek(0)
+        _write_all(file, memoryview(header))
+        disk.finish()
     return manifest
 
 
@@ -143,30 +145,34 @@ def _header(
     return LENGTH.pack(len(sealed)) + sealed, manifest
 
 
-def _write_payload(descriptor: int, tensors: Mapping[str, torch.Tensor], start: int) -> dict[str, str]:
-    """Write each tensor, several at a time, and return their hashes."""
-    with ThreadPoolExecutor(num_threads(), thread_name_prefix="write") as pool:
-        futures: dict[str, Any] = {}
+def _write_payload(file: BinaryIO, tensors: Mapping[str, torch.Tensor], disk: EarlyFlush) -> dict[str, str]:
+    """Write the tensors one after the other while other threads hash them, and return the hashes.
+
+    One thread writes, because a file system lets only one at a time make a file longer.
+    """
+    hashes: dict[str, Future[str]] = {}
+    with ThreadPoolExecutor(max(1, num_threads() - 1), thread_name_prefix="hash") as pool:
         for name, tensor in tensors.items():
-            futures[name] = pool.submit(_write_tensor, descriptor, tensor, start)
-            start += tensor.nbytes
-        return {name: future.result() for name, future in futures.items()}
+            data = tensor_bytes(tensor)
+            hashes[name] = future = pool.submit(_hash, data)
+            _write_all(file, data)
+            disk.wrote(data.nbytes)
+            if data.nbytes and tensor.data_ptr() != _address(data):
+                future.result()  # it is a copy, and no more than one is held
+    return {name: future.result() for name, future in hashes.items()}
 
 
-def _write_tensor(descriptor: int, tensor: torch.Tensor, offset: int) -> str:
-    data = tensor_bytes(tensor)
-    hasher = blake3()
-    for begin in range(0, len(data), _PIECE_BYTES):
-        piece = data[begin : begin + _PIECE_BYTES]
-        hasher.update(piece)  # it is in the core's cache then, from where it is written
-        _write_at(descriptor, piece, offset + begin)
-    return hasher.hexdigest()
+def _hash(data: memoryview) -> str:
+    return blake3(data).hexdigest()
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def _address(data: memoryview) -> int:
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def _write_all(file: BinaryIO, data: memoryview) -> None:
     while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+        data = data[file.write(data) :]
 
 
 def _open(reader: FileReader) -> tuple[Header, Manifest | None]:

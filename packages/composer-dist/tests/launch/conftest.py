@@ -70,7 +70,10 @@ def started():
     for launcher in launchers:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # ranks that outlive it hold the pipes
+            launcher.communicate(timeout=20)
+        launcher.stdout.close()
+        launcher.stderr.close()
 
 
 @pytest.fixture

@@ -21,7 +21,10 @@ if dist.get_local_rank() == 0:
 
 @pytest.mark.slow
 def test_nodes_of_different_size_meet(started, script):
-    meet, address = script(MEET), ["--world_size", 3, "--master_addr", "localhost", "--master_port", get_free_tcp_port()]
+    meet, address = (
+        script(MEET),
+        ["--world_size", 3, "--master_addr", "localhost", "--master_port", get_free_tcp_port()],
+    )
     first = started("-n", 1, *address, "--node_rank", 0, "--base_rank", 0, meet, 0)
     second = started("-n", 2, *address, "--node_rank", 1, "--base_rank", 1, meet, 0)
     for launcher in (first, second):

@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -49,7 +50,7 @@ class Alibi(Algorithm):
     surgery_rank = 1
 
     def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25, **legacy: Any) -> None:
-        check_legacy_arguments("Alibi", list(legacy), _LEGACY, "are not used any more: leave them out.")
+        check_legacy_arguments("Alibi", list(legacy), _LEGACY, "are not used any more: leave them out.", stacklevel=3)
         for argument, value in (
             ("max_sequence_length", max_sequence_length),
             ("train_sequence_length_scaling", train_sequence_length_scaling),
@@ -93,19 +94,20 @@ def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
         return batch
     first = tensors["input_ids"] if "input_ids" in tensors else sequences[0]
     old_size, old_length = first.shape[:2]
-    size, length = old_size / scaling, old_length * scaling
-    if not (size.is_integer() and length.is_integer()):
+    size, length = round(old_size / scaling), round(old_length * scaling)
+    if not (math.isclose(size, old_size / scaling) and math.isclose(length, old_length * scaling)):
         raise ValueError(
-            f"a batch of {old_size} sequences of {old_length} tokens cannot be cut into {size:g} of {length:g} by "
-            f"train_sequence_length_scaling={scaling!r}: choose lengths that the scaling divides."
+            f"a batch of {old_size} sequences of {old_length} tokens cannot be cut into {old_size / scaling:g} of "
+            f"{old_length * scaling:g} by train_sequence_length_scaling={scaling!r}: choose lengths that the scaling "
+            f"divides."
         )
     # A dataloader that keeps its batches has to find them as they were.
-    cut: Any = copy.copy(batch)
+    cut: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in tensors.items():
         if value.ndim >= 2 and value.shape[:2] == (old_size, old_length):
-            cut[key] = value.reshape(int(size), int(length), *value.shape[2:])
-        elif value.ndim == 1 and len(value) == old_size and int(size) % old_size == 0:
-            cut[key] = value.repeat_interleave(int(size) // old_size)
+            cut[key] = value.reshape(size, length, *value.shape[2:])
+        elif value.ndim == 1 and len(value) == old_size and size % old_size == 0:
+            cut[key] = value.repeat_interleave(size // old_size)
         elif value.ndim:
             raise ValueError(
                 f"the batch's {key!r} of shape {tuple(value.shape)} has neither a value for each of the {old_size} "

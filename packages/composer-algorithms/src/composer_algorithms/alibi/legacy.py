@@ -23,13 +23,15 @@ LEGACY_ARGUMENTS = (
 )
 
 
-def check_legacy_arguments(owner: str, names: Sequence[str], known: Sequence[str], advice: str) -> None:
+def check_legacy_arguments(
+    owner: str, names: Sequence[str], known: Sequence[str], advice: str, stacklevel: int
+) -> None:
     """Refuse arguments that no release had, and warn of the others."""
     unknown = [name for name in names if name not in known]
     if unknown:
         raise TypeError(f"{owner} got an unexpected keyword argument {unknown[0]!r}.")
     if names:
-        warn_deprecated(f"{owner}({'=, '.join(names)}=) {advice}", stacklevel=4)
+        warn_deprecated(f"{owner}({'=, '.join(names)}=) {advice}", stacklevel=stacklevel)
 
 
 def apply_legacy_alibi(
@@ -46,7 +48,7 @@ def apply_legacy_alibi(
     attribute = legacy.get("attr_to_replace")
     is_used = attribute is not None and hasattr(legacy.get("attention_module"), attribute)
     advice = "are for models that policy_registry does not know" if is_used else "are not needed for this model"
-    check_legacy_arguments("apply_alibi", list(legacy), LEGACY_ARGUMENTS, f"{advice}: leave them out.")
+    check_legacy_arguments("apply_alibi", list(legacy), LEGACY_ARGUMENTS, f"{advice}: leave them out.", stacklevel=4)
     if not is_used:
         return False
     if path := legacy.get("position_embedding_attribute"):

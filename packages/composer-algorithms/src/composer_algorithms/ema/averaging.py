@@ -1,21 +1,16 @@
 """The average itself: one step of it over all tensors of a model."""
 
-from collections import defaultdict
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from composer_algorithms._wrapping import (
     canonical_buffers,
     canonical_name,
     canonical_parameters,
     get_model_context_manager,
-    is_dtensor,
-    place_like,
     unwrap,
 )
+from composer_algorithms.ema._plan import AveragingPlan
 from composer_algorithms.ema.parameters import EMAParameters, give_own_memory, parameters_in
 
 __all__ = ["compute_ema"]
@@ -47,14 +42,19 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
     """
     if not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 (no memory) to 1 (no change).")
+    smoothing = float(smoothing)
+    if isinstance(ema_model, EMAParameters) and (plan := ema_model.kept_plan(model)) is not None:
+        plan.step(smoothing)  # finding out by name what belongs together takes longer than the arithmetic
+        return
     with get_model_context_manager(model):
         if isinstance(ema_model, EMAParameters):
-            pairs = _pairs_with_parameters(ema_model, model)
+            plan = AveragingPlan(_pairs_with_parameters(ema_model, model))
+            ema_model.keep_plan(plan, model)
         elif isinstance(ema_model, nn.Module):
-            pairs = _pairs_with_module(ema_model, model)
+            plan = AveragingPlan(_pairs_with_module(ema_model, model))
         else:
             raise ValueError(f"ema_model={ema_model!r} cannot keep an average: pass a module or EMAParameters(model).")
-        _average(pairs, float(smoothing))
+        plan.step(smoothing)
 
 
 def _pairs_with_parameters(average: EMAParameters, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -94,35 +94,3 @@ def _pairs_with_module(average: nn.Module, model: nn.Module) -> list[tuple[Tenso
             f"common: make ema_model a copy.deepcopy of the model."
         )
     return list(pairs.values())
-
-
-def _average(pairs: Iterable[tuple[Tensor, Tensor]], smoothing: float) -> None:
-    # One call for all tensors of a kind: launching a kernel for each costs more than the arithmetic. Only lists of one
-    # dtype and device take the fast path.
-    groups: defaultdict[tuple[torch.dtype, torch.device, bool], tuple[list[Tensor], list[Tensor]]]
-    groups = defaultdict(lambda: ([], []))
-    copied: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for target, source in pairs:
-        distributed = is_dtensor(target)
-        if distributed != is_dtensor(source):
-            source = place_like(source, target)
-        if not (target.is_floating_point() or target.is_complex()):
-            group = copied
-        elif target.dtype == source.dtype and target.device == source.device:
-            group = groups[target.dtype, target.device, distributed]
-        else:
-            _average_mixed(target, source, smoothing)
-            continue
-        group[0].append(target)
-        group[1].append(source)
-    step = get_ema_multi_avg_fn(smoothing)
-    for targets, sources in groups.values():
-        step(targets, sources, None)
-    for target, source in zip(*copied, strict=True):
-        target.copy_(source)
-
-
-def _average_mixed(target: Tensor, source: Tensor, smoothing: float) -> None:
-    dtype = torch.promote_types(target.dtype, source.dtype)
-    source = source.to(device=target.device, dtype=dtype)
-    target.copy_(torch.lerp(target.to(dtype), source, 1 - smoothing))

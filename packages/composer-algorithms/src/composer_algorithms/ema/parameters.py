@@ -1,6 +1,7 @@
 """A second set of a model's parameters and buffers, and its exchange with the set in the model."""
 
 from collections.abc import ItemsView, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,10 @@ from composer_algorithms._wrapping import (
     get_model_context_manager,
     has_flat_parameters,
     is_dtensor,
+    is_sharded_by_fsdp,
     place_like,
 )
+from composer_algorithms.ema._plan import AveragingPlan, Fingerprint
 
 __all__ = ["EMAParameters"]
 
@@ -36,6 +39,7 @@ class EMAParameters:
     def __init__(self, model: nn.Module | None) -> None:
         self.named_parameters_dict: dict[str, Tensor] = {}
         self.named_buffers_dict: dict[str, Tensor] = {}
+        self._plan: tuple[AveragingPlan, Fingerprint] | tuple[None, None] = (None, None)
         if model is None:
             return
         with get_model_context_manager(model):
@@ -108,6 +112,25 @@ class EMAParameters:
             for tensors, name, stored, current in self._pairs(destination_model):
                 if stored.device != current.device or is_dtensor(stored) != is_dtensor(current):
                     tensors[name] = place_like(stored, current)
+
+    def kept_plan(self, model: nn.Module) -> AveragingPlan | None:
+        """Return the plan that was kept for a step towards this model, if neither of the two has been rebuilt since."""
+        plan, fingerprint = self._plan
+        return plan if fingerprint is not None and fingerprint.is_of(model) else None
+
+    def keep_plan(self, plan: AveragingPlan, model: nn.Module) -> None:
+        """Keep a plan for the next steps towards this model, if it will serve them.
+
+        What FSDP shards changes its tensors with every forward pass, and expanded tensors may be traded into the set.
+        """
+        tensors = (*self.named_parameters_dict.values(), *self.named_buffers_dict.values(), *model.buffers())
+        if is_sharded_by_fsdp(model) or any(map(is_expanded, tensors)):
+            self._plan = (None, None)
+        else:
+            self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plan": (None, None)}
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor, Tensor]]:
         for tensors, current in (

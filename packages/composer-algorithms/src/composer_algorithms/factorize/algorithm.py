@@ -45,8 +45,8 @@ def apply_factorization(
     """Replace large convolutions and linear layers in a model by two smaller ones each.
 
     The new weights are the best approximation of the old ones. Left as they are: layers that would not do less work,
-    grouped convolutions, subclasses that compute something of their own, layers that share their weight with another
-    module, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second call with the
+    grouped convolutions, subclasses that compute something of their own, layers whose weight is shared with another
+    module or parametrized, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second call with the
     same arguments changes nothing.
 
     Args:
@@ -92,7 +92,7 @@ def _factorized_conv(
     module: nn.Conv2d, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
 ) -> FactorizedConv2d | None:
     is_large = min(module.in_channels, module.out_channels) >= min_size
-    is_plain = type(module).forward is nn.Conv2d.forward and uses[id(module.weight)] < 2
+    is_plain = type(module).forward is nn.Conv2d.forward and uses[id(module.weight)] == 1
     if is_large and is_plain and factorizing_could_speedup(module, latent_size):
         return FactorizedConv2d.from_conv2d(module, module_index, latent_size)
     return None
@@ -102,7 +102,7 @@ def _factorized_linear(
     module: nn.Linear, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
 ) -> FactorizedLinear | None:
     is_large = min(module.in_features, module.out_features) >= min_size
-    is_plain = type(module).forward is nn.Linear.forward and uses[id(module.weight)] < 2
+    is_plain = type(module).forward is nn.Linear.forward and uses[id(module.weight)] == 1
     if isinstance(module, NonDynamicallyQuantizableLinear):  # the output of MultiheadAttention, which reads its weight
         return None
     if is_large and is_plain and factorizing_could_speedup(module, latent_size):

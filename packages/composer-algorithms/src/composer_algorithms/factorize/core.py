@@ -73,9 +73,9 @@ def factorize_matrix(
         raise ValueError(f"rank={rank!r} and n_iters={n_iters!r}: the rank must be above 0, the iterations 0 or more.")
     in_features, out_features = X.shape[1], Y.shape[1]
     k = max(1, min(int(rank * in_features), Wa.shape[1])) if rank < 1 else int(rank)
-    x, y, first = X.double(), Y.double(), Wa.double()
-    second = None if Wb is None else Wb.double()
-    offset = torch.zeros(out_features, dtype=torch.double, device=y.device) if bias is None else bias.double()
+    x, y, first = X.detach().double(), Y.detach().double(), Wa.detach().double()
+    second = None if Wb is None else Wb.detach().double()
+    offset = torch.zeros(out_features, dtype=torch.double, device=y.device) if bias is None else bias.detach().double()
     is_new = True
     if k >= min(in_features, out_features):
         first, second, k = _solve(x, y - offset), None, -1

@@ -169,6 +169,7 @@ class FactorizedConv2d(_Factorized):
         """Channels in between."""
         return self._latent_size
 
+    @torch.no_grad()
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
         """Find the weights that `set_rank` would set, without setting them.
 
@@ -280,6 +281,7 @@ class FactorizedLinear(_Factorized):
         """Features in between."""
         return self._latent_size
 
+    @torch.no_grad()
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
         """Find the weights that `set_rank` would set, without setting them.
 
@@ -287,10 +289,9 @@ class FactorizedLinear(_Factorized):
             input: Inputs of shape `(..., in_features)`.
             rank: The new number of features in between.
         """
-        x = input.detach().flatten(0, -2)
-        first, second, bias = self.module0.weight.detach(), self.module1.weight.detach(), self.module1.bias
+        x = input.flatten(0, -2)
         return factorize_matrix(
-            x, self(x).detach(), first.t(), second.t(), None if bias is None else bias.detach(), rank=rank
+            x, self(x), self.module0.weight.t(), self.module1.weight.t(), self.module1.bias, rank=rank
         )
 
     @staticmethod

@@ -101,6 +101,7 @@ def _expand_entry(entry: str) -> Iterator[str]:
 
 
 def _slurm(environ: Environment) -> ClusterHints:
+    """One launcher for each node of a step, `srun --ntasks-per-node=1`."""
     _refuse_second_launcher(environ, "SLURM_LOCALID", "srun --ntasks-per-node=1 composer ...")
     # A step (`srun`) may have fewer nodes than the job.
     in_step = bool(environ.get("SLURM_STEP_NUM_NODES"))
@@ -119,6 +120,7 @@ def _slurm(environ: Environment) -> ClusterHints:
 
 
 def _kubernetes(environ: Environment) -> ClusterHints:
+    """An indexed Job or JobSet; the number of nodes and the first one's name are set by the user."""
     return ClusterHints(
         cluster="kubernetes",
         num_nodes=_integer(environ, "COMPOSER_NUM_NODES"),
@@ -129,6 +131,7 @@ def _kubernetes(environ: Environment) -> ClusterHints:
 
 
 def _training_operator(environ: Environment) -> ClusterHints:
+    """The variables by which operators speak to torchrun."""
     return ClusterHints(
         cluster="training-operator",
         num_nodes=_integer(environ, "PET_NNODES"),
@@ -140,6 +143,7 @@ def _training_operator(environ: Environment) -> ClusterHints:
 
 
 def _openmpi(environ: Environment) -> ClusterHints:
+    """One launcher for each node; nothing says where the first one is."""
     _refuse_second_launcher(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun --map-by ppr:1:node composer ...")
     return ClusterHints(
         cluster="openmpi",
@@ -149,6 +153,7 @@ def _openmpi(environ: Environment) -> ClusterHints:
 
 
 def _pmi(environ: Environment) -> ClusterHints:
+    """MPICH and Intel MPI: one launcher for each node; nothing says where the first one is."""
     _refuse_second_launcher(environ, "MPI_LOCALRANKID", "mpiexec -ppn 1 composer ...")
     return ClusterHints(cluster="pmi", num_nodes=_integer(environ, "PMI_SIZE"), node_rank=_integer(environ, "PMI_RANK"))
 
@@ -176,6 +181,7 @@ def _refuse_second_launcher(environ: Environment, variable: str, command: str) -
 
 
 def _integer(environ: Environment, variable: str) -> Found[int]:
+    """Return a variable that must be a number."""
     text = environ[variable]
     if not text.isdecimal():
         raise ValueError(
@@ -192,5 +198,6 @@ def _plain_integer(environ: Environment, variable: str) -> Found[int] | None:
 
 
 def _text(environ: Environment, variable: str) -> Found[str] | None:
+    """Return a variable that may be missing."""
     text = environ.get(variable)
     return Found(text, variable) if text else None

@@ -39,28 +39,12 @@ def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
         options: What was typed.
         rendezvous: Where the nodes meet.
     """
-    parameters = RendezvousParameters(
-        backend=rendezvous.backend,
-        endpoint=rendezvous.endpoint,
-        run_id=rendezvous.run_id,
-        min_nodes=rendezvous.min_nodes,
-        max_nodes=rendezvous.max_nodes,
-        **rendezvous.config,
-    )
-    handler = get_rendezvous_handler(parameters)
-    spec = WorkerSpec(
-        role="composer",
-        local_world_size=rendezvous.nproc,
-        rdzv_handler=handler,
-        entrypoint=options.training_script,
-        max_restarts=options.max_restarts,
-        monitor_interval=_AGENT_INTERVAL_S,
-    )
     with Launch(options, new_run_id()) as launch:
         try:
+            spec = _make_spec(options, rendezvous)
             _Agent(spec, launch, options).run()
-            handler.shutdown()
-        except SignalException as received:  # others may go on without this node
+            spec.rdzv_handler.shutdown()
+        except SignalException as received:  # the other nodes may go on without this one
             launch.end(received.sigval)
         except RendezvousError as error:
             launch.fail()
@@ -69,6 +53,26 @@ def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
                 f"{rendezvous.run_id!r}): {type(error).__name__}: {error}\n"
             )
     return launch.status
+
+
+def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
+    """Return what torch's agent must know."""
+    parameters = RendezvousParameters(
+        backend=rendezvous.backend,
+        endpoint=rendezvous.endpoint,
+        run_id=rendezvous.run_id,
+        min_nodes=rendezvous.min_nodes,
+        max_nodes=rendezvous.max_nodes,
+        **rendezvous.config,
+    )
+    return WorkerSpec(
+        role="composer",
+        local_world_size=rendezvous.nproc,
+        rdzv_handler=get_rendezvous_handler(parameters),
+        entrypoint=options.training_script,
+        max_restarts=options.max_restarts,
+        monitor_interval=_AGENT_INTERVAL_S,
+    )
 
 
 class _Agent(SimpleElasticAgent):

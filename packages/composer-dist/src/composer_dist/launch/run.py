@@ -194,7 +194,7 @@ class Launch:
             self.status = 128 + self._signal
         elif not (failed or self._failed):
             self.status = failures[0].status if failures else 0
-        folder = self._logs.close(failed=self.status != 0)
+        folder = self._logs.close(failed=self.status != 0 and workers is not None)
         leftovers = self._guardian.close(spare_detached=self.status == 0)
         if leftovers:
             _log.warning("Processes that the ranks had left behind were killed: %s.", leftovers)

@@ -103,16 +103,19 @@ class _Inputs:
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
         # A rank that launches others begins a run of its own: its variables tell of the run that it is part of.
-        inherited = _OF_LAUNCHERS if environ.get(LAUNCH_ID) else ()
+        is_nested = bool(environ.get(LAUNCH_ID))
+        cluster = "none" if is_nested and options.cluster == "auto" else options.cluster
         self.options = options
-        self.environ = {name: text for name, text in environ.items() if name not in inherited}
-        self.hints: ClusterHints | None = infer(options.cluster, environ)
+        self.environ = {name: environ[name] for name in environ if not (is_nested and name in _OF_LAUNCHERS)}
+        self.hints: ClusterHints | None = infer(cluster, environ)
 
     def flag(self, name: str) -> Found[int] | None:
+        """Return the number that was typed."""
         value: int | None = getattr(self.options, name)
         return None if value is None else Found(value, f"--{name}")
 
     def variable(self, name: str) -> Found[int] | None:
+        """Return the number that a variable holds."""
         text = self.environ.get(name, "")
         if not text:
             return None
@@ -125,9 +128,11 @@ class _Inputs:
             ) from None
 
     def integer(self, name: str) -> Found[int] | None:
+        """Return a number that was typed, or its variable's."""
         return self.flag(name) or self.variable(name.upper())
 
     def text(self, name: str) -> Found[str] | None:
+        """Return a text that was typed, or its variable's."""
         typed: str | None = getattr(self.options, name)
         if typed:
             return Found(typed, f"--{name}")
@@ -222,5 +227,6 @@ def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -
 
 
 def _check_port(port: Found[int]) -> None:
+    """Raise if there is no such port."""
     if not 0 < port.value < 65536:
         raise ValueError(f"master_port={port.value} (from {port.source}) is no TCP port. Give one from 1 to 65535.")

@@ -1,0 +1,249 @@
+"""Loading a checkpoint into a training state."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_checkpoint.errors import CheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.fetching import get_file
+from composer_checkpoint.files import load_file, safe_torch_load
+from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
+from composer_checkpoint.local_files import LAYOUT_KEY
+from composer_checkpoint.names import format_name_with_dist, partial_format
+from composer_checkpoint.pointers import read_pointer
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.spread_state import as_spread, read_sharded
+from composer_checkpoint.state_io import Layout, as_sharded, layout_of, position_of
+from composer_checkpoint.stores.addresses import is_uri
+from composer_dist import dist
+
+if TYPE_CHECKING:
+    from composer_events import Logger, State
+
+__all__ = ["load_checkpoint"]
+
+log = getLogger(__name__)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    state: "State",
+    logger: "Logger | None",
+    object_store: Any = None,
+    load_weights_only: bool = False,
+    strict_model_weights: bool = True,
+    progress_bar: bool = True,
+    ignore_keys: IgnoreKeys | None = None,
+    exclude_algorithms: Sequence[str] | None = None,
+    algorithm_passes: Sequence[Any] | None = None,
+    *,
+    verify: bool = True,
+    trusted: bool = False,
+) -> list[dict[str, Any]] | None:
+    """Load a checkpoint into a training state. Every rank must call this.
+
+    The file is compared with its hashes, and refused, before anything of the state is changed. Algorithms without
+    which the weights do not fit are applied to the model first.
+
+    Args:
+        path: A file, a folder of a sharded checkpoint, or an address; `{run_name}` is filled in. Of a checkpoint of
+            one file, `{rank}` is 0; of per-rank files, each rank's own.
+        state: What is changed.
+        logger: Passed to algorithms that are applied.
+        object_store: Where `path` is: an `ObjectStore`, or a logger destination that can download.
+        load_weights_only: Load the model, and nothing else.
+        strict_model_weights: With `load_weights_only` or a sharded checkpoint: whether weights that are missing or too
+            many are an error. Otherwise they are logged.
+        progress_bar: Whether to show the progress of a download.
+        ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from the
+            checkpoint's dict.
+        exclude_algorithms: Class names of algorithms not to apply.
+        algorithm_passes: The engine's passes, which order those algorithms.
+        verify: Whether hashes are compared.
+        trusted: Let the file run code of its own while it is loaded, and log a warning with its hash.
+
+    Returns:
+        Each rank's random numbers for `composer_dist.reproducibility.load_rng_state`, or `None` if there are none or
+        only the model is loaded.
+
+    Raises:
+        NoCheckpointError: If there is no such checkpoint; it is a `FileNotFoundError`.
+        CheckpointError: On all ranks, if it is damaged, unsafe or of another model.
+        RuntimeError: If weights do not fit the model, or the ranks have loaded different checkpoints.
+        KeyError: If the optimizer has a parameter that the saved one had not, or the other way round.
+    """
+    check_ignore_keys("load_ignore_keys", ignore_keys)
+    run_name, path = state.run_name, os.fspath(path)
+    with _fetched(path, state, object_store, progress_bar) as local_path:
+        content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
+        content = without_keys(content, ignore_keys, "load_ignore_key")
+        saved: dict[str, Any] = content["state"]
+        _refuse_another_model(state, saved, local_path)
+        is_sharded = layout_of(state) is not Layout.MONOLITHIC
+        with as_sharded(state):
+            if not load_weights_only:
+                state.load_state_dict(
+                    saved,
+                    logger,
+                    strict=strict_model_weights and is_sharded,
+                    exclude_algorithms=exclude_algorithms,
+                    algorithm_passes=algorithm_passes,
+                )
+            elif "model" in saved:
+                state.load_model_state(saved, logger, strict_model_weights, exclude_algorithms, algorithm_passes)
+    state.run_name, state.load_path = run_name, path
+    _check_agreement(state)
+    log.info("Loaded %s.", path)
+    rng: list[dict[str, Any]] | None = None if load_weights_only else content.get("rng") or None
+    position = position_of(state)
+    if position is not None and not load_weights_only:
+        position.resume(rng, state)
+    return rng
+
+
+@contextmanager
+def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -> Iterator[str]:
+    """Give the path under which this rank can open a checkpoint, downloaded before if need be."""
+    is_local_layout = layout_of(state) is Layout.LOCAL
+    own = path_on_this_rank(path, state)
+    if object_store is None and (not is_uri(own) or _is_remote_folder(own, state)):
+        if not is_uri(own):
+            own = os.fspath(read_pointer(own) or own)
+            _check_exists(own, path)
+        yield own
+        return
+    with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
+        # The ranks of a node share what its first rank downloads.
+        shared = folder if is_local_layout else _of_first_rank_of_node(folder)
+        destination = os.path.join(shared, os.path.basename(own).removesuffix(".symlink"))
+        fetches = is_local_layout or dist.get_local_rank() == 0
+        _tell_each_other(
+            lambda: get_file(own, destination, object_store, overwrite=True, progress_bar=progress_bar)
+            if fetches
+            else None
+        )
+        yield destination
+        dist.barrier()  # who downloaded deletes it
+
+
+def path_on_this_rank(path: str, state: "State") -> str:
+    """Fill in the run's name and the ranks: this one where each has a file of its own, else the first."""
+    if layout_of(state) is Layout.LOCAL:
+        if "{rank}" not in path and dist.get_world_size() > 1:
+            raise ValueError(
+                f"load_path={path!r} is one file for {dist.get_world_size()} ranks, and with state_dict_type='local' "
+                f"each loads its own. Put {{rank}} into it, as in 'checkpoints/ba2_rank{{rank}}.pt'."
+            )
+        return format_name_with_dist(path, state.run_name)
+    return partial_format(path, run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
+
+
+def _is_remote_folder(path: str, state: "State") -> bool:
+    return layout_of(state) is Layout.SHARDED and is_uri(path)
+
+
+def _check_exists(own: str, path: str) -> None:
+    """Raise on all ranks if any of them cannot see the checkpoint."""
+    have_it = dist.all_gather_object(os.path.exists(own))
+    if all(have_it):
+        return
+    if not have_it[0]:
+        if dist.get_global_rank() == 0:
+            raise NoCheckpointError(
+                f"Local path {own} does not exist (load_path={path!r}). Look at the folder, or leave the checkpoint "
+                f"out."
+            )
+        raise NoCheckpointError(_not_here(own, 0, "it has no such file"))
+    missing = [rank for rank, has_it in enumerate(have_it) if not has_it]
+    raise NoCheckpointError(
+        f"{own} exists on rank 0, and not on ranks {missing}: No such file or directory there. Save to a disk that all "
+        f"nodes share, or to a store."
+    )
+
+
+def _of_first_rank_of_node(folder: str) -> str:
+    folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
+    return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
+
+
+def _tell_each_other(fetch: Callable[[], None]) -> None:
+    """Fetch, and raise on all ranks if any failed."""
+    mine: Exception | None = None
+    try:
+        fetch()
+    except Exception as error:  # whatever it is, the others must not wait
+        mine = error
+    failures = dist.all_gather_object(
+        None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
+    )
+    if mine is not None:
+        raise mine
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            is_missing, text = failure
+            kind = NoCheckpointError if is_missing else CheckpointError
+            raise kind(_not_here("the checkpoint", rank, text))
+
+
+def _not_here(what: str, rank: int, reason: str) -> str:
+    return (
+        f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
+        f"rank {rank} ({reason}). Look at the log of that rank."
+    )
+
+
+def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:
+    """Return a checkpoint's content, after comparing it with its hashes. Nothing of the state is changed."""
+    layout = layout_of(state)
+    if is_uri(path) or os.path.isdir(path):
+        return read_sharded(path, state, load_weights_only, verify=verify)
+    if layout is Layout.SHARDED:
+        raise ValueError(
+            f"load_path={path!r} is a file, and with state_dict_type='sharded' a checkpoint is a folder. Give the "
+            f"folder, or load it with state_dict_type='full'."
+        )
+    read: list[Any] = []
+    if state.load_monolith_rank0_only:
+        read.append(safe_torch_load(path, load_monolith_rank0_only=True))
+    else:
+        # Not mapped where training computes on the host, whose optimizer would go on with the file's own memory.
+        mmap = getattr(state.device, "name", "cpu") != "cpu"
+        Ranks().together(lambda: read.append(load_file(path, mmap=mmap, verify=verify, trusted=trusted)))
+    content = read[0]
+    if isinstance(content, dict) and isinstance(content.get("state"), dict):
+        return as_spread(content, state, path) if LAYOUT_KEY in content else content
+    if load_weights_only and isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
+        return {"state": {"model": content}}  # a model's own state dict
+    raise IncompatibleCheckpointError(
+        f"{path} has no 'state', so it is no checkpoint of a training run. Load weights alone with "
+        f"load_weights_only=True, or name another checkpoint."
+    )
+
+
+def _refuse_another_model(state: "State", saved: dict[str, Any], path: str) -> None:
+    """Refuse weights of which not one is the model's, unless algorithms will change the model."""
+    weights = saved.get("model")
+    if not isinstance(weights, dict) or not weights or saved.get("algorithms") or not hasattr(state.model, "modules"):
+        return
+    own = {name.removeprefix("module.") for name in state.get_model_state_dict()}
+    theirs = {str(name).removeprefix("module.") for name in weights}
+    if own and own.isdisjoint(theirs):
+        raise IncompatibleCheckpointError(
+            f"{path} is of another model: not one of its {len(theirs)} weights ({', '.join(sorted(theirs)[:5])}, ...) "
+            f"is among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that "
+            f"it was saved from."
+        )
+
+
+def _check_agreement(state: "State") -> None:
+    batches = dist.all_gather_object(int(state.timestamp.batch))
+    if len(set(batches)) > 1:
+        raise RuntimeError(
+            f"Timestamp mismatch error: the ranks have loaded checkpoints of different batches, "
+            f"{dict(enumerate(batches))}. Let load_path mean the same checkpoint on every rank."
+        )

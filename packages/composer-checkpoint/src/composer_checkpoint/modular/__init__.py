@@ -1,0 +1,81 @@
+"""Saving and loading a model, an optimizer and what else a run needs, each by itself, without a Trainer.
+
+- `state_dict`: what is saved, as dicts. `save`: to a folder. `load`: from there, however it was spread.
+- `options`: the settings of the two.
+- `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.transfer`: from a store, and to one.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_checkpoint.modular.load import load_checkpoint as load_checkpoint
+    from composer_checkpoint.modular.load import load_model_checkpoint as load_model_checkpoint
+    from composer_checkpoint.modular.load import load_optim_checkpoint as load_optim_checkpoint
+    from composer_checkpoint.modular.load import load_resumption_checkpoint as load_resumption_checkpoint
+    from composer_checkpoint.modular.options import CheckpointLoadOptions as CheckpointLoadOptions
+    from composer_checkpoint.modular.options import CheckpointSaveOptions as CheckpointSaveOptions
+    from composer_checkpoint.modular.save import save_checkpoint_to_disk as save_checkpoint_to_disk
+    from composer_checkpoint.modular.save import save_composer_metadata_to_disk as save_composer_metadata_to_disk
+    from composer_checkpoint.modular.save import save_model_to_disk as save_model_to_disk
+    from composer_checkpoint.modular.save import save_optim_to_disk as save_optim_to_disk
+    from composer_checkpoint.modular.save import save_resumption_state_to_disk as save_resumption_state_to_disk
+    from composer_checkpoint.modular.save import save_state_dict_to_disk as save_state_dict_to_disk
+    from composer_checkpoint.modular.state_dict import get_metadata_state_dict as get_metadata_state_dict
+    from composer_checkpoint.modular.state_dict import get_model_state_dict as get_model_state_dict
+    from composer_checkpoint.modular.state_dict import get_optim_state_dict as get_optim_state_dict
+    from composer_checkpoint.modular.state_dict import get_resumption_state_dict as get_resumption_state_dict
+    from composer_checkpoint.transfer import download_monolithic_checkpoint as download_monolithic_checkpoint
+    from composer_checkpoint.transfer import upload_file as upload_file
+
+_HOME = {
+    "get_model_state_dict": "composer_checkpoint.modular.state_dict",
+    "get_optim_state_dict": "composer_checkpoint.modular.state_dict",
+    "get_metadata_state_dict": "composer_checkpoint.modular.state_dict",
+    "get_resumption_state_dict": "composer_checkpoint.modular.state_dict",
+    "CheckpointSaveOptions": "composer_checkpoint.modular.options",
+    "save_checkpoint_to_disk": "composer_checkpoint.modular.save",
+    "save_model_to_disk": "composer_checkpoint.modular.save",
+    "save_optim_to_disk": "composer_checkpoint.modular.save",
+    "save_resumption_state_to_disk": "composer_checkpoint.modular.save",
+    "save_composer_metadata_to_disk": "composer_checkpoint.modular.save",
+    "save_state_dict_to_disk": "composer_checkpoint.modular.save",
+    "CheckpointLoadOptions": "composer_checkpoint.modular.options",
+    "load_checkpoint": "composer_checkpoint.modular.load",
+    "load_model_checkpoint": "composer_checkpoint.modular.load",
+    "load_optim_checkpoint": "composer_checkpoint.modular.load",
+    "load_resumption_checkpoint": "composer_checkpoint.modular.load",
+    "download_monolithic_checkpoint": "composer_checkpoint.transfer",
+    "upload_file": "composer_checkpoint.transfer",
+}
+__all__ = [
+    "get_model_state_dict",
+    "get_optim_state_dict",
+    "get_metadata_state_dict",
+    "get_resumption_state_dict",
+    "CheckpointSaveOptions",
+    "save_checkpoint_to_disk",
+    "save_model_to_disk",
+    "save_optim_to_disk",
+    "save_resumption_state_to_disk",
+    "save_composer_metadata_to_disk",
+    "save_state_dict_to_disk",
+    "CheckpointLoadOptions",
+    "load_checkpoint",
+    "load_model_checkpoint",
+    "load_optim_checkpoint",
+    "load_resumption_checkpoint",
+    "download_monolithic_checkpoint",
+    "upload_file",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,289 @@
+"""Saving a model, an optimizer, and what else a run needs, each to files of its own."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.errors import CheckpointConflictError
+from composer_checkpoint.files import save_file
+from composer_checkpoint.modular._folders import folder_together
+from composer_checkpoint.modular.options import CheckpointSaveOptions
+from composer_checkpoint.modular.state_dict import (
+    Patterns,
+    get_metadata_state_dict,
+    get_model_state_dict,
+    get_optim_state_dict,
+    get_resumption_state_dict,
+)
+from composer_checkpoint.names import format_name_with_dist_and_time
+from composer_checkpoint.sharded import save_sharded
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.stores.addresses import is_uri
+
+if TYPE_CHECKING:
+    from composer_dist.devices import Device
+    from composer_events import State
+
+__all__ = [
+    "METADATA_FILENAME",
+    "MODEL_FOLDER",
+    "OPTIM_FOLDER",
+    "RESUMPTION_FILENAME",
+    "AlreadyExistsError",
+    "save_checkpoint_to_disk",
+    "save_composer_metadata_to_disk",
+    "save_model_to_disk",
+    "save_optim_to_disk",
+    "save_resumption_state_to_disk",
+    "save_state_dict_to_disk",
+]
+
+MODEL_FOLDER, OPTIM_FOLDER = "model", "optim"
+RESUMPTION_FILENAME, METADATA_FILENAME = "resumption.pkl", "composer_metadata.json"
+_FORMATS = ("pt", "safetensors")
+
+PathLike = str | os.PathLike[str]
+
+
+class AlreadyExistsError(CheckpointConflictError, ValueError):
+    """There is a file or folder of this name, and it must not be overwritten."""
+
+
+def save_checkpoint_to_disk(
+    destination_dir: PathLike, state: "State", options: CheckpointSaveOptions | None = None
+) -> str:
+    """Save a run to one folder, which appears whole or not at all. Every rank must call this.
+
+    Below the folder are `model/`, `optim/`, `resumption.pkl`, `composer_metadata.json`, and a manifest with the hash of
+    each file.
+
+    Args:
+        destination_dir: A local folder that all ranks see. The checkpoint is a folder in it.
+        state: The run's.
+        options: What is saved, and how.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ValueError: If the folder exists and may not be replaced, an option has a wrong value, or there is nothing to
+            save.
+        StorageError: If a disk fails.
+    """
+    options = CheckpointSaveOptions() if options is None else options
+    _check_format(options.save_format, options.sharded_checkpoint)
+    if options.save_optimizer and not state.optimizers:
+        raise ValueError(
+            "save_optimizer=True, and the state has no optimizer. Give it one, or pass "
+            "CheckpointSaveOptions(save_optimizer=False)."
+        )
+    prefix = format_name_with_dist_and_time(options.dir_prefix, state.run_name, state.timestamp)
+    folder = os.path.join(_local(destination_dir, "destination_dir"), prefix)
+    info = {"run_name": state.run_name, "timestamp": _times(state)}
+    with _as_value_error(folder, "Directory"), folder_together(folder, options.overwrite, info) as unfinished:
+        _save_parts(unfinished, state, options)
+    return folder
+
+
+def save_model_to_disk(
+    model: nn.Module,
+    destination_dir: PathLike,
+    sharded_checkpoint: bool = False,
+    precision: str | torch.dtype = "fp32",
+    include_keys: Patterns = None,
+    ignore_keys: Patterns = None,
+    overwrite: bool = False,
+    save_format: str = "pt",
+) -> str | None:
+    """Save the weights below `destination_dir/model`. Every rank must call this.
+
+    Args:
+        model: As in `get_model_state_dict`.
+        destination_dir: A local folder; for a sharded checkpoint, one that all ranks see.
+        sharded_checkpoint: Whether each rank writes its shards to `model/`. Otherwise rank 0 writes `model/model.pt`.
+        precision: What floating point tensors are converted to.
+        include_keys: Patterns of names; others are left out.
+        ignore_keys: Patterns of names to leave out.
+        overwrite: Whether what is there may be replaced.
+        save_format: `'pt'`, or `'safetensors'` for `model/model.safetensors`.
+
+    Returns:
+        As `save_state_dict_to_disk`.
+
+    Raises:
+        ValueError: If something is there and `overwrite` is false, or an argument has a wrong value.
+        StorageError: If a disk fails.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> path = save_model_to_disk(nn.Linear(2, 1), folder)
+        >>> os.path.relpath(path, folder)
+        'model/model.pt'
+    """
+    _check_format(save_format, sharded_checkpoint)
+    state_dict = get_model_state_dict(model, sharded_checkpoint, precision, include_keys, ignore_keys)
+    path = _part(destination_dir, MODEL_FOLDER, sharded_checkpoint, save_format)
+    return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
+
+
+def save_optim_to_disk(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    destination_dir: PathLike,
+    sharded_checkpoint: bool = False,
+    precision: str | torch.dtype = "fp32",
+    include_keys: Patterns = None,
+    ignore_keys: Patterns = None,
+    overwrite: bool = False,
+    save_format: str = "pt",
+) -> str | None:
+    """Save an optimizer below `destination_dir/optim`. Every rank must call this.
+
+    Args:
+        model: Owns the parameters' names.
+        optimizer: Is not changed.
+        destination_dir: As in `save_model_to_disk`.
+        sharded_checkpoint: Whether each rank writes its shards to `optim/`. Otherwise rank 0 writes `optim/optim.pt`.
+        precision: What the floating point tensors of its `state` are converted to.
+        include_keys: Not for optimizers.
+        ignore_keys: Not for optimizers.
+        overwrite: Whether what is there may be replaced.
+        save_format: `'pt'`; safetensors has no form for an optimizer.
+
+    Returns:
+        As `save_state_dict_to_disk`.
+
+    Raises:
+        NotImplementedError: If there are patterns.
+        ValueError: If something is there and `overwrite` is false, or an argument has a wrong value.
+        StorageError: If a disk fails.
+    """
+    _check_format(save_format, sharded_checkpoint)
+    if save_format != "pt":
+        raise ValueError(f"save_format={save_format!r} holds weights only, and no optimizer. Save it as 'pt'.")
+    state_dict = get_optim_state_dict(model, optimizer, sharded_checkpoint, precision, include_keys, ignore_keys)
+    path = _part(destination_dir, OPTIM_FOLDER, sharded_checkpoint, save_format)
+    return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
+
+
+def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: bool = True) -> str | None:
+    """Save what a run needs besides weights and optimizers to `resumption.pkl`. Every rank must call this.
+
+    Rank 0 writes. Despite its name, which is Composer's, the file is one that `load_file` reads.
+
+    Args:
+        state: The run's.
+        path: The file, if it ends in `.pkl`; otherwise the folder for it.
+        overwrite: Whether a file that is there may be replaced.
+
+    Returns:
+        The file on rank 0, `None` on the others.
+    """
+    resumption = get_resumption_state_dict(state)
+    file = _file_in(path, RESUMPTION_FILENAME)
+    return _on_rank_zero(lambda: _write_file(resumption, file, overwrite), file)
+
+
+def save_composer_metadata_to_disk(
+    path: PathLike,
+    model: nn.Module | None = None,
+    sharded_state_dict: bool | None = None,
+    precision: str | torch.dtype | None = None,
+    device: "str | Device | None" = None,
+    device_train_microbatch_size: int | float | None = None,
+) -> str | None:
+    """Save what `get_metadata_state_dict` tells to `composer_metadata.json`. Every rank must call this; rank 0 writes.
+
+    Args:
+        path: The file, if it ends in `.json`; otherwise the folder for it.
+        model: As in `get_metadata_state_dict`, and so are the others.
+        sharded_state_dict: Whether the checkpoint is sharded.
+        precision: The precision of the checkpoint.
+        device: Whose backend is told.
+        device_train_microbatch_size: How many samples go through the model at a time.
+
+    Returns:
+        The file on rank 0, `None` on the others.
+    """
+    metadata = get_metadata_state_dict(model, sharded_state_dict, precision, device, device_train_microbatch_size)
+    file = _file_in(path, METADATA_FILENAME)
+
+    def write() -> None:
+        with write_atomically(file) as unfinished:
+            unfinished.write_text(json.dumps(metadata, indent=4))
+
+    return _on_rank_zero(write, file)
+
+
+def save_state_dict_to_disk(
+    state_dict: Mapping[str, Any], path: PathLike, overwrite: bool = False, save_format: str = "pt"
+) -> str | None:
+    """Save a state dict: to a folder if it holds `DTensor`s, else to a file. Every rank must call this.
+
+    Args:
+        state_dict: Tensors, DTensors and plain data. If it is not sharded, rank 0's is written.
+        path: The file or folder. Of a folder's name the suffixes, such as `.pt`, are left out, with a warning.
+        overwrite: Whether what is there may be replaced.
+        save_format: `'pt'`, or `'safetensors'` for a file `.safetensors` with weights only.
+
+    Returns:
+        Where it was written: the file on rank 0, or in the folder `__{rank}_0.distcp`, with the placeholder for the
+            rank; `None` on ranks that had nothing to write.
+
+    Raises:
+        ValueError: If something is there and `overwrite` is false, or the format is not that of the name.
+        StorageError: If a disk fails.
+    """
+    ranks = Ranks()
+    sharded = not ranks.all(not any(isinstance(leaf, DTensor) for _, leaf in named_leaves(dict(state_dict))))
+    _check_format(save_format, sharded)
+    if not sharded and ranks.rank == 0 and state_dict:
+        _check_suffix(path, save_format)
+    return _save(state_dict, path, overwrite, sharded=sharded)
+
+
+def _save_parts(folder: str, state: "State", options: CheckpointSaveOptions) -> None:
+    sharded, precision = options.sharded_checkpoint, options.precision
+    if options.save_model:
+        keys = options.include_keys, options.ignore_keys
+        save_model_to_disk(state.model, folder, sharded, precision, *keys, save_format=options.save_format)
+    if options.save_optimizer:
+        save_optim_to_disk(state.model, state.optimizers[0], folder, sharded, precision)
+    if options.save_resumption_state:
+        save_resumption_state_to_disk(state, folder)
+    microbatch = state.device_train_microbatch_size
+    save_composer_metadata_to_disk(folder, state.model, sharded, precision, state.device, microbatch)
+
+
+def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sharded: bool) -> str | None:
+    target = _local(path, "path")
+    if not sharded:
+        if Ranks().all(not state_dict):
+            return None
+        written = _on_rank_zero(lambda: _write_file(state_dict, target, overwrite), target)
+        return written if state_dict else None
+    stripped = _without_suffixes(target)
+    if stripped != target:
+        warnings.warn(
+            f"path={target!r} has a suffix, and a sharded checkpoint is a folder: it is saved as {stripped!r}. Pass "
+            f"that name.",
+            stacklevel=3,
+        )
+    with _as_value_error(stripped, "Directory"):
+        save_sharded(state_dict, stripped, overwrite=overwrite)
+    return os.path.join(stripped, "__{rank}_0.distcp")
+
+
+def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:
+    with _as_value_error(path, "File"), write_atomically(path, overwrite=overwrite) as unfinished:
+        save_file(dict(content), unfinished)

@@ -1,0 +1,235 @@
+"""A training state as the content of a checkpoint, and that content written in the layout the state asks for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.data_position import EPOCH_START_KEY, LOADER_KEY, DataPosition, keeps_own_state
+from composer_checkpoint.files import save_file
+from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
+from composer_checkpoint.local_files import save_local
+from composer_checkpoint.names import PartialFilePath, sharded_folder
+from composer_checkpoint.sharded import save_sharded
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_dist import dist
+from composer_dist.reproducibility import get_rng_state
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = [
+    "Layout",
+    "as_sharded",
+    "collect",
+    "describe",
+    "layout_of",
+    "own_file",
+    "path_of",
+    "position_of",
+    "save_checkpoint",
+    "write",
+]
+
+DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
+_COUNTERS = ("iteration", "epoch", "batch", "sample", "token", "batch_in_epoch")
+
+
+class Layout(StrEnum):
+    """Which ranks write what."""
+
+    MONOLITHIC = "monolithic"
+    """Rank 0 writes one file."""
+    SHARDED = "sharded"
+    """All ranks write into one folder."""
+    LOCAL = "local"
+    """Each rank writes its own shards to a file of its own."""
+
+
+def layout_of(state: "State") -> Layout:
+    """Return the layout that `state_dict_type` in the FSDP settings asks for."""
+    kind = getattr(state.fsdp_config, "state_dict_type", None)
+    if kind == "local" and dist.get_world_size() > 1:
+        return Layout.LOCAL
+    return Layout.SHARDED if state.fsdp_sharded_state_dict_enabled else Layout.MONOLITHIC
+
+
+def path_of(state: "State", filename: str, folder: str | None = None) -> str:
+    """Return where a checkpoint of now goes: a file, or of a sharded one the folder.
+
+    Per-rank files keep `{rank}` in their name.
+
+    Args:
+        state: The training state.
+        filename: The template of the file's name.
+        folder: The template of the folder.
+
+    Raises:
+        ValueError: If per-rank files would all have one name.
+    """
+    match layout_of(state):
+        case Layout.SHARDED:
+            prefix = getattr(state.fsdp_config, "sharded_ckpt_prefix_dir", None) or DEFAULT_PREFIX_DIR
+            filename = sharded_folder(filename, prefix)
+        case Layout.LOCAL:
+            if "{rank}" not in filename:
+                raise ValueError(
+                    f"save_filename={filename!r} is one name for {dist.get_world_size()} ranks, and with "
+                    f"state_dict_type='local' each writes a file of its own. Put {{rank}} into it, as in "
+                    f"'ba{{batch}}_rank{{rank}}.pt'."
+                )
+            filename = filename.replace("{rank}", "{{rank}}")
+        case Layout.MONOLITHIC:
+            pass
+    return PartialFilePath(filename, folder).format(state)
+
+
+def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKeys | None = None) -> dict[str, Any]:
+    """Return the content of a checkpoint of now. Every rank must call this.
+
+    Tensors are those of the model and the optimizers themselves where nothing is sharded.
+
+    Args:
+        state: The training state.
+        weights_only: Leave out all but the model and what describes it.
+        ignore_keys: What else to leave out.
+    """
+    with as_sharded(state):
+        if weights_only:
+            with _only_model(state):
+                content: dict[str, Any] = {"state": state.state_dict()}
+        else:
+            content = {"state": state.state_dict(), "rng": _rng(state)}
+            _add_loader_state(state, content["state"])
+    return without_keys(content, ignore_keys, "save_ignore_keys")
+
+
+def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
+    """Return what the manifest says of a checkpoint of now."""
+    return {
+        "composer_checkpoint_version": version("composer-checkpoint"),
+        "run_name": state.run_name,
+        "timestamp": {name: int(getattr(state.timestamp, name)) for name in _COUNTERS},
+        "world_size": dist.get_world_size(),
+        "weights_only": weights_only,
+    }
+
+
+def save_checkpoint(
+    state: "State",
+    filename: str = "ep{epoch}-ba{batch}-rank{rank}",
+    *,
+    weights_only: bool = False,
+    ignore_keys: IgnoreKeys | None = None,
+) -> str | None:
+    """Save a training state, whole or not at all. Every rank must call this.
+
+    Rank 0 writes the file; with `state_dict_type='sharded'` all ranks write into a folder, and with `'local'` each
+    writes a file of its own. What has the name is replaced.
+
+    Args:
+        state: The training state.
+        filename: Where to, with placeholders for run, ranks and time. Its end says the format, as in `save_file`.
+        weights_only: Save only the model and what describes it.
+        ignore_keys: Patterns of what to leave out, such as `'state/optimizers/*'`, or a function that deletes from
+            the checkpoint's dict.
+
+    Returns:
+        The path, on the ranks that wrote; `None` on the others.
+
+    Raises:
+        CheckpointError: On all ranks, if any of them cannot write; what was there before is untouched.
+        CompressorNotFound: If the program that the name asks for is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_events import State
+        >>> state = State(torch.nn.Linear(2, 1), rank_zero_seed=1, device="cpu")
+        >>> path = save_checkpoint(state, tempfile.mkdtemp() + "/ep{epoch}-ba{batch}.pt")
+        >>> path.rpartition("/")[2]
+        'ep0-ba0.pt'
+    """
+    check_ignore_keys("ignore_keys", ignore_keys)
+    path = path_of(state, filename)
+    content = collect(state, weights_only=weights_only, ignore_keys=ignore_keys)
+    return write(content, path, layout_of(state), describe(state, weights_only=weights_only))
+
+
+def write(content: dict[str, Any], path: str, layout: Layout, info: dict[str, Any]) -> str | None:
+    """Write what was collected, and return the path on the ranks that wrote. Every rank must call this."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what was gathered need not fit beside what training had cached
+    match layout:
+        case Layout.SHARDED:
+            save_sharded(content, path, info=info, overwrite=True)
+            return path
+        case Layout.LOCAL:
+            save_local(content, path, info=info)
+            return own_file(path)
+        case Layout.MONOLITHIC:
+            ranks = Ranks()
+            ranks.together(lambda: _write_file(content, path, info) if ranks.rank == 0 else None)
+            return path if ranks.rank == 0 else None
+
+
+def own_file(path: str) -> str:
+    """Return this rank's name among those of per-rank files."""
+    return path.replace("{rank}", str(dist.get_global_rank()))
+
+
+def _write_file(content: dict[str, Any], path: str, info: dict[str, Any]) -> None:
+    with write_atomically(path) as unfinished:
+        save_file(content, unfinished, info=info)
+
+
+def _rng(state: "State") -> list[dict[str, Any]]:
+    """Return each rank's random numbers, and those that the open epoch began with."""
+    entries = get_rng_state()
+    position = position_of(state)
+    if position is not None:
+        for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state)), strict=True):
+            if start:
+                entry[EPOCH_START_KEY] = start
+    return [entries[dist.get_global_rank()]] if layout_of(state) is Layout.LOCAL else entries
+
+
+def position_of(state: "State") -> DataPosition | None:
+    """Return what knows where a state's loop stands in its data, if the loop has such a thing."""
+    position = getattr(state, "data_position", None)
+    return position if isinstance(position, DataPosition) else None
+
+
+def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
+    has_state = keeps_own_state(state.train_dataloader)
+    if "dataset_state" in saved and any(dist.all_gather_object(has_state)):
+        own = state.train_dataloader.state_dict() if has_state else None
+        states = dist.all_gather_object(own)
+        saved["dataset_state"] = {**saved["dataset_state"], LOADER_KEY: states}
+
+
+@contextmanager
+def _only_model(state: "State") -> Iterator[None]:
+    """Let `state.state_dict` collect the model, integrations and metadata, and nothing that others must gather."""
+    attributes, state.serialized_attributes = state.serialized_attributes, ["model"]
+    try:
+        yield
+    finally:
+        state.serialized_attributes = attributes
+
+
+@contextmanager
+def as_sharded(state: "State") -> Iterator[None]:
+    """Let a state whose type is `'local'` give each rank's shards, as it does for `'sharded'`."""
+    config = state.fsdp_config
+    if layout_of(state) is not Layout.LOCAL:
+        yield
+        return
+    config.state_dict_type = "sharded"
+    try:
+        yield
+    finally:
+        config.state_dict_type = "local"
