@@ -1,6 +1,7 @@
 import bz2
 import collections
 import copyreg
+import datetime
 import functools
 import gzip
 import io
@@ -248,6 +249,36 @@ def test_trust_is_for_one_call_and_is_logged_with_the_files_hash(tmp_path, caplo
     assert hash_file(tmp_path / "x.pt") in caplog.text
     assert "may run any code" in caplog.text
     with pytest.raises(UnsafeCheckpointError):
+        load_file(tmp_path / "x.pt")
+
+
+def test_a_trusted_file_must_be_whole_and_gives_back_what_was_saved(tmp_path):
+    save_file({"x": pickle.PickleError("mine"), "w": torch.ones(64), "t": datetime.timedelta(3)}, tmp_path / "x.pt")
+    assert load_file(tmp_path / "x.pt", trusted=True)["t"] == datetime.timedelta(3)
+    whole = bytearray((tmp_path / "x.pt").read_bytes())
+    whole[whole.index(torch.ones(64).numpy().tobytes())] ^= 1
+    (tmp_path / "x.pt").write_bytes(whole)
+    with pytest.raises(CorruptCheckpointError, match="the bytes of w are not"):
+        load_file(tmp_path / "x.pt", trusted=True)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_older_files_and_plain_pickles_can_be_trusted_too(tmp_path, legacy):
+    torch.save({"x": pickle.PickleError("mine")}, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps({"x": pickle.PickleError("mine")}))
+    for name in ("x.pt", "x.pkl"):
+        assert str(load_file(tmp_path / name, trusted=True)["x"]) == "mine"
+
+
+def test_a_tensor_that_no_name_leads_to_is_checked_as_well(tmp_path):
+    hidden = rebuilt_tensor(4, (1 << 40,), (0,)).replace(b"}", b"\x8f", 1)  # a set instead of the dict
+    hidden = hidden.replace(b"X\x01\x00\x00\x00w", b"(X\x01\x00\x00\x00w", 1)
+    hidden = hidden[:-2] + b"\x90."
+    buffer = io.BytesIO(as_zip(hidden))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr("archive/data/0", bytes(16))
+    (tmp_path / "x.pt").write_bytes(buffer.getvalue())
+    with pytest.raises(CorruptCheckpointError, match="a tensor of shape .1099511627776,. .* repeats 4 elements"):
         load_file(tmp_path / "x.pt")
 
 

@@ -55,7 +55,7 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
-    """A stretch of bytes in the file, and the tensors that look at it, wherever in the tree they are."""
+    """A stretch of bytes in the file, and where the tensors that look at it are collected."""
 
     key: str
     dtype: Dtype
@@ -97,10 +97,14 @@ class TensorSpec:
 
 @dataclass(slots=True)
 class Rehearsal:
-    """What a pickle would make: the tree, its tensors by name, its storages by key, and the names it may not have."""
+    """What a pickle would make: the tree, its tensors by name, its storages by key, and the names it may not have.
+
+    `views` has all tensors, also those that no name leads to, such as one in a set.
+    """
 
     tree: Any = None
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    views: list[TensorSpec] = field(default_factory=list)
     storages: dict[str, StorageSpec] = field(default_factory=dict)
     unknown_globals: set[str] = field(default_factory=set)
 
@@ -122,9 +126,8 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
     rehearsal.tree = run_restricted(_RehearsingUnpickler(data, rehearsal, record_unknown))
     rehearsal.tensors = {name: leaf for name, leaf in named_leaves(rehearsal.tree) if isinstance(leaf, TensorSpec)}
     names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
-    for storage in rehearsal.storages.values():
-        for tensor in storage.views:
-            _check_view(names.get(id(tensor), "a tensor"), tensor)
+    for tensor in rehearsal.views:
+        _check_view(names.get(id(tensor), "a tensor"), tensor)
     return rehearsal
 
 
@@ -155,14 +158,14 @@ class _RehearsingUnpickler(RestrictedUnpickler):
                 f"a tensor's bytes are described as {pid!r:.200}, without a dtype, a key or a size. "
                 f"Load another checkpoint."
             )
-        storage = StorageSpec(key, dtype, numel)
+        storage = StorageSpec(key, dtype, numel, self.rehearsal.views)
         known = self.rehearsal.storages.setdefault(key, storage)
         # An empty storage may be shared by tensors of several dtypes.
         if view not in ([], [None]) or (known != storage and known.size_bytes | storage.size_bytes):
             raise CorruptCheckpointError(
                 f"the bytes {key!r:.80} are described twice, as {known} and as {storage}. Load another checkpoint."
             )
-        return known if known == storage else self.rehearsal.storages.setdefault(f"{key} as {dtype.name}", storage)
+        return storage
 
 
 class Unknown:

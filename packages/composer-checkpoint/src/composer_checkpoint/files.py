@@ -1,6 +1,7 @@
 """Saving and loading one file, in the format that its name says."""
 
 import os
+import pickle
 import tempfile
 from collections.abc import Mapping
 from logging import getLogger
@@ -136,10 +137,10 @@ def load_file(
     trusted = trusted or os.environ.get(TRUST_VARIABLE, "").lower() in ("1", "true", "yes")
     with plain_file(source, max_expanded_bytes) as plain:
         kind = format_of(plain)
-        if trusted and kind != "safetensors":  # which has no code that could be trusted
-            obj = _load_trusted(source, plain, map_location)
-        else:
-            obj = _load(source, plain, kind, map_location, mmap, verify)
+        if trusted := trusted and kind != "safetensors":  # which has no code that could be trusted
+            digest = hash_file(source)
+            log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
+        obj = _load(source, plain, kind, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
         if verify or require_finite:  # it reads every weight, which verifying does anyway
             _check_finite(obj, source, require_finite)
     return obj
@@ -213,33 +214,26 @@ def verify_file(path: _PathLike) -> Manifest | None:
     return None
 
 
-def _load(source: str, plain: str, kind: Format, map_location: Any, mmap: bool, verify: bool) -> Any:
+def _load(source: str, plain: str, kind: Format, *, map_location: Any, mmap: bool, verify: bool, trusted: bool) -> Any:
     manifest: Manifest | None = None
     match kind:
         case "safetensors":
             obj, manifest = load_safetensors(plain, map_location=map_location, verify=verify)
         case "pt":
-            obj, manifest = load_pt(plain, map_location=map_location, mmap=mmap, verify=verify)
+            obj, manifest = load_pt(plain, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
         case "legacy pt":
-            _check_legacy(plain)
-            obj = load_checked(plain, map_location=map_location, mmap=False)
+            _check_legacy(plain, trusted)
+            obj = load_checked(plain, map_location=map_location, mmap=False, trusted=trusted)
         case "pickle":
-            obj = safe_unpickle(plain)
+            obj = pickle.loads(Path(plain).read_bytes()) if trusted else safe_unpickle(plain)
     if manifest is None:
         log.warning("%s is unverified: it has no manifest, so nobody can tell whether its bytes were changed.", source)
     return obj
 
 
-def _check_legacy(path: str) -> None:
+def _check_legacy(path: str, trusted: bool = False) -> None:
     with FileReader(path) as reader:
-        read_legacy_pt(reader)
-
-
-def _load_trusted(source: str, plain: str, map_location: Any) -> Any:
-    log.warning(
-        "%s is loaded as trusted and may run any code. The BLAKE3 hash of the file is %s.", source, hash_file(source)
-    )
-    return torch.load(plain, map_location=map_location, weights_only=False)
+        read_legacy_pt(reader, record_unknown=trusted)
 
 
 def _check_finite(obj: Any, source: str, require_finite: bool) -> None:

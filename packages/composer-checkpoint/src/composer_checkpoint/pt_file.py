@@ -55,13 +55,20 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def load_pt(path: str, *, map_location: Any, mmap: bool, verify: bool) -> tuple[Any, Manifest | None]:
-    """Check and load a `.pt` file; return what it holds and its manifest, if it has one."""
+def load_pt(
+    path: str, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
+) -> tuple[Any, Manifest | None]:
+    """Check and load a `.pt` file; return what it holds and its manifest, if it has one.
+
+    One that is trusted must be whole all the same.
+    """
     with FileReader(path) as reader, ThreadPoolExecutor(1) as pool:
-        contents = open_pt(reader)
+        contents = open_pt(reader, record_unknown=trusted)
         checking = pool.submit(_verify_payload, reader, contents) if verify else None
+        if trusted and checking is not None:
+            checking.result()  # before any of its code runs
         try:
-            obj = load_checked(path, map_location=map_location, mmap=mmap)
+            obj = load_checked(path, map_location=map_location, mmap=mmap, trusted=trusted)
         finally:  # an error of the hashes says more than one of a loader that read what is wrong
             if checking is not None:
                 checking.result()
@@ -144,8 +151,10 @@ def _tensors_of(rehearsal: Rehearsal, key: str) -> str:
     return " and ".join(names[:_MAX_NAMES]) or f"storage {key}"
 
 
-def load_checked(path: str, *, map_location: Any, mmap: bool) -> Any:
-    """Load with torch's own weights-only loader, the second lock, what was checked before."""
+def load_checked(path: str, *, map_location: Any, mmap: bool, trusted: bool = False) -> Any:
+    """Load what was checked before, with torch's own weights-only loader as the second lock unless it is trusted."""
+    if trusted:
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
     return _load_with(lambda: torch.load(path, map_location=map_location, mmap=mmap, weights_only=True), map_location)
 
 

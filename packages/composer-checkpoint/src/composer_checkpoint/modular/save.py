@@ -3,8 +3,9 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,10 +82,10 @@ def save_checkpoint_to_disk(
     """
     options = CheckpointSaveOptions() if options is None else options
     _check_format(options.save_format, options.sharded_checkpoint)
-    if options.save_optimizer and not state.optimizers:
+    if options.save_optimizer and len(state.optimizers) != 1:
         raise ValueError(
-            "save_optimizer=True, and the state has no optimizer. Give it one, or pass "
-            "CheckpointSaveOptions(save_optimizer=False)."
+            f"save_optimizer=True saves one optimizer, and the state has {len(state.optimizers)}. Pass "
+            f"CheckpointSaveOptions(save_optimizer=False), and save each one with save_optim_to_disk()."
         )
     prefix = format_name_with_dist_and_time(options.dir_prefix, state.run_name, state.timestamp)
     folder = os.path.join(_local(destination_dir, "destination_dir"), prefix)
@@ -131,8 +132,8 @@ def save_model_to_disk(
         'model/model.pt'
     """
     _check_format(save_format, sharded_checkpoint)
+    path = _part(destination_dir, MODEL_FOLDER, sharded_checkpoint, save_format, overwrite)
     state_dict = get_model_state_dict(model, sharded_checkpoint, precision, include_keys, ignore_keys)
-    path = _part(destination_dir, MODEL_FOLDER, sharded_checkpoint, save_format)
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
 
@@ -171,8 +172,8 @@ def save_optim_to_disk(
     _check_format(save_format, sharded_checkpoint)
     if save_format != "pt":
         raise ValueError(f"save_format={save_format!r} holds weights only, and no optimizer. Save it as 'pt'.")
+    path = _part(destination_dir, OPTIM_FOLDER, sharded_checkpoint, save_format, overwrite)
     state_dict = get_optim_state_dict(model, optimizer, sharded_checkpoint, precision, include_keys, ignore_keys)
-    path = _part(destination_dir, OPTIM_FOLDER, sharded_checkpoint, save_format)
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
 
@@ -247,7 +248,7 @@ def save_state_dict_to_disk(
     ranks = Ranks()
     sharded = not ranks.all(not any(isinstance(leaf, DTensor) for _, leaf in named_leaves(dict(state_dict))))
     _check_format(save_format, sharded)
-    if not sharded and ranks.rank == 0 and state_dict:
+    if not sharded:
         _check_suffix(path, save_format)
     return _save(state_dict, path, overwrite, sharded=sharded)
 
@@ -268,10 +269,7 @@ def _save_parts(folder: str, state: "State", options: CheckpointSaveOptions) -> 
 def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sharded: bool) -> str | None:
     target = _local(path, "path")
     if not sharded:
-        if Ranks().all(not state_dict):
-            return None
-        written = _on_rank_zero(lambda: _write_file(state_dict, target, overwrite), target)
-        return written if state_dict else None
+        return _on_rank_zero(lambda: _write_file(state_dict, target, overwrite), target) if state_dict else _wait()
     stripped = _without_suffixes(target)
     if stripped != target:
         warnings.warn(
@@ -284,6 +282,87 @@ def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sha
     return os.path.join(stripped, "__{rank}_0.distcp")
 
 
+def _on_rank_zero(write: Callable[[], None], path: str) -> str | None:
+    ranks = Ranks()
+    ranks.together(write if ranks.rank == 0 else _nothing)
+    return path if ranks.rank == 0 else None
+
+
+def _wait() -> None:
+    """Stand by while rank 0 writes, to hear of its errors."""
+    Ranks().together(_nothing)
+
+
+def _nothing() -> None:
+    """Write nothing: rank 0 does."""
+
+
 def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:
     with _as_value_error(path, "File"), write_atomically(path, overwrite=overwrite) as unfinished:
         save_file(dict(content), unfinished)
+
+
+def _part(destination_dir: PathLike, part: str, sharded: bool, save_format: str, overwrite: bool) -> str:
+    """Return where a part goes; raise on all ranks if something is there, before anything is gathered for it."""
+    folder = os.path.join(_local(destination_dir, "destination_dir"), part)
+    path = folder if sharded else os.path.join(folder, f"{part}.{save_format}")
+
+    def look() -> None:
+        if not overwrite and os.path.lexists(path):
+            raise AlreadyExistsError(_conflict(path, "Directory" if sharded else "File"))
+
+    _on_rank_zero(look, path)
+    return path
+
+
+@contextmanager
+def _as_value_error(path: str, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointConflictError as error:
+        raise AlreadyExistsError(_conflict(path, kind)) from error
+
+
+def _conflict(path: str, kind: str) -> str:
+    return f"{kind} {path} already exists. Set overwrite=True to replace it, or choose another name."
+
+
+def _local(path: PathLike, argument: str) -> str:
+    if is_uri(path):
+        raise ValueError(
+            f"{argument}={os.fspath(path)!r} is an address, and this saves to a local disk. Save to a folder, and "
+            f"upload what is in it, with upload_file() or composer_checkpoint.publish.publish_checkpoint()."
+        )
+    return os.fspath(path)
+
+
+def _file_in(path: PathLike, name: str) -> str:
+    text = _local(path, "path")
+    return text if PurePath(text).suffix == PurePath(name).suffix else os.path.join(text, name)
+
+
+def _without_suffixes(path: str) -> str:
+    name = PurePath(path)
+    return os.fspath(name.with_name(name.name.removesuffix("".join(name.suffixes))))
+
+
+def _check_format(save_format: str, sharded: bool) -> None:
+    if save_format not in _FORMATS:
+        raise NotImplementedError(f"save_format={save_format!r} is not known. Use one of {', '.join(_FORMATS)}.")
+    if sharded and save_format != "pt":
+        raise ValueError(
+            f"save_format={save_format!r} is one file, and a sharded checkpoint is a folder of "
+            f"torch.distributed.checkpoint. Use 'pt', or save without shards."
+        )
+
+
+def _check_suffix(path: PathLike, save_format: str) -> None:
+    if (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
+        raise ValueError(
+            f"path={os.fspath(path)!r} does not go with save_format={save_format!r}: names that end in .safetensors "
+            f"are of that format, and no others are. Change one of the two."
+        )
+
+
+def _times(state: "State") -> dict[str, int]:
+    return {unit: int(getattr(state.timestamp, unit)) for unit in ("iteration", "epoch", "batch", "sample", "token")}

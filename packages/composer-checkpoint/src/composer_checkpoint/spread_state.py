@@ -1,0 +1,110 @@
+"""The content of a checkpoint whose tensors are spread over ranks, as this run's ranks hold them."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint._tree import map_tree
+from composer_checkpoint.local_files import ELASTIC_VARIABLE, LAYOUT_KEY
+from composer_checkpoint.sharded import load_sharded, read_folder_metadata
+from composer_dist import dist
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = ["as_spread", "read_sharded"]
+
+
+def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
+    """Return a folder's content, of which each rank reads what it holds. Every rank must call this.
+
+    Args:
+        path: The folder.
+        state: Its model says how tensors are spread; they are whole where it is not.
+        weights_only: Read the model and the algorithms only.
+        verify: Whether hashes are compared.
+    """
+    metadata = read_folder_metadata(path)
+    parameters = _spread_parameters(state)
+    content: dict[Any, Any] = {}
+    paths: Mapping[str, Any] = metadata.planner_data or {}
+    for name, described in metadata.state_dict_metadata.items():
+        keys = tuple(paths.get(name, (name,)))
+        if weights_only and keys[:2] not in (("state", "model"), ("state", "algorithms")):
+            continue
+        leaf: Any = None
+        if isinstance(described, TensorStorageMetadata):
+            leaf = _empty(described, parameters.get(_parameter_of(keys)))
+        _put(content, keys, leaf)
+    content = _with_lists(content)
+    load_sharded(content, path, verify=verify)
+    content.setdefault("state", {})
+    return content
+
+
+def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
+    """Return the content of a per-rank file with its tensors as the shards that they are.
+
+    Raises:
+        ValueError: If another number of ranks saved it.
+    """
+    layout = content.pop(LAYOUT_KEY)
+    if layout["world_size"] != dist.get_world_size():
+        raise ValueError(
+            f"{path} is one of the files of {layout['world_size']} ranks, and {dist.get_world_size()} load them: "
+            f"per-rank files are not elastic. Start {layout['world_size']} ranks, or put the files together with "
+            f"composer_checkpoint.local_files.merge_local (see {ELASTIC_VARIABLE})."
+        )
+    parameters, described = _spread_parameters(state), layout["tensors"]
+
+    def spread(name: str, leaf: Any) -> Any:
+        parameter = parameters.get(_parameter_of(tuple(name.split("/"))))
+        if name not in described or parameter is None or list(parameter.shape) != described[name]["global_shape"]:
+            return leaf
+        return DTensor.from_local(
+            leaf, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+
+    return map_tree(content, spread)
+
+
+def _spread_parameters(state: "State") -> dict[str, DTensor]:
+    return {name: value for name, value in state.get_model_state_dict().items() if isinstance(value, DTensor)}
+
+
+def _parameter_of(keys: tuple[Any, ...]) -> str:
+    """Return the name of the parameter to which a tensor of a checkpoint belongs."""
+    match keys:
+        case ("state", "model", name):
+            return str(name)
+        case ("state", "optimizers", _, "state", name, *_):
+            return str(name)
+        case _:
+            return ""
+
+
+def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
+    dtype = described.properties.dtype
+    if like is not None and like.shape == described.size:
+        return torch.empty_like(like, dtype=dtype)
+    return torch.empty(described.size, dtype=dtype)
+
+
+def _put(tree: dict[Any, Any], keys: tuple[Any, ...], leaf: Any) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[keys[-1]] = leaf
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return a tree of dicts with those that count their items as lists."""
+    if not isinstance(tree, dict) or not tree:
+        return tree
+    items = {key: _with_lists(value) for key, value in tree.items()}
+    if all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
+        return [items[index] for index in range(len(items))]
+    return items
