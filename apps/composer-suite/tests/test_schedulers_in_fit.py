@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from composer.core import Callback
-from composer.optim import LinearScheduler
+from composer.core import Callback, State
+from composer.optim import LinearScheduler, compile_composer_scheduler
 
 
 class Rates(Callback):
@@ -73,27 +73,100 @@ def side_by_side(optimizer):
     return [torch.optim.lr_scheduler.StepLR(optimizer, 1), LinearScheduler()]
 
 
-def test_side_by_side_composers_step_every_batch_and_torchs_every_epoch(run, make_loader):
-    rates, last = run(side_by_side, train_dataloader=make_loader(8, 4), max_duration="3ep")
-    # A batch trains with the factor of the batch before it, as schedulers step before the clock moves.
-    linear = [1 - max(batch - 1, 0) / 6 for batch in range(7)]
-    steps = [0.1 ** (batch // 2) for batch in range(7)]
-    assert [*rates, last] == pytest.approx([a * b for a, b in zip(linear, steps, strict=True)], rel=1e-12)
-
-
-@pytest.mark.parametrize("every_batch", [True, False])
-def test_side_by_side_all_step_as_often_as_asked(run, make_loader, every_batch):
-    rates, _ = run(
-        side_by_side,
+@pytest.mark.parametrize("every_batch", [None, True, False])
+@pytest.mark.parametrize("order", [1, -1])
+def test_side_by_side_all_step_every_epoch_unless_asked_otherwise(run, make_loader, every_batch, order):
+    rates, last = run(
+        lambda optimizer: side_by_side(optimizer)[::order],
         train_dataloader=make_loader(8, 4),
         max_duration="3ep",
         step_schedulers_every_batch=every_batch,
     )
-    if every_batch:
-        expected = [0.1**batch * (1 - max(batch - 1, 0) / 6) for batch in range(6)]
+    if every_batch:  # a batch trains with the factor of the batch before it: schedulers step before the clock moves
+        expected = [0.1**batch * (1 - max(batch - 1, 0) / 6) for batch in range(7)]
     else:
-        expected = [0.1 ** (batch // 2) * (1 - batch // 2 * 2 / 6) for batch in range(6)]
-    assert rates == pytest.approx(expected, rel=1e-12)
+        expected = [0.1 ** (batch // 2) * (1 - batch // 2 * 2 / 6) for batch in range(7)]
+    assert [*rates, last] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+class AddToTheSchedulers(Callback):
+    def __init__(self, event, make_scheduler):
+        setattr(self, event, lambda state, logger: state.schedulers.append(make_scheduler(state)))
+
+
+@pytest.mark.parametrize(("event", "num_batches"), [("after_load", 0), ("batch_start", 1)])
+def test_a_scheduler_added_beside_one_that_was_compiled_without_it_is_refused(
+    make_trainer, make_model, make_loader, event, num_batches
+):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    add = AddToTheSchedulers(event, lambda state: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    rates = Rates()
+    trainer = make_trainer(
+        model=model,
+        optimizers=optimizer,
+        schedulers=LinearScheduler(),
+        callbacks=[add, rates],
+        train_dataloader=make_loader(8, 4),
+        max_duration="1ep",
+        step_schedulers_every_batch=True,
+    )
+    with pytest.raises(ValueError, match="has a ExponentialLR beside a Composer scheduler that was compiled without"):
+        trainer.fit()
+    assert len(rates.rates) == num_batches
+
+
+@pytest.fixture
+def compiled():
+    """Compile for a state of its own, as nobody has the trainer's before there is a trainer."""
+
+    def make(optimizer):
+        state = State(None, 0, max_duration="3ep", dataloader=[1, 2], optimizers=optimizer, device="cpu")
+        return compile_composer_scheduler(LinearScheduler(), state)
+
+    return make
+
+
+def test_a_scheduler_that_asks_another_clock_is_refused(run, compiled):
+    with pytest.raises(ValueError, match="LambdaLR that was compiled for another State than the trainer's"):
+        run(compiled, max_duration="3ep")
+
+
+@pytest.mark.parametrize(
+    "other", [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), lambda optimizer: LinearScheduler()]
+)
+def test_a_scheduler_compiled_alone_is_refused_in_a_list(run, compiled, other):
+    with pytest.raises(ValueError, match="Give the Trainer the schedulers themselves, uncompiled"):
+        run(lambda optimizer: [compiled(optimizer), other(optimizer)], max_duration="3ep")
+
+
+def test_one_compiled_for_the_trainers_state_may_be_given_to_fit(make_trainer, make_model, make_loader):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = Rates()
+    settings = {"train_dataloader": make_loader(16, 4), "max_duration": "1ep", "callbacks": rates}
+    trainer = make_trainer(model=model, optimizers=optimizer, **settings)
+    trainer.fit(schedulers=compile_composer_scheduler(LinearScheduler(), trainer.state))
+    assert rates.rates == pytest.approx([1.0, 1.0, 0.75, 0.5])
+
+
+def test_schedulers_that_cannot_be_scaled_leave_the_others_as_they_were(run):
+    schedulers = []
+
+    def make(optimizer):
+        kinds = torch.optim.lr_scheduler
+        schedulers.extend([kinds.StepLR(optimizer, 4), kinds.LinearLR(optimizer)])
+        return schedulers
+
+    with pytest.raises(ValueError, match="cannot be applied to a LinearLR"):
+        run(make, max_duration="4ep", scale_schedule_ratio=0.5)
+    assert schedulers[0].step_size == 4
+
+
+@pytest.mark.parametrize("ratio", ["0.5", float("nan"), float("inf"), 0])
+def test_a_ratio_that_is_none_is_named(run, ratio):
+    with pytest.raises((TypeError, ValueError), match="scale_schedule_ratio="):
+        run(lambda optimizer: LinearScheduler(), max_duration="1ep", scale_schedule_ratio=ratio)
 
 
 class SaveAfterTwoEpochs(Callback):

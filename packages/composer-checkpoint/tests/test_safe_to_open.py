@@ -278,7 +278,7 @@ def test_a_tensor_that_no_name_leads_to_is_checked_as_well(tmp_path):
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.writestr("archive/data/0", bytes(16))
     (tmp_path / "x.pt").write_bytes(buffer.getvalue())
-    with pytest.raises(CorruptCheckpointError, match="a tensor of shape .1099511627776,. .* repeats 4 elements"):
+    with pytest.raises(CorruptCheckpointError, match=r"a tensor of shape .1099511627776,. .* repeats 4 elements"):
         load_file(tmp_path / "x.pt")
 
 

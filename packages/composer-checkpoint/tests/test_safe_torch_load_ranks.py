@@ -1,9 +1,9 @@
 import pytest
 import torch
-from composer_dist import dist
-from composer_dist.testing import run_ranks
 
 from composer_checkpoint import CorruptCheckpointError, safe_torch_load, save_file
+from composer_dist import dist
+from composer_dist.testing import run_ranks
 
 
 def load_on_rank_0(path):

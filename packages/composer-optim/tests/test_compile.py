@@ -77,7 +77,7 @@ def test_the_factors_of_several_schedulers_multiply(optimized, optimizer):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         state.timestamp = state.timestamp.copy(batch=batch + 1)
-        for scheduler in compiled:
+        for scheduler in compiled[:: 1 if batch % 2 else -1]:  # in either order
             scheduler.step()
     assert rates == [2.0 * 0.5 * 3.0 * (1 - batch / 4) for batch in range(4)]
     assert len(compiled) == 3
@@ -125,10 +125,25 @@ def test_a_scheduler_of_pytorchs_alone_needs_no_compiling(optimized, optimizer):
         compile_composer_scheduler(theirs, optimized("4ba"))
 
 
-@pytest.mark.parametrize("ssr", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("ssr", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_ratio_that_is_not_positive_is_refused(optimized, ssr):
     with pytest.raises(ValueError, match="must be more than 0"):
         compile_composer_scheduler(LinearScheduler(), optimized("4ba"), ssr)
+
+
+@pytest.mark.parametrize("ssr", ["0.5", None, True])
+def test_a_ratio_that_is_no_number_is_named(optimized, ssr):
+    with pytest.raises(TypeError, match=f"scale_schedule_ratio={ssr!r} is not a number"):
+        compile_composer_scheduler(LinearScheduler(), optimized("4ba"), ssr)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "hint"),
+    [(LinearScheduler, r"Call it: LinearScheduler\(\.\.\.\)"), ("cosine", "Pass a function of the state")],
+)
+def test_what_cannot_be_called_with_a_state_is_refused(optimized, scheduler, hint):
+    with pytest.raises(TypeError, match=f"is not a scheduler.*{hint}"):
+        compile_composer_scheduler(scheduler, optimized("4ba"))
 
 
 @pytest.mark.parametrize("num_optimizers", [0, 2])

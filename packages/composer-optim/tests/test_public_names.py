@@ -25,7 +25,6 @@ NAMES = {
     "PolynomialWithWarmupScheduler",
     "compile_composer_scheduler",
     "compile_composer_schedulers",
-    "step_schedulers",
     "scale_pytorch_scheduler",
     "lr_lambda",
     "lambda_lr",

@@ -1,4 +1,4 @@
-"""PyTorch's schedulers and Composer's in one list: the learning rate is the product of both, each at its own pace."""
+"""PyTorch's schedulers and Composer's in one list: the learning rate is the product of both, however they step."""
 
 import copy
 import math
@@ -11,8 +11,8 @@ from composer_optim import (
     ConstantScheduler,
     LinearScheduler,
     LinearWithWarmupScheduler,
+    compile_composer_scheduler,
     compile_composer_schedulers,
-    step_schedulers,
 )
 
 NUM_EPOCHS, NUM_BATCHES = 6, 3
@@ -50,6 +50,11 @@ def rates_of(optimizer):
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+def step(schedulers):
+    for scheduler in schedulers:
+        scheduler.step()
+
+
 class Run:
     """A loop that steps Composer's schedulers after every batch and PyTorch's after every epoch."""
 
@@ -58,6 +63,13 @@ class Run:
         self.state.optimizers.append(optimizer)
         self.optimizer = optimizer
         self.schedulers = compile_composer_schedulers(schedulers, self.state)
+        self.theirs = [scheduler for scheduler in schedulers if isinstance(scheduler, lr_scheduler.LRScheduler)]
+        self.ours = [scheduler for scheduler in self.schedulers if scheduler not in self.theirs]
+
+    def advance(self):
+        """Train one batch."""
+        self.optimizer.step()
+        self.state.timestamp = self.state.timestamp.to_next_batch()
 
     def train(self, num_epochs):
         """Return the rates of both groups at each batch."""
@@ -65,11 +77,10 @@ class Run:
         for _ in range(num_epochs):
             for _ in range(NUM_BATCHES):
                 rates.append(rates_of(self.optimizer))
-                self.optimizer.step()
-                self.state.timestamp = self.state.timestamp.to_next_batch()
-                step_schedulers(self.schedulers, pytorch=False)
+                self.advance()
+                step(self.ours)
             self.state.timestamp = self.state.timestamp.to_next_epoch()
-            step_schedulers(self.schedulers, composer=False)
+            step(self.theirs)
         return rates
 
 
@@ -122,14 +133,61 @@ def test_a_factor_of_zero_loses_nothing(training):
     assert rates == pytest.approx([0, 2 / 3, 4 / 3, *second_epoch], rel=1e-12)
 
 
-def test_both_may_step_together(training):
+@pytest.mark.parametrize("kind", THEIRS)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_all_may_step_after_every_batch_in_any_order(training, kind, order):
     optimizer = make_optimizer()
-    run = Run(training, [lr_scheduler.StepLR(optimizer, 1, gamma=0.5), LinearScheduler()], optimizer)
-    for batch in range(1, 5):
-        optimizer.step()
-        run.state.timestamp = run.state.timestamp.to_next_batch()
-        step_schedulers(run.schedulers)
-        assert rates_of(optimizer) == pytest.approx([2 * 0.5**batch * linear(batch), 8 * 0.5**batch * linear(batch)])
+    run = Run(training, [THEIRS[kind](optimizer), LinearScheduler(), ConstantScheduler(0.5)], optimizer)
+    rates = [rates_of(optimizer)]
+    for _ in range(NUM_EPOCHS - 1):
+        run.advance()
+        step(run.schedulers[place] for place in order)
+        rates.append(rates_of(optimizer))
+    for batch, (groups, alone) in enumerate(zip(rates, rates_alone(THEIRS[kind]), strict=True)):
+        assert groups == pytest.approx([rate * linear(batch) * 0.5 for rate in alone], rel=1e-12, abs=1e-12)
+
+
+def test_a_scheduler_may_be_stepped_by_whoever_made_it(training):
+    optimizer = make_optimizer()
+    halving = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = Run(training, [halving, LinearScheduler()], optimizer)
+    assert run.schedulers[0] is halving
+    run.advance()
+    halving.step()
+    assert rates_of(optimizer) == [1.0, 4.0]  # Composer's factor is still that of the first batch
+    step(run.ours)
+    assert rates_of(optimizer) == pytest.approx([linear(1), 4 * linear(1)])
+
+
+def test_a_scheduler_beside_composers_keeps_its_class_and_the_layout_of_its_state(training):
+    optimizer = make_optimizer()
+    theirs, alone = lr_scheduler.StepLR(optimizer, 2), lr_scheduler.StepLR(make_optimizer(), 2)
+    Run(training, [theirs, LinearScheduler()], optimizer)
+    assert isinstance(theirs, lr_scheduler.StepLR)
+    assert (type(theirs).__qualname__, type(theirs).__module__) == ("StepLR", lr_scheduler.StepLR.__module__)
+    assert theirs.state_dict() == alone.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step..` has been overridden")  # PyTorch copies it so
+def test_a_copy_of_the_schedulers_and_their_optimizer_leaves_the_original_alone(training):
+    optimizer = make_optimizer()
+    halving = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    Run(training, [halving, ConstantScheduler(0.5)], optimizer)
+    copied, of_copied = copy.deepcopy((halving, optimizer))
+    of_copied.step()
+    copied.step()
+    optimizer.step()
+    halving.step()
+    assert rates_of(of_copied) == rates_of(optimizer) == [0.5, 2.0]
+
+
+def test_a_group_that_came_later_is_named(training):
+    optimizer = make_optimizer()
+    halving = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    Run(training, [halving, LinearScheduler()], optimizer)
+    optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    with pytest.raises(RuntimeError, match="has 3 parameter groups, and it had 2 when its schedulers were compiled"):
+        halving.step()
 
 
 def test_every_scheduler_says_what_it_made_of_the_rate(training):
@@ -137,6 +195,7 @@ def test_every_scheduler_says_what_it_made_of_the_rate(training):
     run = Run(training, [lr_scheduler.StepLR(optimizer, 1, gamma=0.5), LinearScheduler()], optimizer)
     run.train(1)
     assert run.schedulers[0].get_last_lr() == [1.0, 4.0]
+    step(run.ours)
     assert run.schedulers[1].get_last_lr() == rates_of(optimizer) == pytest.approx([linear(3), 4 * linear(3)])
 
 
@@ -171,15 +230,14 @@ def test_a_run_resumes_between_the_last_batch_and_the_end_of_the_epoch(training)
 
     whole, resumed = start(), start()
     for _ in range(NUM_BATCHES):
-        whole.optimizer.step()
-        whole.state.timestamp = whole.state.timestamp.to_next_batch()
-        step_schedulers(whole.schedulers, pytorch=False)
+        whole.advance()
+        step(whole.ours)
     resumed.optimizer.load_state_dict(whole.optimizer.state_dict())
     resumed.optimizer.step()
     for old, new in zip(whole.schedulers, resumed.schedulers, strict=True):
         new.load_state_dict(old.state_dict())
     for run in (whole, resumed):
-        step_schedulers(run.schedulers, composer=False)
+        step(run.theirs)
     assert rates_of(resumed.optimizer) == rates_of(whole.optimizer) == pytest.approx([linear(3), 4 * linear(3)])
 
 
@@ -226,21 +284,59 @@ def test_the_ratio_scales_both_kinds(training):
     assert steps.step_size == 2
 
 
-@pytest.mark.parametrize("schedulers", [[LinearScheduler()], []])
-def test_one_kind_alone_is_stepped_when_it_is_due(training, schedulers):
+def test_pytorchs_alone_are_left_as_they_are(training):
     optimizer = make_optimizer()
-    state = training("6ba")
+    halving = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert Run(training, [halving], optimizer).schedulers == [halving]
+    assert type(halving) is lr_scheduler.ExponentialLR
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda optimizer: lr_scheduler.LinearLR(optimizer), "cannot be applied to a LinearLR"),
+        (lambda optimizer: LinearWithWarmupScheduler("1ba", t_max="1ba"), "must be greater than or equal to max_dur"),
+        (lambda optimizer: lambda state: 1.0, "takes the state and nothing else"),
+        (lambda optimizer: lr_scheduler.StepLR(optimizer, 1), "shorter than one step"),
+    ],
+)
+def test_a_list_that_is_refused_is_left_as_it_was(training, broken, message):
+    optimizer = make_optimizer()
+    schedulers = [lr_scheduler.StepLR(optimizer, 4), LinearScheduler(), broken(optimizer)]
+    rates = rates_of(optimizer)
+    state = training("8ba")
     state.optimizers.append(optimizer)
-    compiled = compile_composer_schedulers(schedulers, state)
-    alone = lr_scheduler.StepLR(make_optimizer(), 1)
-    optimizer.step()
+    with pytest.raises(ValueError, match=message):
+        compile_composer_schedulers(schedulers, state, 0.5)
+    assert (schedulers[0].step_size, type(schedulers[0])) == (4, lr_scheduler.StepLR)
+    assert rates_of(optimizer) == rates
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_scheduler_compiled_alone_is_refused_beside_another(training, is_first):
+    optimizer = make_optimizer()
+    state = training("8ba")
+    state.optimizers.append(optimizer)
+    alone = compile_composer_scheduler(LinearScheduler(), state)
+    halving = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state.schedulers = [alone, halving] if is_first else [halving, alone]
     state.timestamp = state.timestamp.to_next_batch()
-    step_schedulers(compiled, composer=False)
-    step_schedulers([alone], pytorch=False)
-    assert rates_of(optimizer)[0] == 2.0
-    assert alone.last_epoch == 0
-    step_schedulers(compiled, pytorch=False)
-    assert rates_of(optimizer)[0] == pytest.approx(2 * 5 / 6 if schedulers else 2)
+    optimizer.step()
+    with pytest.raises(ValueError, match="has a ExponentialLR beside a Composer scheduler that was compiled without"):
+        step(state.schedulers)
+    with pytest.raises(ValueError, match="LambdaLR in it that compile_composer_scheduler made"):
+        compile_composer_schedulers([alone, LinearScheduler()], state)
+
+
+def test_schedulers_of_other_optimizers_may_stand_in_the_same_list(training):
+    optimizer = make_optimizer()
+    state = training("8ba")
+    state.optimizers.append(optimizer)
+    other = lr_scheduler.ExponentialLR(make_optimizer(), 0.5)
+    state.schedulers = [compile_composer_scheduler(ConstantScheduler(0.5), state), other]
+    optimizer.step()
+    state.schedulers[0].step()
+    assert rates_of(optimizer) == [1.0, 4.0]
 
 
 def test_a_scheduler_for_another_optimizer_is_refused(training):

@@ -58,7 +58,9 @@ __getattr__, __dir__ = lazy_face(
         "composer.trainer.trainer": ["Trainer"],
     },
     submodules=[
+        "cli",
         "algorithms",
+        "callbacks",
         "core",
         "devices",
         "distributed",

@@ -1,24 +1,16 @@
 """CutMix: train on images with a box of another image in them, and on both images' targets."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_algorithms._batch import batch_tensor, require_tensor
 from composer_algorithms._draws import draw_beta, draw_integer
 from composer_algorithms._legacy import accept_legacy_arguments, warn_deprecated
-from composer_algorithms._loss import loss_for_target
-from composer_algorithms._random import ResumableDraws
+from composer_algorithms._pairs import DrawPer, PairMixing
 from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
-from composer_events.event import Event
 from composer_models.targets import ensure_targets_one_hot
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["CutMix", "cutmix", "cutmix_batch", "METADATA"]
 
@@ -148,10 +140,14 @@ def cutmix(
     return mixed, torch.lerp(permuted_one_hot, one_hot, own_area)
 
 
-class CutMix(ResumableDraws, Algorithm):
-    """Train each microbatch on images with a box of another of its images in them.
+class CutMix(PairMixing):
+    """Train each microbatch, or each batch, on images with a box of another of its images in them.
 
     On `BEFORE_FORWARD` the inputs in `state.batch` are mixed; permutation and box are drawn anew for each microbatch.
+    With `draw_per="batch"` that happens on `BATCH_START`, once for the whole batch, so that training does not depend on
+    how the batch is cut; metrics of training then see the mixed images. On `BEFORE_FORWARD` each microbatch gets its
+    part of the targets, in the batch's order, from the beginning after every `BEFORE_TRAIN_BATCH`.
+
     Then one of two, which are the same for losses that are linear in the target, as cross entropy is:
 
     - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become weighted sums with one value for each class, or,
@@ -170,13 +166,14 @@ class CutMix(ResumableDraws, Algorithm):
         uniform_sampling: See `cutmix_batch`.
         input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
         target_key: Where it holds the targets.
+        draw_per: `'microbatch'` or `'batch'`. What is cut from a batch has to keep its order with `'batch'`.
 
     Raises:
-        ValueError: If `alpha` is negative.
+        ValueError: If `alpha` is negative or `draw_per` is neither.
 
     Example:
         >>> CutMix(alpha=0.5)
-        CutMix(alpha=0.5, interpolate_loss=False, uniform_sampling=False, input_key=0, target_key=1)
+        CutMix(alpha=0.5, interpolate_loss=False, uniform_sampling=False, input_key=0, target_key=1, draw_per='microbatch')
 
     Reference:
         Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features", ICCV 2019,
@@ -191,48 +188,25 @@ class CutMix(ResumableDraws, Algorithm):
         uniform_sampling: bool = False,
         input_key: Any = 0,
         target_key: Any = 1,
+        *,
+        draw_per: DrawPer = "microbatch",
     ) -> None:
         _check_alpha(alpha)
+        super().__init__(interpolate_loss, input_key, target_key, draw_per)
         self.alpha = alpha
-        self.interpolate_loss = interpolate_loss
         self.uniform_sampling = uniform_sampling
-        self.input_key = input_key
-        self.target_key = target_key
-        self._indices = torch.empty(0, dtype=torch.long)
         self._bbox: Box = (0, 0, 0, 0)
-        self._permuted_target = torch.empty(0)
-        self._adjusted_lambda = 1.0  # the part of each image that is its own, and the weight of its target
+        self._adjusted_lambda = 1.0  # the part of each image that is its own
         self._image_size: tuple[int, ...] = ()
-        self._original_target: Tensor | None = None
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is one of those where inputs, targets or the loss change."""
-        if self.interpolate_loss:
-            return event in (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD)
-        return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
-
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Mix what belongs to the event."""
-        if event == Event.BEFORE_FORWARD:
-            self._mix_inputs(state)
-        elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
-            self._mix_targets(state)
-        elif event == Event.AFTER_LOSS and self._original_target is not None:
-            state.batch_set_item(self.target_key, self._original_target)
-            self._original_target = None
-        elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:
-            self._mix_losses(state)
 
     def __repr__(self) -> str:
         return (
             f"CutMix(alpha={self.alpha!r}, interpolate_loss={self.interpolate_loss!r}, "
             f"uniform_sampling={self.uniform_sampling!r}, input_key={self.input_key!r}, "
-            f"target_key={self.target_key!r})"
+            f"target_key={self.target_key!r}, draw_per={self.draw_per!r})"
         )
 
-    def _mix_inputs(self, state: "State") -> None:
-        input = batch_tensor(state, self.input_key, "input_key")
-        target = batch_tensor(state, self.target_key, "target_key")
+    def _mix(self, input: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
         self._image_size = tuple(input.shape[-2:])
         if self.interpolate_loss and self._is_spatial(target):
             raise ValueError(
@@ -240,9 +214,7 @@ class CutMix(ResumableDraws, Algorithm):
                 f"pixel: the weights of the two losses would have to differ from pixel to pixel. Use "
                 f"interpolate_loss=False."
             )
-        generator = self.next_generator(state)
-        self._indices = torch.randperm(len(input), generator=generator)
-        mixed, self._permuted_target, self._adjusted_lambda, self._bbox = cutmix_batch(
+        mixed, permuted, self._adjusted_lambda, self._bbox = cutmix_batch(
             input,
             target,
             alpha=self.alpha,
@@ -250,31 +222,18 @@ class CutMix(ResumableDraws, Algorithm):
             uniform_sampling=self.uniform_sampling,
             generator=generator,
         )
-        state.batch_set_item(self.input_key, mixed)
+        return mixed, permuted, self._adjusted_lambda
+
+    def _mix_target(self, target: Tensor, permuted: Tensor, outputs: Tensor) -> Tensor:
+        if not self._is_spatial(target):
+            return super()._mix_target(target, permuted, outputs)
+        x1, y1, x2, y2 = self._bbox
+        mixed = target.clone()
+        mixed[..., x1:x2, y1:y2] = permuted[..., x1:x2, y1:y2]
+        return mixed
 
     def _is_spatial(self, target: Tensor) -> bool:
         return target.ndim > 2 and tuple(target.shape[-2:]) == self._image_size
-
-    def _mix_targets(self, state: "State") -> None:
-        outputs = require_tensor(state.outputs, "the model's output")
-        target = batch_tensor(state, self.target_key, "target_key")
-        if self._is_spatial(target):
-            x1, y1, x2, y2 = self._bbox
-            mixed = target.clone()
-            mixed[..., x1:x2, y1:y2] = self._permuted_target[..., x1:x2, y1:y2]
-        else:
-            mixed = torch.lerp(
-                ensure_targets_one_hot(outputs, self._permuted_target),
-                ensure_targets_one_hot(outputs, target),
-                self._adjusted_lambda,
-            )
-        state.batch_set_item(self.target_key, mixed)
-        self._original_target = target
-
-    def _mix_losses(self, state: "State") -> None:
-        loss = require_tensor(state.loss, "the loss")
-        permuted_loss = loss_for_target(state, self.target_key, self._permuted_target)
-        state.loss = self._adjusted_lambda * loss + (1 - self._adjusted_lambda) * permuted_loss
 
 
 def _cut_sides(

@@ -1,24 +1,15 @@
 """MixUp: train on blends of two examples and of their targets."""
 
 import math
-import random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_algorithms._batch import batch_tensor, require_tensor
+from composer_algorithms._draws import draw_beta
 from composer_algorithms._legacy import accept_legacy_arguments
-from composer_algorithms._loss import loss_for_target
-from composer_algorithms._random import ResumableDraws
+from composer_algorithms._pairs import DrawPer, PairMixing
 from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
-from composer_events.event import Event
-from composer_models.targets import ensure_targets_one_hot
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["MixUp", "mixup_batch", "METADATA"]
 
@@ -105,7 +96,7 @@ def mixup_batch(
     return mixed, permuted_target, mixing
 
 
-class MixUp(ResumableDraws, Algorithm):
+class MixUp(PairMixing):
     """Train each microbatch, or each batch, on blends of its examples.
 
     On `BEFORE_FORWARD` the inputs in `state.batch` become blends; permutation and weight are drawn anew for each
@@ -151,49 +142,22 @@ class MixUp(ResumableDraws, Algorithm):
         input_key: Any = 0,
         target_key: Any = 1,
         *,
-        draw_per: Literal["microbatch", "batch"] = "microbatch",
+        draw_per: DrawPer = "microbatch",
     ) -> None:
         _check_alpha(alpha)
-        if draw_per not in ("microbatch", "batch"):
-            raise ValueError(f"draw_per={draw_per!r} is neither 'microbatch' nor 'batch': pass one of them.")
+        super().__init__(interpolate_loss, input_key, target_key, draw_per)
         self.alpha = alpha
-        self.interpolate_loss = interpolate_loss
-        self.input_key = input_key
-        self.target_key = target_key
-        self.draw_per = draw_per
         self.mixing = 0.0
-        self.indices = torch.empty(0, dtype=torch.long)
-        self.permuted_target = torch.empty(0)
-        self._original_target: Tensor | None = None
-        self._batch_targets = torch.empty(0)  # the permuted ones of a whole batch
-        self._num_taken = 0  # how many of them microbatches have got
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is one of those where inputs, targets or the loss change."""
-        if self.draw_per == "batch" and event in (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH):
-            return True
-        if self.interpolate_loss:
-            return event in (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD)
-        return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+    @property
+    def indices(self) -> Tensor:
+        """The permutation in use."""
+        return self._indices
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Blend what belongs to the event."""
-        if event == Event.BATCH_START:
-            self._blend_inputs(state)
-            self._batch_targets, self._num_taken = self.permuted_target, 0
-        elif event == Event.BEFORE_TRAIN_BATCH:
-            self._num_taken = 0
-        elif event == Event.BEFORE_FORWARD and self.draw_per == "batch":
-            self._take_targets(state)
-        elif event == Event.BEFORE_FORWARD:
-            self._blend_inputs(state)
-        elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
-            self._blend_targets(state)
-        elif event == Event.AFTER_LOSS and self._original_target is not None:
-            state.batch_set_item(self.target_key, self._original_target)
-            self._original_target = None
-        elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:
-            self._blend_losses(state)
+    @property
+    def permuted_target(self) -> Tensor:
+        """The targets of the other examples."""
+        return self._permuted_target
 
     def __repr__(self) -> str:
         return (
@@ -201,55 +165,18 @@ class MixUp(ResumableDraws, Algorithm):
             f"target_key={self.target_key!r}, draw_per={self.draw_per!r})"
         )
 
-    def _blend_inputs(self, state: "State") -> None:
-        input = batch_tensor(state, self.input_key, "input_key")
-        target = batch_tensor(state, self.target_key, "target_key")
-        generator = self.next_generator(state)
-        self.indices = torch.randperm(len(input), generator=generator)
-        mixed, self.permuted_target, self.mixing = mixup_batch(
-            input, target, alpha=self.alpha, indices=self.indices, generator=generator
+    def _mix(self, input: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
+        mixed, permuted, self.mixing = mixup_batch(
+            input, target, alpha=self.alpha, indices=self._indices, generator=generator
         )
-        state.batch_set_item(self.input_key, mixed)
-
-    def _take_targets(self, state: "State") -> None:
-        """Take the microbatch's part of the permuted targets."""
-        target = batch_tensor(state, self.target_key, "target_key")
-        end = self._num_taken + len(target)
-        if end > len(self._batch_targets):
-            raise RuntimeError(
-                f"draw_per='batch': microbatches up to now have {end} examples, and the batch of the last BATCH_START "
-                f"had {len(self._batch_targets)}. Let the loop run BATCH_START with the whole batch in state.batch "
-                f"before it cuts it, or use draw_per='microbatch'."
-            )
-        part = self._batch_targets[self._num_taken : end]
-        self.permuted_target = part.to(target.device, non_blocking=True)
-        self._num_taken = end
-
-    def _blend_targets(self, state: "State") -> None:
-        outputs = require_tensor(state.outputs, "the model's output")
-        target = batch_tensor(state, self.target_key, "target_key")
-        blended = torch.lerp(
-            ensure_targets_one_hot(outputs, target),
-            ensure_targets_one_hot(outputs, self.permuted_target),
-            self.mixing,
-        )
-        state.batch_set_item(self.target_key, blended)
-        self._original_target = target
-
-    def _blend_losses(self, state: "State") -> None:
-        loss = require_tensor(state.loss, "the loss")
-        permuted_loss = loss_for_target(state, self.target_key, self.permuted_target)
-        state.loss = (1 - self.mixing) * loss + self.mixing * permuted_loss
+        return mixed, permuted, 1 - self.mixing
 
 
 def _draw_mixing(alpha: float, generator: torch.Generator | None) -> float:
     _check_alpha(alpha)
     if alpha == 0:
         return 0.0
-    # torch.distributions takes no generator, and NumPy has one of its own. The number stays on the host, where it is
-    # needed: nothing waits for a device.
-    seed = int(torch.randint(2**63 - 1, (), generator=generator))
-    mixing = random.Random(seed).betavariate(alpha, alpha)
+    mixing = draw_beta(alpha, generator)
     return min(mixing, 1 - mixing)
 
 

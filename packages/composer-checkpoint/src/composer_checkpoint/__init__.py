@@ -1,5 +1,7 @@
 """How training state is saved, moved and restored.
 
+- `saver`, `loader`, `autoresume`: a training `State`, saved at intervals, loaded, and found again. `load_callback`,
+  `state_io`, `ignore_keys`, `data_position`: their parts.
 - `files`: one file, `.pt` or `.safetensors` or packed, safe to open and verified. `inspection`: what is in it.
 - `verify`: whether a checkpoint, a file or a folder, is what was written.
 - `sharded`: a folder that several ranks write together. `async_save`: while training goes on.
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.archives import CompressorNotFound as CompressorNotFound
     from composer_checkpoint.archives import check_compressor as check_compressor
     from composer_checkpoint.async_save import AsyncSaver as AsyncSaver
+    from composer_checkpoint.autoresume import checkpoint_to_resume as checkpoint_to_resume
     from composer_checkpoint.commit import remove_leftovers as remove_leftovers
     from composer_checkpoint.commit import replace_pointer as replace_pointer
     from composer_checkpoint.commit import write_atomically as write_atomically
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     )
     from composer_checkpoint.conflicts import ensure_folder_is_empty as ensure_folder_is_empty
     from composer_checkpoint.conflicts import find_conflicts as find_conflicts
+    from composer_checkpoint.data_position import DataPosition as DataPosition
     from composer_checkpoint.discover import Found as Found
     from composer_checkpoint.discover import Skipped as Skipped
     from composer_checkpoint.discover import find_newest as find_newest
@@ -48,9 +52,12 @@ if TYPE_CHECKING:
     from composer_checkpoint.hashing import hash_file as hash_file
     from composer_checkpoint.hashing import hash_tensor as hash_tensor
     from composer_checkpoint.hashing import hash_tensors as hash_tensors
+    from composer_checkpoint.ignore_keys import glob_filter as glob_filter
     from composer_checkpoint.inspection import FileDescription as FileDescription
     from composer_checkpoint.inspection import TensorDescription as TensorDescription
     from composer_checkpoint.inspection import inspect_file as inspect_file
+    from composer_checkpoint.load_callback import LoadCheckpoint as LoadCheckpoint
+    from composer_checkpoint.loader import load_checkpoint as load_checkpoint
     from composer_checkpoint.lock import FolderInUseError as FolderInUseError
     from composer_checkpoint.lock import FolderLock as FolderLock
     from composer_checkpoint.manifest import FORMAT_VERSION as FORMAT_VERSION
@@ -64,9 +71,11 @@ if TYPE_CHECKING:
     from composer_checkpoint.retention import RetentionPolicy as RetentionPolicy
     from composer_checkpoint.retention import SavedCheckpoint as SavedCheckpoint
     from composer_checkpoint.retention import choose_to_delete as choose_to_delete
+    from composer_checkpoint.saver import CheckpointSaver as CheckpointSaver
     from composer_checkpoint.sharded import load_sharded as load_sharded
     from composer_checkpoint.sharded import save_sharded as save_sharded
     from composer_checkpoint.sharded import verify_folder as verify_folder
+    from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
     from composer_checkpoint.unpickler import safe_unpickle as safe_unpickle
     from composer_checkpoint.upload import RemoteUploader as RemoteUploader
 
@@ -122,6 +131,13 @@ _HOME = {
     "load_sharded": "composer_checkpoint.sharded",
     "verify_folder": "composer_checkpoint.sharded",
     "AsyncSaver": "composer_checkpoint.async_save",
+    "CheckpointSaver": "composer_checkpoint.saver",
+    "LoadCheckpoint": "composer_checkpoint.load_callback",
+    "save_checkpoint": "composer_checkpoint.state_io",
+    "load_checkpoint": "composer_checkpoint.loader",
+    "checkpoint_to_resume": "composer_checkpoint.autoresume",
+    "DataPosition": "composer_checkpoint.data_position",
+    "glob_filter": "composer_checkpoint.ignore_keys",
 }
 __all__ = [
     "save_file",
@@ -176,6 +192,13 @@ __all__ = [
     "load_sharded",
     "verify_folder",
     "AsyncSaver",
+    "CheckpointSaver",
+    "LoadCheckpoint",
+    "save_checkpoint",
+    "load_checkpoint",
+    "checkpoint_to_resume",
+    "DataPosition",
+    "glob_filter",
     "__version__",
 ]
 

@@ -18,6 +18,7 @@ __all__ = [
     "ensure_folder_has_no_conflicting_files",
     "ensure_folder_is_empty",
     "find_conflicts",
+    "numbers_in_name",
 ]
 
 _UNITS = ("iteration", "epoch", "batch", "sample", "token")
@@ -55,6 +56,21 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") 
     now = {unit: int(getattr(timestamp, unit)) for unit in (*_UNITS, *_UNITS_IN_EPOCH)}
     matches = ((name, pattern.fullmatch(name)) for name in names)
     return [name for name, found in matches if found and _is_later(found.groupdict(), now)]
+
+
+def numbers_in_name(name: str, filename: str) -> dict[str, int]:
+    """Return the numbers that a name has where a template has placeholders; none if the name does not match.
+
+    Args:
+        name: A path relative to where checkpoints are saved.
+        filename: The template.
+
+    Example:
+        >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
+        {'epoch': 3, 'batch': 30}
+    """
+    found = re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
+    return {} if found is None else {unit: int(text) for unit, text in found.groupdict().items()}
 
 
 def ensure_folder_has_no_conflicting_files(

@@ -123,9 +123,9 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
         destination = os.path.join(shared, os.path.basename(own).removesuffix(".symlink"))
         fetches = is_local_layout or dist.get_local_rank() == 0
         _tell_each_other(
-            lambda: get_file(own, destination, object_store, overwrite=True, progress_bar=progress_bar)
-            if fetches
-            else None
+            lambda: (
+                get_file(own, destination, object_store, overwrite=True, progress_bar=progress_bar) if fetches else None
+            )
         )
         yield destination
         dist.barrier()  # who downloaded deletes it

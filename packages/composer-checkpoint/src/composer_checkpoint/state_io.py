@@ -31,6 +31,7 @@ __all__ = [
     "own_file",
     "path_of",
     "position_of",
+    "prefix_dir_of",
     "save_checkpoint",
     "write",
 ]
@@ -73,8 +74,7 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     """
     match layout_of(state):
         case Layout.SHARDED:
-            prefix = getattr(state.fsdp_config, "sharded_ckpt_prefix_dir", None) or DEFAULT_PREFIX_DIR
-            filename = sharded_folder(filename, prefix)
+            filename = sharded_folder(filename, prefix_dir_of(state))
         case Layout.LOCAL:
             if "{rank}" not in filename:
                 raise ValueError(
@@ -86,6 +86,11 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
         case Layout.MONOLITHIC:
             pass
     return PartialFilePath(filename, folder).format(state)
+
+
+def prefix_dir_of(state: "State") -> str:
+    """Return the template of a sharded checkpoint's folder."""
+    return getattr(state.fsdp_config, "sharded_ckpt_prefix_dir", None) or DEFAULT_PREFIX_DIR
 
 
 def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKeys | None = None) -> dict[str, Any]:

@@ -7,6 +7,8 @@
 - `strategy`: what a training loop asks of the way in which a model is spread; `ddp` and `deepspeed` are such ways.
 - `agreement`: whether all ranks are about to train the same thing.
 - `wrapping`: whether a model is wrapped for several ranks, and what is inside.
+- `launch`: the `composer` command, which starts the processes of a run.
+- `error_file`: what a rank died of, written where its launcher looks for it.
 - `ports`: a TCP port that is free.
 - `testing`: a function in several processes, for tests.
 """

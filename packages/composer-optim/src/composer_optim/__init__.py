@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from composer_optim.schedulers import MultiStepScheduler as MultiStepScheduler
     from composer_optim.schedulers import PolynomialScheduler as PolynomialScheduler
     from composer_optim.schedulers import StepScheduler as StepScheduler
-    from composer_optim.side_by_side import step_schedulers as step_schedulers
     from composer_optim.torch_schedulers import scale_pytorch_scheduler as scale_pytorch_scheduler
     from composer_optim.warmup import ConstantWithWarmupScheduler as ConstantWithWarmupScheduler
     from composer_optim.warmup import CosineAnnealingWithWarmupScheduler as CosineAnnealingWithWarmupScheduler
@@ -47,7 +46,6 @@ _HOME = {
     "PolynomialWithWarmupScheduler": "composer_optim.warmup",
     "compile_composer_scheduler": "composer_optim.compile",
     "compile_composer_schedulers": "composer_optim.compile",
-    "step_schedulers": "composer_optim.side_by_side",
     "scale_pytorch_scheduler": "composer_optim.torch_schedulers",
     "lr_lambda": "composer_optim.raw_loop",
     "lambda_lr": "composer_optim.raw_loop",
@@ -72,7 +70,6 @@ __all__ = [
     "PolynomialWithWarmupScheduler",
     "compile_composer_scheduler",
     "compile_composer_schedulers",
-    "step_schedulers",
     "scale_pytorch_scheduler",
     "lr_lambda",
     "lambda_lr",

@@ -8,9 +8,16 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from composer_optim.side_by_side import SharedRate, mark_composers, rates_without_factor
+from composer_optim.side_by_side import (
+    SharedRate,
+    check_together,
+    compiled_for,
+    put_beside,
+    rates_without_factor,
+    with_state,
+)
 from composer_optim.time_conversion import SchedulerState
-from composer_optim.torch_schedulers import scale_pytorch_scheduler
+from composer_optim.torch_schedulers import check_ratio, scaled_lengths
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -44,7 +51,9 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: Optimized
 
     Raises:
         NotImplementedError: If there is no optimizer or more than one.
+        TypeError: If `scheduler` cannot be called with a state, as a class cannot, or `ssr` is not a number.
         ValueError: If `ssr` is not more than 0, is not 1 and the scheduler takes none, or the scheduler is PyTorch's.
+            At a step, if `state.schedulers` has others beside it for the same optimizer.
 
     Example:
         >>> import torch
@@ -72,13 +81,12 @@ def compile_composer_schedulers(
 ) -> list[LRScheduler]:
     """Bind several schedulers to one state, so that the learning rate is multiplied with all of their factors.
 
-    Each of the results of Composer's schedulers sets the learning rate to what it was at first times the factors of its
-    own scheduler and of those before it. They are to be stepped in their order, all of them: the last one has the last
-    word.
+    Each of the results of Composer's schedulers sets the learning rate to what it was at first times the factors that
+    all of them have now.
 
-    PyTorch's schedulers may stand among them. They are made shorter or longer with `ssr` and stay as they are; what
-    they make of the learning rate, alone and in their order, is one factor more. Step such a list with
-    `step_schedulers`.
+    PyTorch's schedulers may stand among them. They are made shorter or longer with `ssr` and stay the objects that they
+    are; what they make of the learning rate, as if alone, is one factor more. From then on a step of theirs leaves
+    Composer's factor as it was last. So each may be stepped whenever it is due, in any order.
 
     Args:
         schedulers: As for `compile_composer_scheduler`, or PyTorch's. The rest is as it is there, too.
@@ -90,8 +98,9 @@ def compile_composer_schedulers(
 
     Raises:
         NotImplementedError: If there is no optimizer or more than one.
+        TypeError: As for `compile_composer_scheduler`.
         ValueError: As for `compile_composer_scheduler`, and if one of PyTorch's is for another optimizer, cannot be
-            scaled, or asks for a loss at every step.
+            scaled, or asks for a loss at every step, or if one was compiled before. Nothing is scaled then.
 
     Example:
         >>> import torch
@@ -112,11 +121,16 @@ def compile_composer_schedulers(
     bound = [(scheduler, ratio_argument(scheduler, ssr)) for scheduler in ours]
     for scheduler in theirs:
         _check_pytorchs(scheduler, optimizer)
-    for scheduler in theirs:
-        scale_pytorch_scheduler(scheduler, ssr)
+    lengths = [scaled_lengths(scheduler, ssr) for scheduler in theirs]
     factors = _factors(bound, state, theirs, optimizer)
-    compiled = iter([LambdaLR(optimizer, factor) for factor in factors])
-    return [scheduler if isinstance(scheduler, LRScheduler) else next(compiled) for scheduler in schedulers]
+    compiled = [LambdaLR(optimizer, factors) for _ in ours]
+    # Nothing raises from here on, so a refusal leaves PyTorch's schedulers as they were.
+    for scheduler, scaled in zip(theirs, lengths, strict=True):
+        vars(scheduler).update(scaled)
+        if isinstance(factors, list):
+            put_beside(scheduler, factors)
+    rest = iter(compiled)
+    return [scheduler if isinstance(scheduler, LRScheduler) else next(rest) for scheduler in schedulers]
 
 
 _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
@@ -124,20 +138,24 @@ _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
 
 def _factors(
     bound: _Bound, state: OptimizedState, theirs: Sequence[LRScheduler], optimizer: Optimizer
-) -> list[Callable[[int], float] | list[Callable[[int], float]]]:
-    """Make what each `LambdaLR` multiplies with: the product up to its own scheduler, for all groups or for each."""
-    products = [_product(bound[:count], state) for count in range(1, len(bound) + 1)]
-    if not theirs:
-        return list(products)
+) -> Callable[[int], float] | list[SharedRate]:
+    """Make what the `LambdaLR`s multiply with: the product of all, or what each group shares with PyTorch's."""
+    product = _product(bound, state)
+    if not theirs or not bound:
+        return product
     rates = rates_without_factor(theirs, optimizer)
     initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
-    groups = list(zip(initial, rates, strict=True))
-    return [[SharedRate(product, *group) for group in groups] for product in products]
+    return [SharedRate(product, *group) for group in zip(initial, rates, strict=True)]
 
 
 def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
     # A function, not a callable object: LambdaLR would save the attributes of an object, and with them the state.
-    return mark_composers(lambda _: math.prod(scheduler(state, *ratio) for scheduler, ratio in bound))
+    def product(step: int) -> float:
+        if step:  # not while a LambdaLR is made, when the state may still have other schedulers
+            check_together(getattr(state, "schedulers", ()))
+        return math.prod(scheduler(state, *ratio) for scheduler, ratio in bound)
+
+    return with_state(product, state)
 
 
 def _only_optimizer(state: OptimizedState) -> Optimizer:
@@ -152,6 +170,11 @@ def _only_optimizer(state: OptimizedState) -> Optimizer:
 def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """Raise `ValueError` if a scheduler of PyTorch's cannot stand beside Composer's."""
     name = type(scheduler).__name__
+    if compiled_for(scheduler) is not None:
+        raise ValueError(
+            f"schedulers has a {name} in it that compile_composer_scheduler made. Give the Composer scheduler itself, "
+            f"so that all are compiled together."
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             f"schedulers has PyTorch's {name} in it, whose steps need a loss, and schedulers are stepped without one. "
@@ -168,10 +191,13 @@ def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | 
     """Return what to call the scheduler with after the state: `ssr`, or nothing if it takes no more by position.
 
     Raises:
+        TypeError: If the scheduler is a class or cannot be called, or `ssr` is not a number.
         ValueError: If `ssr` is not more than 0, or is not 1 and the scheduler takes no second positional argument.
     """
-    if not ssr > 0:
-        raise ValueError(f"scale_schedule_ratio={ssr!r} must be more than 0. Use 0.5 for half the schedule.")
+    check_ratio(ssr)
+    if isinstance(scheduler, type) or not callable(scheduler):
+        hint = f"Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else "Pass a function of the state."
+        raise TypeError(f"scheduler={scheduler!r} is not a scheduler, which is called with the training state. {hint}")
     kinds = [parameter.kind for parameter in inspect.signature(scheduler).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in _POSITIONAL for kind in kinds) > 1:
         return (ssr,)

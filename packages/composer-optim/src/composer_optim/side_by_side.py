@@ -1,22 +1,27 @@
 """One learning rate that PyTorch's schedulers and Composer's move together: the product of what each makes of it."""
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-__all__ = ["step_schedulers"]
+__all__ = ["check_together", "compiled_for"]
+
+_SHARED = "_shared_rates"
 
 
 class SharedRate:
-    """The factor of one parameter group: what PyTorch's schedulers made of its rate, times Composer's factor.
+    """The learning rate of one parameter group: what PyTorch's schedulers made of it, times Composer's factor.
 
     PyTorch's schedulers work out the next rate from the current one, which must not have Composer's factor in it, and
     a factor of 0 cannot be divided out again. So the rate without it is kept here. `LambdaLR` saves and loads what is
     in the `__dict__` of such an object: the rate and the last factor, so that a run resumes with the very same
-    numbers. The rest is in slots, since it belongs to this run.
+    numbers. What belongs to this run is in a slot.
 
     Args:
         product: Answers Composer's factor of now.
@@ -24,72 +29,83 @@ class SharedRate:
         rate: The group's rate without Composer's factor.
     """
 
-    __slots__ = ("__dict__", "_product", "is_held")
-
-    is_composers = True
+    __slots__ = ("__dict__", "product")
 
     def __init__(self, product: Callable[[int], float], initial_lr: float, rate: float) -> None:
-        self._product = product
-        self.is_held = False
+        self.product = product
         self.initial_lr = initial_lr
         self.rate = rate
         self.factor = 1.0
 
     def __call__(self, step: int) -> float:
-        """Answer the factor, with Composer's part as it was last if it is held."""
-        if not self.is_held:
-            self.factor = self._product(step)
+        """Answer what to multiply the group's first rate with now."""
+        self.factor = self.product(step)
+        return self._relative()
+
+    def lr(self) -> float:
+        """Answer the rate with Composer's factor as it was last."""
+        return self.initial_lr * self._relative()
+
+    def _relative(self) -> float:
         # A rate that began at 0 has no factor relative to that: it stays 0.
         return self.factor * (self.rate / self.initial_lr if self.initial_lr else 1.0)
 
 
-def step_schedulers(schedulers: Iterable[LRScheduler], *, composer: bool = True, pytorch: bool = True) -> None:
-    """Step what `compile_composer_schedulers` returned: schedulers of both kinds side by side, or those of one kind.
+class _BesideComposers(LRScheduler):
+    """A scheduler of PyTorch's that goes on from its own rates, whatever Composer's have multiplied them with."""
 
-    Side by side their own `step()` would not do: a scheduler of PyTorch's goes on from the rate that it finds in the
-    optimizer, and it must find its own there. After this the optimizer has the product again; where only PyTorch's are
-    stepped, with Composer's factor as it was.
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step it without Composer's factor, which is put back afterwards as it was."""
+        with _without_factor(self.optimizer, vars(self)[_SHARED]):
+            super().step(*args, **kwargs)
 
-    Args:
-        schedulers: What `compile_composer_schedulers` returned.
-        composer: Whether to step Composer's, which is due after every batch.
-        pytorch: Whether to step PyTorch's, which is due as often as their lengths count: mostly after every epoch.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that it has without Composer's."""
+        return {name: value for name, value in super().state_dict().items() if name != _SHARED}
 
-    Example:
-        >>> from types import SimpleNamespace
-        >>> from composer_time import Time, Timestamp
-        >>> from composer_optim import LinearScheduler, compile_composer_schedulers
-        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-        >>> state = SimpleNamespace(
-        ...     timestamp=Timestamp(), max_duration=Time(4, "ba"), dataloader_len=Time(2, "ba"), optimizers=[optimizer]
-        ... )
-        >>> halving = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        >>> schedulers = compile_composer_schedulers([halving, LinearScheduler()], state)
-        >>> for batch in range(1, 4):
-        ...     optimizer.step()
-        ...     state.timestamp = state.timestamp.to_next_batch()
-        ...     step_schedulers(schedulers, pytorch=batch % 2 == 0)
-        ...     print(optimizer.param_groups[0]["lr"])
-        1.5
-        0.5
-        0.25
+
+def put_beside(theirs: LRScheduler, shared: Sequence[SharedRate]) -> None:
+    """Let a scheduler of PyTorch's share its rates with Composer's, whoever steps it and in whatever order.
+
+    Its class becomes one of the same name that derives from it, as `fully_shard` does with modules: a method set on
+    the scheduler itself would be saved with its state.
+    """
+    if not isinstance(theirs, _BesideComposers):
+        theirs.__class__ = _class_beside(type(theirs))
+    vars(theirs)[_SHARED] = list(shared)
+
+
+def compiled_for(scheduler: object) -> Any:
+    """Answer for which training state a Composer scheduler was compiled; `None` if it is anything else."""
+    factor = _first_factor(scheduler)
+    return getattr(factor.product if isinstance(factor, SharedRate) else factor, "state", None)
+
+
+def check_together(schedulers: Iterable[object]) -> None:
+    """Refuse a list in which a compiled Composer scheduler stands beside one that it was not compiled with.
+
+    Each of the two would set the whole learning rate, and the part of the other would be lost.
+
+    Raises:
+        ValueError: If there is such a list.
     """
     schedulers = tuple(schedulers)
-    ours = [scheduler for scheduler in schedulers if _is_composers(scheduler)]
-    theirs = [scheduler for scheduler in schedulers if not _is_composers(scheduler)]
-    if pytorch and ours and theirs:
-        _step_beside(ours, theirs)
-        if not composer:
-            _multiply_again(ours)
-    elif pytorch:
-        _step(theirs)
-    if composer:
-        _step(ours)
+    ours = next((each for each in schedulers if compiled_for(each) is not None), None)
+    if ours is None or len(schedulers) == 1:
+        return
+    for other in schedulers:
+        is_elsewhere = isinstance(other, LRScheduler) and other.optimizer is not getattr(ours, "optimizer", None)
+        if not is_elsewhere and _shared_by(other) is not _shared_by(ours):
+            raise ValueError(
+                f"schedulers has a {type(other).__name__} beside a Composer scheduler that was compiled without it: "
+                f"each would set the whole learning rate. Give the Trainer the schedulers themselves, uncompiled, or "
+                f"compile them together: state.schedulers = compile_composer_schedulers([...], state)."
+            )
 
 
-def mark_composers(factor: Callable[[int], float]) -> Callable[[int], float]:
-    """Mark a function for `LambdaLR` as one that asks the training state, so that its scheduler is told from others."""
-    vars(factor)["is_composers"] = True
+def with_state(factor: Callable[[int], float], state: object) -> Callable[[int], float]:
+    """Mark a function for `LambdaLR` as one that asks this training state, so that its scheduler is told from others."""
+    vars(factor)["state"] = state
     return factor
 
 
@@ -102,40 +118,40 @@ def rates_without_factor(theirs: Sequence[LRScheduler], optimizer: Optimizer) ->
     return current if current in own else own[-1]
 
 
-def _is_composers(scheduler: LRScheduler) -> bool:
-    return isinstance(scheduler, LambdaLR) and getattr(scheduler.lr_lambdas[0], "is_composers", False)
+@functools.cache
+def _class_beside(cls: type[LRScheduler]) -> type[LRScheduler]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return types.new_class(cls.__name__, (_BesideComposers, cls), exec_body=lambda body: body.update(names))
 
 
-def _shared_rates(scheduler: LambdaLR) -> list[SharedRate]:
-    return [factor for factor in scheduler.lr_lambdas if isinstance(factor, SharedRate)]
+def _first_factor(scheduler: object) -> Any:
+    return scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
 
 
-def _step(schedulers: Iterable[LRScheduler]) -> None:
-    for scheduler in schedulers:
-        scheduler.step()
+def _shared_by(scheduler: object) -> object:
+    """Return what all that were compiled together have in common."""
+    if isinstance(scheduler, _BesideComposers):
+        return vars(scheduler)[_SHARED][0]
+    return _first_factor(scheduler) if compiled_for(scheduler) is not None else scheduler
 
 
-def _step_beside(ours: Sequence[Any], theirs: Sequence[LRScheduler]) -> None:
-    """Step PyTorch's on the rates without Composer's factor, which the optimizer then has."""
-    groups = theirs[0].optimizer.param_groups
-    for group, shared in zip(groups, _shared_rates(ours[-1]), strict=True):
-        _set_rate(group, shared.rate)
-    _step(theirs)
-    for scheduler in ours:
-        for group, shared in zip(groups, _shared_rates(scheduler), strict=True):
-            shared.rate = float(group["lr"])
-
-
-def _multiply_again(ours: Sequence[Any]) -> None:
-    """Put Composer's factor, as it was, back on the rates."""
-    held = [shared for scheduler in ours for shared in _shared_rates(scheduler)]
-    for shared in held:
-        shared.is_held = True
+@contextmanager
+def _without_factor(optimizer: Optimizer, shared: Sequence[SharedRate]) -> Iterator[None]:
+    """Give the optimizer the rates without Composer's factor, and multiply what has become of them with it."""
+    groups = optimizer.param_groups
+    if len(groups) != len(shared):
+        raise RuntimeError(
+            f"The optimizer has {len(groups)} parameter groups, and it had {len(shared)} when its schedulers were "
+            f"compiled. Add all groups first, or compile the schedulers again: compile_composer_schedulers([...], state)."
+        )
+    for group, each in zip(groups, shared, strict=True):
+        _set_rate(group, each.rate)
     try:
-        _step(ours)
+        yield
     finally:
-        for shared in held:
-            shared.is_held = False
+        for group, each in zip(groups, shared, strict=True):
+            each.rate = float(group["lr"])
+            _set_rate(group, each.lr())
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

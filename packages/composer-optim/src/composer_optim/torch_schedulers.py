@@ -1,6 +1,10 @@
 """Scale the schedules of PyTorch's own schedulers."""
 
+import math
 from collections import Counter
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
 
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -20,6 +24,7 @@ def scale_pytorch_scheduler(scheduler: LRScheduler, ssr: float) -> None:
         ssr: The scale schedule ratio; more than 0. Lengths are rounded down.
 
     Raises:
+        TypeError: If `ssr` is not a number.
         ValueError: If `ssr` is not more than 0, a length becomes 0, or nothing is known of the scheduler's kind.
 
     Example:
@@ -30,31 +35,58 @@ def scale_pytorch_scheduler(scheduler: LRScheduler, ssr: float) -> None:
         >>> scheduler.step_size
         15
     """
-    if not ssr > 0:
-        raise ValueError(f"scale_schedule_ratio={ssr!r} must be more than 0. Use 0.5 for half the schedule.")
+    vars(scheduler).update(scaled_lengths(scheduler, ssr))
+
+
+def scale_pytorch_schedulers(schedulers: Iterable[LRScheduler], ssr: float) -> None:
+    """Scale several as `scale_pytorch_scheduler` does, or none if one of them cannot be scaled."""
+    scaled = [(scheduler, scaled_lengths(scheduler, ssr)) for scheduler in schedulers]
+    for scheduler, lengths in scaled:
+        vars(scheduler).update(lengths)
+
+
+def scaled_lengths(scheduler: LRScheduler, ssr: float) -> dict[str, Any]:
+    """Return the attributes that scaling a scheduler changes, with their new values; see `scale_pytorch_scheduler`."""
+    check_ratio(ssr)
     if ssr == 1.0:
-        return
+        return {}
     if isinstance(scheduler, StepLR):
-        scheduler.step_size = _scale(scheduler.step_size, ssr, "StepLR.step_size")
-    elif isinstance(scheduler, CosineAnnealingLR):
-        scheduler.T_max = _scale(scheduler.T_max, ssr, "CosineAnnealingLR.T_max")
-    elif isinstance(scheduler, CosineAnnealingWarmRestarts):
+        return {"step_size": _scale(scheduler.step_size, ssr, "StepLR.step_size")}
+    if isinstance(scheduler, CosineAnnealingLR):
+        return {"T_max": _scale(scheduler.T_max, ssr, "CosineAnnealingLR.T_max")}
+    if isinstance(scheduler, CosineAnnealingWarmRestarts):
         # The running cycle has its own length, T_i, which began as T_0.
-        scheduler.T_i = _scale(scheduler.T_i, ssr, "CosineAnnealingWarmRestarts.T_i")
-        scheduler.T_0 = _scale(scheduler.T_0, ssr, "CosineAnnealingWarmRestarts.T_0")
-    elif isinstance(scheduler, MultiStepLR):
-        scheduler.milestones = Counter(
+        names = ("T_i", "T_0")
+        return {name: _scale(getattr(scheduler, name), ssr, f"CosineAnnealingWarmRestarts.{name}") for name in names}
+    if isinstance(scheduler, MultiStepLR):
+        milestones = Counter(
             # One at 0 has taken effect when the scheduler was made; one that comes to 0 now would never do so.
             milestone and _scale(milestone, ssr, "MultiStepLR.milestones")
             for milestone in scheduler.milestones.elements()
         )
-    elif isinstance(scheduler, ExponentialLR):
-        scheduler.gamma = scheduler.gamma ** (1 / ssr)
-    else:
+        return {"milestones": milestones}
+    if isinstance(scheduler, ExponentialLR):
+        return {"gamma": scheduler.gamma ** (1 / ssr)}
+    raise ValueError(
+        f"scale_schedule_ratio={ssr!r} cannot be applied to a {type(scheduler).__name__}: how to scale one is "
+        f"known for StepLR, MultiStepLR, ExponentialLR, CosineAnnealingLR and CosineAnnealingWarmRestarts. Use "
+        f"one of these or a Composer scheduler, or make this one for the scaled length and leave the ratio at 1."
+    )
+
+
+def check_ratio(ssr: object) -> None:
+    """Refuse what is no scale schedule ratio.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is not finite and more than 0.
+    """
+    if isinstance(ssr, bool) or not isinstance(ssr, Real):
+        raise TypeError(f"scale_schedule_ratio={ssr!r} is not a number. Use 0.5 for half the schedule.")
+    if not 0 < ssr < math.inf:
         raise ValueError(
-            f"scale_schedule_ratio={ssr!r} cannot be applied to a {type(scheduler).__name__}: how to scale one is "
-            f"known for StepLR, MultiStepLR, ExponentialLR, CosineAnnealingLR and CosineAnnealingWarmRestarts. Use "
-            f"one of these or a Composer scheduler, or make this one for the scaled length and leave the ratio at 1."
+            f"scale_schedule_ratio={ssr!r} must be more than 0 and finite. Use 0.5 for half the schedule; 1.0 changes "
+            f"nothing."
         )
 
 

@@ -1,13 +1,11 @@
 """The batches of the training dataloader, epoch after epoch, also across several calls of `fit`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from composer.trainer._blame import in_stage
 from composer.trainer._ranks import Ranks
+from composer_checkpoint.data_position import DataPosition, keeps_own_state
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event
@@ -27,13 +25,14 @@ class TrainBatches:
         num_tokens: How many tokens the latest batch holds on this rank; 0 where there are none.
     """
 
-    def __init__(self, data_spec: DataSpec, state: State, engine: Engine, ranks: Ranks) -> None:
+    def __init__(self, data_spec: DataSpec, state: State, engine: Engine, ranks: Ranks, position: DataPosition) -> None:
         self.num_samples: int | float = 0
         self.num_tokens = 0
         self.data_spec = data_spec
         self._state = state
         self._engine = engine
         self._ranks = ranks
+        self._position = position
         self._open: Iterator[Any] | None = None  # the epoch being read
         self._num_read = 0  # batches taken from it
         self._latest: Any = None
@@ -64,6 +63,13 @@ class TrainBatches:
             )
         self._exhausted = True
 
+    def resume(self) -> None:
+        """Draw the random numbers that follow those of the checkpoint, if it was written between two epochs.
+
+        In the middle of an epoch they are those of the next batch, and wait until the epoch is opened.
+        """
+        self._position.restore_between_epochs(self._state)
+
     def restart(self) -> None:
         """Forget the open epoch, since the timestamp was set back."""
         self._open = None
@@ -90,6 +96,8 @@ class TrainBatches:
         """Read the next batch, and say whether there was one."""
         assert self._open is not None
         if self._is_capped():
+            if keeps_own_state(self.data_spec.dataloader):
+                next(self._open, None)  # it must see the end of the epoch itself, to begin the next one
             return False
         try:
             batch = next(self._open)
@@ -113,19 +121,5 @@ class TrainBatches:
         return length is not None and self._num_read >= int(length)
 
     def _open_epoch(self) -> Iterator[Any]:
-        loader = self.data_spec.dataloader
-        set_epoch(loader, int(self._state.timestamp.epoch))
-        batches = iter(loader)
         self._num_read = int(self._state.timestamp.batch_in_epoch)
-        for _ in range(self._num_read):  # trained on before this loader was opened
-            next(batches, None)
-        return batches
-
-
-def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
-    """Tell the DistributedSampler of a dataloader, if it has one, which epoch to shuffle for."""
-    if isinstance(dataloader, DataLoader):
-        for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
-            if isinstance(sampler, DistributedSampler):
-                sampler.set_epoch(epoch)
-                return
+        return self._position.open(self._state, self.data_spec.dataloader)

@@ -12,9 +12,9 @@ from composer.trainer._autocast import Autocast
 from composer.trainer._batch import cut
 from composer.trainer._blame import in_stage
 from composer.trainer._clock import Clock
-from composer.trainer._data import set_epoch
 from composer.trainer._padding import Padding, without_last
 from composer.trainer._ranks import Ranks
+from composer_checkpoint.data_position import set_epoch
 from composer_dist import get_global_rank
 from composer_dist.strategy import Strategy
 from composer_events.engine import Engine

@@ -7,30 +7,38 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.state import State
-from composer_optim import compile_composer_schedulers, scale_pytorch_scheduler, step_schedulers
+from composer_optim import compile_composer_schedulers
+from composer_optim.side_by_side import check_together, compiled_for
+from composer_optim.torch_schedulers import check_ratio, scale_pytorch_schedulers
 from composer_time import Time, TimeUnit, ensure_time
 
 
 class SchedulerSteps:
-    """Steps the schedulers of the state: all after each batch, all after each epoch, or each kind at its own pace."""
+    """Steps the schedulers of the state, all of them after each batch or all after each epoch.
+
+    Where nothing was asked for it is after each epoch if one of them is PyTorch's, which count epochs, else after each
+    batch.
+    """
 
     def __init__(self, state: State, every_batch: bool | None) -> None:
+        check_together(state.schedulers)
         self._state = state
         self._every_batch = every_batch
 
     def after_batch(self) -> None:
-        """Step the schedulers that go by batches: Composer's, where nothing was asked for."""
-        if self._every_batch is None:
-            step_schedulers(self._state.schedulers, pytorch=False)
-        elif self._every_batch:
-            step_schedulers(self._state.schedulers)
+        """Step the schedulers if they go by batches."""
+        if self._steps_every_batch():
+            self._state.schedulers.step()
 
     def after_epoch(self) -> None:
-        """Step the schedulers that go by epochs: PyTorch's, where nothing was asked for."""
-        if self._every_batch is None:
-            step_schedulers(self._state.schedulers, composer=False)
-        elif not self._every_batch:
-            step_schedulers(self._state.schedulers)
+        """Step the schedulers if they go by epochs."""
+        if not self._steps_every_batch():
+            self._state.schedulers.step()
+
+    def _steps_every_batch(self) -> bool:
+        if self._every_batch is not None:
+            return self._every_batch
+        return all(compiled_for(scheduler) is not None for scheduler in self._state.schedulers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +54,15 @@ class Schedule:
         """Check what the user gave.
 
         Raises:
-            TypeError: If something is no scheduler.
-            ValueError: If a scheduler waits for a loss, the ratio is not positive, or settings speak of schedulers
-                where there are none.
+            TypeError: If something is no scheduler, or the ratio no number.
+            ValueError: If a scheduler waits for a loss, one was compiled without another, the ratio is not positive, or
+                settings speak of schedulers where there are none.
         """
         given = ensure_tuple(schedulers)
         for scheduler in given:
             _check(scheduler)
-        if ratio <= 0:
-            raise ValueError(f"scale_schedule_ratio={ratio!r} must be greater than 0; 1.0 changes nothing.")
+        check_together(given)
+        check_ratio(ratio)
         for name, is_given in (
             ("scale_schedule_ratio", ratio != 1.0),
             ("step_schedulers_every_batch", every_batch is not None),
@@ -66,21 +74,22 @@ class Schedule:
         return cls(given, ratio, every_batch)
 
     def steps_every_batch(self) -> bool | None:
-        """Say how often to step: as asked, else Composer's after each batch and PyTorch's after each epoch (`None`)."""
+        """Say how often to step: `None` where nothing was asked for, see `SchedulerSteps`."""
         return self.every_batch
 
     def compile(self, state: State) -> list[LRScheduler]:
         """Scale the duration of training and every schedule, and turn all schedulers into PyTorch's.
 
         Raises:
-            ValueError: If nothing is left of the duration.
+            ValueError: If nothing is left of the duration, a scheduler cannot be scaled, or one was compiled for another
+                state.
         """
+        _check_state(self.schedulers, state)
         if self.ratio != 1.0 and state.max_duration is not None:
             state.max_duration = _scaled(state.max_duration, self.ratio)
         if not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
             return compile_composer_schedulers(self.schedulers, state, self.ratio)
-        for scheduler in self.schedulers:
-            scale_pytorch_scheduler(scheduler, self.ratio)
+        scale_pytorch_schedulers(self.schedulers, self.ratio)
         return list(self.schedulers)
 
 
@@ -96,6 +105,16 @@ def _check(scheduler: Any) -> None:
             f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of the "
             f"state.{hint}"
         )
+
+
+def _check_state(schedulers: tuple[Any, ...], state: State) -> None:
+    """Refuse a compiled scheduler that would ask a clock which stands still."""
+    for scheduler in schedulers:
+        if compiled_for(scheduler) not in (None, state):
+            raise ValueError(
+                f"schedulers holds a {type(scheduler).__name__} that was compiled for another State than the trainer's, "
+                f"whose timestamp does not move. Give the Composer scheduler itself; the trainer compiles it."
+            )
 
 
 def _scaled(max_duration: Time[Any], ratio: float) -> Time[Any]:

@@ -41,6 +41,7 @@ class Loop:
 
         self.report.algorithms()
         run_event(Event.FIT_START)
+        self.batches.resume()
         state.model.train()
         while self._is_training():
             if state.timestamp.epoch_in_iteration == 0 and state.timestamp.batch_in_epoch == 0:

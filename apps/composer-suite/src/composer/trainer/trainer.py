@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from composer.trainer import _arguments as arguments
+from composer.trainer import _checkpoints as checkpoints
 from composer.trainer import _distributed as distributed
 from composer.trainer import _schedules as schedules
 from composer.trainer._autocast import make_autocast
@@ -21,6 +22,8 @@ from composer.trainer._report import Report, log_run_facts
 from composer.trainer._schedules import Schedule
 from composer.trainer._train_metrics import TrainMetrics
 from composer.trainer.loop import Loop
+from composer.utils import checkpoint
+from composer_checkpoint.data_position import DataPosition
 from composer_dist import dist, reproducibility
 from composer_dist.devices import get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
@@ -34,10 +37,12 @@ from composer_events.state import State
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
+    from os import PathLike
     from types import TracebackType
 
     from torch.optim import Optimizer
 
+    from composer_checkpoint.ignore_keys import IgnoreKeys
     from composer_dist.ddp import DDPSyncStrategy
     from composer_dist.devices import Device
     from composer_dist.precision import Precision
@@ -121,6 +126,7 @@ class Trainer:
         train_dataloader: Any = None,
         train_dataloader_label: str = "train",
         train_subset_num_batches: int = -1,
+        spin_dataloaders: bool = True,
         max_duration: int | str | Time[int] | None = None,
         eval_dataloader: Any = None,
         eval_interval: Any = 1,
@@ -136,6 +142,27 @@ class Trainer:
         run_name: str | None = None,
         progress_bar: bool = True,
         console_stream: str | TextIO = "stderr",
+        load_path: str | PathLike[str] | None = None,
+        load_object_store: Any = None,
+        load_weights_only: bool = False,
+        load_strict_model_weights: bool = True,
+        load_progress_bar: bool = True,
+        load_ignore_keys: IgnoreKeys | None = None,
+        load_exclude_algorithms: Sequence[str] | None = None,
+        load_trusted: bool = False,
+        save_folder: str | PathLike[str] | None = None,
+        save_filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        save_latest_filename: str | None = "latest-rank{rank}.pt",
+        save_overwrite: bool = False,
+        save_interval: int | str | Time[int] | Callable[[State, Event], bool] = "1ep",
+        save_weights_only: bool = False,
+        save_ignore_keys: IgnoreKeys | None = None,
+        save_num_checkpoints_to_keep: int = -1,
+        save_keep: Mapping[str, Any] | None = None,
+        save_metrics: bool = False,
+        save_async: bool = False,
+        save_async_policy: Literal["wait", "skip"] = "wait",
+        autoresume: bool = False,
         device: str | Device | None = None,
         precision: str | Precision | None = None,
         precision_config: dict[str, Any] | None = None,
@@ -147,7 +174,33 @@ class Trainer:
         ddp_sync_strategy: str | DDPSyncStrategy | None = None,
         ddp_comm_hook: str | None = None,
         deepspeed_config: dict[str, Any] | None = None,
+        **older_names: Any,
     ) -> None:
+        saving = checkpoints.Saving(
+            folder=save_folder,
+            filename=save_filename,
+            latest_filename=save_latest_filename,
+            overwrite=save_overwrite,
+            interval=save_interval,
+            weights_only=save_weights_only,
+            ignore_keys=save_ignore_keys,
+            num_checkpoints_to_keep=save_num_checkpoints_to_keep,
+            keep=save_keep,
+            is_async=save_async,
+            async_policy=save_async_policy,
+        )
+        loading = checkpoints.Loading(
+            path=load_path,
+            object_store=load_object_store,
+            weights_only=load_weights_only,
+            is_strict=load_strict_model_weights,
+            progress_bar=load_progress_bar,
+            ignore_keys=load_ignore_keys,
+            exclude_algorithms=load_exclude_algorithms,
+            is_trusted=load_trusted,
+            autoresume=autoresume,
+        )
+        saving, loading = checkpoints.take_older_names(saving, loading, older_names)
         self._model = arguments.check_model(model)
         device = get_device(device)
         precision = arguments.choose_precision(precision, device)
@@ -155,6 +208,10 @@ class Trainer:
         duration = schedules.to_duration(max_duration, "max_duration")
         algorithms = arguments.check_members("algorithms", algorithms, Algorithm)
         callbacks = arguments.check_members("callbacks", callbacks, Callback)
+        run_name = arguments.choose_run_name(run_name)
+        self._saver = checkpoints.choose_saver(saving, loading, callbacks, run_name)
+        if self._saver is not None and self._saver not in callbacks:
+            callbacks.append(self._saver)
         destinations = arguments.choose_destinations(loggers, progress_bar, console_stream)
         evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
         self._microbatch_size = device_train_microbatch_size
@@ -202,18 +259,20 @@ class Trainer:
         self.state = State(
             self._model,
             rank_zero_seed=rank_zero_seed,
-            run_name=arguments.choose_run_name(run_name),
+            run_name=run_name,
             device=device,
             device_train_microbatch_size=device_train_microbatch_size,
             precision=precision,
             precision_config=precision_config,
             optimizers=optimizers,
             scaler=scaler,
+            save_metrics=save_metrics,
             deepspeed_config=deepspeed_config,
             algorithms=algorithms,
             callbacks=[*destinations, *callbacks],
         )
         self.state.run_name = distributed.share_run_name(self.state.run_name)
+        self._position = self.state.data_position = DataPosition(spin_dataloaders)
         self.logger = Logger(self.state, destinations)
         self.engine = Engine(self.state, self.logger, algorithm_passes)
         self._model.logger = self.logger
@@ -238,6 +297,7 @@ class Trainer:
             if self.strategy.prepares_before_load:
                 self._prepare_model()
             self.engine.run_event(Event.BEFORE_LOAD)
+            checkpoints.load(loading, self._saver, self.state, self.logger, self.engine)
             self.engine.run_event(Event.AFTER_LOAD)
             if not self.strategy.prepares_before_load:
                 self._prepare_model()
@@ -253,6 +313,7 @@ class Trainer:
         train_dataloader: Any = None,
         train_dataloader_label: str = "train",
         train_subset_num_batches: int | None = None,
+        spin_dataloaders: bool | None = None,
         duration: int | str | Time[int] | None = None,
         reset_time: bool = False,
         schedulers: Any = None,
@@ -272,6 +333,7 @@ class Trainer:
             train_dataloader: See the constructor.
             train_dataloader_label: See the constructor.
             train_subset_num_batches: See the constructor.
+            spin_dataloaders: See the constructor.
             duration: Train so much longer, counted from now, whatever `max_duration` was.
             reset_time: Set all counters to 0 first; weights, optimizer and PyTorch schedulers stay as they are.
             schedulers: See the constructor.
@@ -308,6 +370,9 @@ class Trainer:
             schedules.check_time_left(state)
         if reset_time:
             batches.restart()
+            self._position.forget()
+        if spin_dataloaders is not None:
+            self._position.spin = spin_dataloaders
         if eval_dataloader is not None:
             self._set_evaluators(evaluators)
         if new_precision is not state.precision:
@@ -350,6 +415,38 @@ class Trainer:
                 state.evaluators = [e for e in state.evaluators if e not in evaluators]
         self.engine.run_event(Event.EVAL_STANDALONE_END)
 
+    @property
+    def saved_checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that this run has saved and not deleted, oldest first."""
+        return [] if self._saver is None else self._saver.saved_checkpoints
+
+    def save_checkpoint(
+        self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False
+    ) -> str | None:
+        """Save a checkpoint now. Every rank must call this.
+
+        Args:
+            name: Where to, with the placeholders of `save_filename`.
+            weights_only: Save only the model and what describes it.
+
+        Returns:
+            The path, on the ranks that wrote.
+        """
+        return checkpoint.save_checkpoint(state=self.state, filename=name, weights_only=weights_only)
+
+    def save_checkpoint_to_save_folder(self) -> None:
+        """Save a checkpoint now as those that are saved at intervals. Every rank must call this.
+
+        Raises:
+            ValueError: If there is no `save_folder` and no `CheckpointSaver`.
+        """
+        if self._saver is None:
+            raise ValueError(
+                "There is no folder to save to: the Trainer has neither a save_folder nor a CheckpointSaver. Give "
+                "save_folder, or call save_checkpoint(name)."
+            )
+        self._saver.save(self.state, self.logger)
+
     def close(self) -> None:
         """Let every callback and logger finish; afterwards the Trainer cannot be used.
 
@@ -384,7 +481,7 @@ class Trainer:
         distributed.share_length(state)
         state.train_dataloader = data_spec.dataloader
         state.device_train_microbatch_size = arguments.choose_microbatch_size(self._microbatch_size, data_spec)
-        self._batches = TrainBatches(data_spec, state, self.engine, self._ranks)
+        self._batches = TrainBatches(data_spec, state, self.engine, self._ranks, self._position)
         return self._batches
 
     def _choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:

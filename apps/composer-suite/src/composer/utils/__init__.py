@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from composer.utils.notebook import is_notebook as is_notebook
     from composer_algorithms import module_surgery as module_surgery
     from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
+    from composer_checkpoint.loader import load_checkpoint as load_checkpoint
     from composer_checkpoint.retry import retry as retry
+    from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
     from composer_dist import dist as dist
     from composer_dist import reproducibility as reproducibility
     from composer_dist.devices import get_device as get_device
@@ -63,6 +65,8 @@ __all__ = [
     "MissingConditionalImportError",
     "import_object",
     "retry",
+    "load_checkpoint",
+    "save_checkpoint",
     "extract_hparams",
     "convert_nested_dict_to_flat_dict",
     "convert_flat_dict_to_nested_dict",
@@ -75,7 +79,9 @@ __getattr__, __dir__ = lazy_face(
         "composer.utils.import_helpers": ["import_object"],
         "composer.utils.notebook": ["is_notebook"],
         "composer_algorithms.dataset_transforms": ["add_vision_dataset_transform"],
+        "composer_checkpoint.loader": ["load_checkpoint"],
         "composer_checkpoint.retry": ["retry"],
+        "composer_checkpoint.state_io": ["save_checkpoint"],
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed"],
         "composer_dist.ports": ["get_free_tcp_port"],
         "composer_dist.precision": ["STR_TO_DTYPE"],
@@ -97,6 +103,7 @@ __getattr__, __dir__ = lazy_face(
     submodules=[
         "auto_log_hparams",
         "batch_helpers",
+        "checkpoint",
         "device",
         "dist",
         "file_helpers",

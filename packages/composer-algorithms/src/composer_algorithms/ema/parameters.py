@@ -1,5 +1,6 @@
 """A second set of a model's parameters and buffers, and its exchange with the set in the model."""
 
+import weakref
 from collections.abc import ItemsView, Iterator, Mapping
 from typing import Any
 
@@ -124,10 +125,10 @@ class EMAParameters:
         What FSDP shards changes its tensors with every forward pass, and expanded tensors may be traded into the set.
         """
         tensors = (*self.named_parameters_dict.values(), *self.named_buffers_dict.values(), *model.buffers())
-        if is_sharded_by_fsdp(model) or any(map(is_expanded, tensors)):
-            self._plan = (None, None)
-        else:
+        self._plan = (None, None)
+        if not (is_sharded_by_fsdp(model) or any(map(is_expanded, tensors))):
             self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
+            weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # it holds the model's tensors
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plan": (None, None)}
@@ -140,6 +141,11 @@ class EMAParameters:
             for name, stored in tensors.items():
                 if name in current:  # a buffer may have gone: some models make them as they need them
                     yield tensors, name, stored, current[name]
+
+
+def _forget_plan(average: "weakref.ref[EMAParameters]") -> None:
+    if (parameters := average()) is not None:
+        parameters._plan = (None, None)
 
 
 def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

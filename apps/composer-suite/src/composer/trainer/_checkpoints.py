@@ -1,0 +1,212 @@
+"""What the Trainer's arguments say about saving, loading and resuming, checked and carried out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer.utils import checkpoint
+from composer_checkpoint.autoresume import checkpoint_to_resume
+from composer_checkpoint.ignore_keys import check_ignore_keys
+from composer_checkpoint.saver import CheckpointSaver
+from composer_checkpoint.stores.addresses import parse_uri
+
+if TYPE_CHECKING:
+    from composer_checkpoint.ignore_keys import IgnoreKeys
+    from composer_events.callback import Callback
+    from composer_events.engine import Engine
+    from composer_events.event import Event
+    from composer_events.logger import Logger
+    from composer_events.state import State
+    from composer_time import Time
+
+__all__ = ["Loading", "Saving", "choose_saver", "find_saver", "load", "take_older_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """The arguments `save_*`."""
+
+    folder: str | os.PathLike[str] | None
+    filename: str
+    latest_filename: str | None
+    overwrite: bool
+    interval: Time[Any] | str | int | Callable[[State, Event], bool]
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+    num_checkpoints_to_keep: int
+    keep: Any
+    is_async: bool
+    async_policy: Literal["wait", "skip"]
+    remote_filename: str | None = None
+    latest_remote_filename: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The arguments `load_*`, and whether a run that was started again goes on by itself."""
+
+    path: str | os.PathLike[str] | None
+    object_store: Any
+    weights_only: bool
+    is_strict: bool
+    progress_bar: bool
+    ignore_keys: IgnoreKeys | None
+    exclude_algorithms: Sequence[str] | None
+    is_trusted: bool
+    autoresume: bool
+
+
+def take_older_names(saving: Saving, loading: Loading, older: Mapping[str, Any]) -> tuple[Saving, Loading]:
+    """Return the arguments with those that a user gave under the names of older releases.
+
+    Raises:
+        TypeError: If there never was such a name.
+        ValueError: If an argument is given under both names.
+    """
+    for name, value in older.items():
+        match name:
+            case "load_strict":
+                if not loading.is_strict and value:
+                    raise ValueError(
+                        f"load_strict={value!r} and load_strict_model_weights=False contradict each other, and mean "
+                        "the same. Give load_strict_model_weights alone."
+                    )
+                loading = replace(loading, is_strict=bool(value))
+            case "load_chunk_size":
+                pass  # downloads choose their own
+            case "save_artifact_name":
+                saving = replace(saving, remote_filename=value)
+            case "save_latest_artifact_name":
+                saving = replace(saving, latest_remote_filename=value)
+            case _:
+                raise TypeError(f"Trainer.__init__() got an unexpected keyword argument {name!r}")
+    return saving, loading
+
+
+def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback], run_name: str | None) -> Any:
+    """Return the saver among the callbacks, or the one that the arguments ask for, or `None` without one.
+
+    Raises:
+        ValueError, TypeError: If an argument cannot be used, or contradicts another.
+    """
+    check_ignore_keys("load_ignore_keys", loading.ignore_keys)
+    saver = find_saver(callbacks) or _make_saver(saving)
+    if loading.autoresume:
+        _check_autoresume(saving, saver, run_name)
+    if saver is None and saving.is_async:
+        raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
+    return saver
+
+
+def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
+    """Return the first saver among the callbacks."""
+    return next((callback for callback in callbacks if isinstance(callback, CheckpointSaver)), None)
+
+
+def _make_saver(saving: Saving) -> CheckpointSaver | None:
+    if saving.folder is None:
+        return None
+    folder = os.fspath(saving.folder)
+    inside = parse_uri(folder).path.strip("/")
+    remote, latest = saving.remote_filename, saving.latest_remote_filename
+    if remote is None:
+        remote = _join(inside, saving.filename)
+    if latest is None and saving.latest_filename is not None:
+        latest = _join(inside, saving.latest_filename)
+    return CheckpointSaver(
+        folder,
+        saving.filename,
+        remote,
+        saving.latest_filename,
+        latest,
+        saving.interval,
+        overwrite=saving.overwrite,
+        num_checkpoints_to_keep=saving.num_checkpoints_to_keep,
+        weights_only=saving.weights_only,
+        ignore_keys=saving.ignore_keys,
+        async_save=saving.is_async,
+        save_async_policy=saving.async_policy,
+        keep=saving.keep,
+    )
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name.lstrip('/')}" if folder else name.lstrip("/")
+
+
+def _check_autoresume(saving: Saving, saver: CheckpointSaver | None, run_name: str | None) -> None:
+    if run_name is None:
+        raise ValueError(
+            "When autoresume=True, the `run_name` must be specified: a run that is started again is known by it. Give "
+            "run_name='...', or set COMPOSER_RUN_NAME."
+        )
+    if saver is None:
+        raise ValueError(
+            f"The `save_folder` must be specified when autoresume is enabled, and it is {saving.folder!r}: it is where "
+            "the checkpoints are looked for."
+        )
+    if saver.latest_filename is None:
+        raise ValueError(
+            "The `save_latest_filename` must be specified so autoresume knows where to load checkpoints from, and it "
+            "is None. Leave it out, or give a name."
+        )
+    if saver.overwrite:
+        raise ValueError(
+            "autoresume=True goes on from the checkpoints that save_overwrite=True lets a run replace: they contradict "
+            "each other. Leave out save_overwrite to resume, or autoresume to begin again."
+        )
+    if saver.weights_only:
+        raise ValueError(
+            "autoresume=True needs what save_weights_only=True does not save: optimizers, time and random numbers. "
+            "Leave out one of them."
+        )
+
+
+def load(
+    loading: Loading, saver: CheckpointSaver | None, state: State, logger: Logger, engine: Engine
+) -> list[dict[str, Any]] | None:
+    """Load what was asked for, or what the run left when it was killed, and return the random numbers of the ranks.
+
+    Every rank must call this.
+    """
+    if not loading.autoresume or saver is None:
+        return _load(loading, state, logger, engine)
+    # What is newer in the folder than the checkpoint that is found, is damaged: the run may replace it.
+    saver.resumes = True
+    with checkpoint_to_resume(saver, state, logger) as path:
+        if path is not None:
+            loading = replace(
+                loading, path=path, object_store=None, weights_only=False, ignore_keys=None, exclude_algorithms=None
+            )
+        return _load(loading, state, logger, engine)
+
+
+def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> list[dict[str, Any]] | None:
+    if loading.path is None:
+        return None
+    path, store = os.fspath(loading.path), loading.object_store
+    if store is not None and parse_uri(path).backend:
+        path = parse_uri(path).path
+    trust = {"trusted": True} if loading.is_trusted else {}
+    # Through the module, where users' suites put one of their own.
+    rng = checkpoint.load_checkpoint(
+        state=state,
+        logger=logger,
+        path=path,
+        object_store=store,
+        load_weights_only=loading.weights_only,
+        strict_model_weights=loading.is_strict,
+        progress_bar=loading.progress_bar,
+        ignore_keys=loading.ignore_keys,
+        exclude_algorithms=loading.exclude_algorithms,
+        algorithm_passes=engine.algorithm_passes,
+        **trust,
+    )
+    stamp = state.timestamp
+    if not int(stamp.iteration) and not int(stamp.epoch_in_iteration) and not int(stamp.token_in_iteration):
+        # A checkpoint of before there were iterations.
+        state.timestamp = stamp.copy(epoch_in_iteration=int(stamp.epoch), token_in_iteration=int(stamp.token))
+    return rng

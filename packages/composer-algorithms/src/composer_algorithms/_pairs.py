@@ -1,0 +1,124 @@
+"""What MixUp and CutMix share: examples in pairs, whose inputs are mixed and then either their targets or their losses."""
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from composer_algorithms._batch import batch_tensor, require_tensor
+from composer_algorithms._loss import loss_for_target
+from composer_algorithms._random import ResumableDraws
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_models.targets import ensure_targets_one_hot
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+DrawPer = Literal["microbatch", "batch"]
+
+
+class PairMixing(ResumableDraws, Algorithm):
+    """Mix each example with another one of its batch, at the events where inputs, targets or losses are at hand.
+
+    A subclass says in `_mix` how inputs are mixed, and may say in `_mix_target` how targets are.
+
+    Args:
+        interpolate_loss: Mix the losses instead of the targets.
+        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
+        target_key: Where it holds the targets.
+        draw_per: `'microbatch'` or `'batch'`.
+
+    Raises:
+        ValueError: If `draw_per` is neither.
+    """
+
+    def __init__(self, interpolate_loss: bool, input_key: Any, target_key: Any, draw_per: DrawPer) -> None:
+        if draw_per not in ("microbatch", "batch"):
+            raise ValueError(f"draw_per={draw_per!r} is neither 'microbatch' nor 'batch': pass one of them.")
+        self.interpolate_loss = interpolate_loss
+        self.input_key = input_key
+        self.target_key = target_key
+        self.draw_per = draw_per
+        self._indices = torch.empty(0, dtype=torch.long)
+        self._permuted_target = torch.empty(0)
+        self._own_weight = 1.0  # of an example's own target; the other one has the rest
+        self._original_target: Tensor | None = None
+        self._batch_targets = torch.empty(0)  # the permuted ones of a whole batch
+        self._num_taken = 0  # how many of them microbatches have got
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is one of those where inputs, targets or the loss change."""
+        if self.draw_per == "batch" and event in (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH):
+            return True
+        if self.interpolate_loss:
+            return event in (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD)
+        return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+        """Mix what belongs to the event."""
+        if event == Event.BATCH_START:
+            self._mix_inputs(state)
+            self._batch_targets, self._num_taken = self._permuted_target, 0
+        elif event == Event.BEFORE_TRAIN_BATCH:
+            self._num_taken = 0
+        elif event == Event.BEFORE_FORWARD and self.draw_per == "batch":
+            self._take_targets(state)
+        elif event == Event.BEFORE_FORWARD:
+            self._mix_inputs(state)
+        elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
+            self._mix_targets(state)
+        elif event == Event.AFTER_LOSS and self._original_target is not None:
+            state.batch_set_item(self.target_key, self._original_target)
+            self._original_target = None
+        elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:
+            self._mix_losses(state)
+
+    @abstractmethod
+    def _mix(self, input: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
+        """Mix inputs with those at `self._indices`.
+
+        Returns:
+            The mixed inputs, `target[self._indices]`, and the weight of each example's own target.
+        """
+
+    def _mix_target(self, target: Tensor, permuted: Tensor, outputs: Tensor) -> Tensor:
+        """Return the weighted sum of an example's own targets and the others', with one value for each class."""
+        return torch.lerp(
+            ensure_targets_one_hot(outputs, permuted), ensure_targets_one_hot(outputs, target), self._own_weight
+        )
+
+    def _mix_inputs(self, state: "State") -> None:
+        input = batch_tensor(state, self.input_key, "input_key")
+        target = batch_tensor(state, self.target_key, "target_key")
+        generator = self.next_generator(state)
+        self._indices = torch.randperm(len(input), generator=generator)
+        mixed, self._permuted_target, self._own_weight = self._mix(input, target, generator)
+        state.batch_set_item(self.input_key, mixed)
+
+    def _take_targets(self, state: "State") -> None:
+        """Take the microbatch's part of the permuted targets."""
+        target = batch_tensor(state, self.target_key, "target_key")
+        end = self._num_taken + len(target)
+        if end > len(self._batch_targets):
+            raise RuntimeError(
+                f"draw_per='batch': microbatches up to now have {end} examples, and the batch of the last BATCH_START "
+                f"had {len(self._batch_targets)}. Let the loop run BATCH_START with the whole batch in state.batch "
+                f"before it cuts it, or use draw_per='microbatch'."
+            )
+        part = self._batch_targets[self._num_taken : end]
+        self._permuted_target = part.to(target.device, non_blocking=True)
+        self._num_taken = end
+
+    def _mix_targets(self, state: "State") -> None:
+        outputs = require_tensor(state.outputs, "the model's output")
+        target = batch_tensor(state, self.target_key, "target_key")
+        state.batch_set_item(self.target_key, self._mix_target(target, self._permuted_target, outputs))
+        self._original_target = target
+
+    def _mix_losses(self, state: "State") -> None:
+        loss = require_tensor(state.loss, "the loss")
+        permuted_loss = loss_for_target(state, self.target_key, self._permuted_target)
+        state.loss = self._own_weight * loss + (1 - self._own_weight) * permuted_loss

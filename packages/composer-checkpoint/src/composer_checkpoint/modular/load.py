@@ -1,0 +1,295 @@
+"""Loading a model, an optimizer and what else a run needs, each from files of its own."""
+
+import os
+import posixpath
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.modular._names import is_sharded, parameters_by_name
+from composer_checkpoint.modular._optimizers import load_optimizer
+from composer_checkpoint.modular._sharding import follow_parameters, shard_model
+from composer_checkpoint.modular._sources import Source, find_source, read_on_rank_zero
+from composer_checkpoint.modular._weights import WeightsMismatchError, load_weights
+from composer_checkpoint.modular.options import CheckpointLoadOptions
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.stores.addresses import is_uri
+from composer_dist.reproducibility import load_rng_state
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = [
+    "WeightsMismatchError",
+    "load_checkpoint",
+    "load_model_checkpoint",
+    "load_optim_checkpoint",
+    "load_resumption_checkpoint",
+]
+
+PathLike = str | os.PathLike[str]
+
+
+def load_checkpoint(
+    load_path: PathLike,
+    load_options: CheckpointLoadOptions | Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    optim: torch.optim.Optimizer | None = None,
+    state: "State | None" = None,
+    model_child_path: str | None = None,
+    optim_child_path: str | None = None,
+    resumption_filename: str = "resumption.pkl",
+    *,
+    trusted: bool = False,
+) -> None:
+    """Load what `save_checkpoint_to_disk` saved, or parts of it. Every rank must call this.
+
+    All files are looked for before anything is changed; then the resumption state is loaded, then the model, then the
+    optimizer. Hashes are compared, and nothing that is read can run code.
+
+    Args:
+        load_path: The checkpoint's folder: a local path, or the address of one in a store.
+        load_options: What is loaded, and how.
+        model: That of the state when `None`.
+        optim: That of the state when `None`.
+        state: Needed for the resumption state.
+        model_child_path: Where in the folder the model is; `model/model.pt`, or `model` if sharded, when `None`.
+        optim_child_path: Where the optimizer is; `optim/optim.pt`, or `optim` if sharded, when `None`.
+        resumption_filename: What the file with the rest is called.
+        trusted: Whether files may run code of their own while they are loaded, which is logged as a warning. For this
+            call only, and not for sharded checkpoints.
+
+    Raises:
+        ValueError: If something to load into is missing, or the checkpoint's kind does not go with the options.
+        NoCheckpointError: If a file is missing; a `FileNotFoundError`.
+        CheckpointError: If a file is damaged, unsafe or of another model.
+    """
+    options = _as_options(load_options)
+    model, optim = _targets(options, model, optim, state)
+    sources = {
+        part: find_source(_join(load_path, child or part), part, options.sharded_checkpoint)
+        for part, child, wanted in (
+            ("model", model_child_path, options.load_model),
+            ("optim", optim_child_path, options.load_optimizer),
+        )
+        if wanted
+    }
+    if state is not None and options.load_resumption_state:
+        load_resumption_checkpoint(state, _join(load_path, resumption_filename), trusted=trusted)
+    if model is not None and options.load_model:
+        _shard_as_needed(model, optim, options, options.seed)
+        _load_model(model, sources["model"], options, trusted)
+    if model is not None and optim is not None and options.load_optimizer:
+        _load_optim(model, optim, sources["optim"], options, trusted)
+
+
+def load_model_checkpoint(
+    model: nn.Module,
+    load_path: PathLike,
+    load_options: CheckpointLoadOptions | Mapping[str, Any] | None = None,
+    seed: int = 42,
+    *,
+    trusted: bool = False,
+) -> None:
+    """Load weights. Every rank must call this.
+
+    Nothing is changed unless all that is needed was found, whole and fitting. If the model is sharded meanwhile, an
+    optimizer must be made, or made anew, afterwards; `load_checkpoint` sees to one that it is given.
+
+    Args:
+        model: Plain, in `DistributedDataParallel`, compiled, sharded with `fully_shard` or by tensor parallelism.
+        load_path: A file, or the folder of a sharded checkpoint, here or in a store. Of a whole training state, the
+            model is taken.
+        load_options: How it is loaded.
+        seed: For weights that are neither in memory yet (on the device `meta`) nor in the checkpoint.
+        trusted: As in `load_checkpoint`.
+
+    Raises:
+        ValueError: If the checkpoint's kind does not go with the options.
+        NoCheckpointError: If there is nothing; a `FileNotFoundError`.
+        RuntimeError: If the weights are those of another model.
+        CheckpointError: If the checkpoint is damaged or unsafe.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint.modular import save_model_to_disk
+        >>> path = save_model_to_disk(nn.Linear(2, 1), tempfile.mkdtemp())
+        >>> load_model_checkpoint(nn.Linear(2, 1), path)
+    """
+    options = _as_options(load_options)
+    source = find_source(load_path, "model", options.sharded_checkpoint)
+    _shard_as_needed(model, None, options, seed)
+    _load_model(model, source, options, trusted)
+
+
+def load_optim_checkpoint(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    load_path: PathLike,
+    load_options: CheckpointLoadOptions | Mapping[str, Any] | None = None,
+    *,
+    trusted: bool = False,
+) -> None:
+    """Load an optimizer's state. Every rank must call this.
+
+    Args:
+        model: Owns the parameters' names.
+        optim: Need not have stepped. Groups get the settings that their parameters had.
+        load_path: A file, or the folder of a sharded checkpoint, here or in a store. Of a whole training state, the
+            optimizer of the same class is taken.
+        load_options: How it is loaded.
+        trusted: As in `load_checkpoint`.
+
+    Raises:
+        ValueError: If the checkpoint's kind does not go with the options.
+        NoCheckpointError: If there is nothing; a `FileNotFoundError`.
+        CheckpointError: If the checkpoint is damaged, unsafe or of an optimizer of other parameters.
+    """
+    options = _as_options(load_options)
+    source = find_source(load_path, "optim", options.sharded_checkpoint)
+    _load_optim(model, optim, source, options, trusted)
+
+
+def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool = False) -> None:
+    """Load what a run needs besides weights and optimizers. Every rank must call this; rank 0 reads.
+
+    That is the dataset's state, the time in training, schedulers, algorithms, callbacks, the scaler, the seed, the
+    run's name, and each rank's random state.
+
+    Args:
+        state: The run's.
+        path: The file, if it ends in `.pkl`; otherwise the folder in which it is `resumption.pkl`.
+        trusted: As in `load_checkpoint`.
+
+    Raises:
+        NoCheckpointError: If there is no such file.
+        CheckpointError: If it is damaged, or asks for more than data.
+    """
+    text = os.fspath(path)
+    file = text if text.endswith(".pkl") else _join(text, "resumption.pkl")
+    with read_on_rank_zero(file, lambda content: _as_state(content, file), trusted=trusted) as content:
+        saved = Ranks().exchange(lambda: content, lambda contents: contents[:1] * len(contents))
+    rng = saved.pop("rng", None)
+    state.load_state_dict(saved)
+    if rng is not None:
+        load_rng_state(rng)
+
+
+def _targets(
+    options: CheckpointLoadOptions,
+    model: nn.Module | None,
+    optim: torch.optim.Optimizer | None,
+    state: "State | None",
+) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+    """Return what is loaded into.
+
+    Raises:
+        ValueError: If something is missing.
+    """
+    if options.load_model and model is None and state is None:
+        raise ValueError("Model or state must be provided if loading model checkpoint.")
+    if options.load_optimizer and optim is None and state is None:
+        raise ValueError("Optimizer or state must be provided if loading optimizer checkpoint.")
+    if options.load_resumption_state and state is None:
+        raise ValueError("State must be provided if loading resumption state.")
+    if state is not None:
+        model = state.model if model is None else model
+        optim = state.optimizers[0] if optim is None and len(state.optimizers) == 1 else optim
+    if options.load_optimizer and (model is None or optim is None):
+        raise ValueError(
+            "Optimizer and model, or a state with one of each, must be provided if loading optimizer checkpoint: the "
+            "model owns the parameters' names."
+        )
+    return model, optim
+
+
+def _shard_as_needed(
+    model: nn.Module, optim: torch.optim.Optimizer | None, options: CheckpointLoadOptions, seed: int
+) -> None:
+    if not options.shard_as_needed_during_load or is_sharded(model):
+        return
+    before = parameters_by_name(model)
+    if optim is not None and optim.state:
+        raise ValueError(
+            "the optimizer has stepped, and its state would not fit the model that shard_as_needed_during_load=True "
+            "shards. Pass a new optimizer, or shard the model before the optimizer is made."
+        )
+    shard_model(model, options, seed)
+    if optim is not None:
+        follow_parameters(optim, model, before)
+
+
+def _load_model(model: nn.Module, source: Source, options: CheckpointLoadOptions, trusted: bool) -> None:
+    sharded, wanted = is_sharded(model), options.sharded_checkpoint
+    if source.is_sharded and not sharded and wanted:
+        raise ValueError(
+            f"{source.path} is a sharded checkpoint, and the model is not sharded. Shard it first, pass "
+            f"shard_as_needed_during_load=True, or sharded_checkpoint=None to load it as it is."
+        )
+    if not source.is_sharded and sharded and wanted is False and not options.shard_as_needed_during_load:
+        raise ValueError(
+            f"{source.path} is not a sharded checkpoint, and the model is sharded. Pass "
+            f"shard_as_needed_during_load=True or sharded_checkpoint=None, and each rank gets its shards of it."
+        )
+    load_weights(model, source, options, trusted=trusted)
+
+
+def _load_optim(
+    model: nn.Module, optim: torch.optim.Optimizer, source: Source, options: CheckpointLoadOptions, trusted: bool
+) -> None:
+    sharded, wanted = is_sharded(model), options.sharded_checkpoint
+    if options.shard_as_needed_during_load and not sharded:
+        raise ValueError(
+            "shard_as_needed_during_load=True, and the model is not sharded: an optimizer is not sharded by itself. "
+            "Load the model at the same time, or shard it first."
+        )
+    if source.is_sharded and not sharded and wanted:
+        raise ValueError(
+            f"{source.path} is a sharded checkpoint, and the model of the optimizer is not sharded. Shard it first, or "
+            f"pass sharded_checkpoint=None to load it as it is."
+        )
+    if not source.is_sharded and sharded and wanted is False and not options.shard_as_needed_during_load:
+        raise ValueError(
+            f"{source.path} is not a sharded checkpoint, and the model of the optimizer is sharded. Pass "
+            f"shard_as_needed_during_load=True or sharded_checkpoint=None, and each rank gets its shards of it."
+        )
+    load_optimizer(model, optim, source, options, trusted=trusted)
+
+
+def _as_options(options: CheckpointLoadOptions | Mapping[str, Any] | None) -> CheckpointLoadOptions:
+    """Return settings of ours, which are checked."""
+    if isinstance(options, CheckpointLoadOptions):
+        return replace(options)  # it may have been changed since it was made
+    return CheckpointLoadOptions(**(options or {}))
+
+
+def _as_state(content: Any, path: str) -> dict[str, Any]:
+    """Return resumption state in the layout of `State.state_dict`."""
+    if not isinstance(content, dict):
+        raise IncompatibleCheckpointError(
+            f"{path} holds a {type(content).__name__}, and no resumption state. Name the resumption.pkl of a "
+            f"checkpoint."
+        )
+    saved = dict(content)
+    if "timestamp" in saved:
+        saved["timestamp"] = {"Timestamp": saved["timestamp"]}
+    if isinstance(saved.get("callbacks"), list):
+        saved["callbacks"] = _by_class(saved["callbacks"])
+    return saved
+
+
+def _by_class(pairs: list[Any]) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for name, value in pairs:
+        count = sum(1 for known in states if known.partition("#")[0] == name)
+        states[f"{name}#{count}" if count else name] = value
+    return states
+
+
+def _join(folder: PathLike, name: str) -> str:
+    text = os.fspath(folder)
+    return posixpath.join(text, name) if is_uri(text) else os.path.join(text, name)

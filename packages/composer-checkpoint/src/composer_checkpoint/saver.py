@@ -1,0 +1,419 @@
+"""A callback that saves the training state at intervals."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from composer_checkpoint.archives import check_compressor
+from composer_checkpoint.async_save import AsyncSaver
+from composer_checkpoint.commit import remove_leftovers, replace_pointer
+from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files
+from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
+from composer_checkpoint.kept_files import KeptFiles, combine_policies
+from composer_checkpoint.lock import FolderLock
+from composer_checkpoint.names import PartialFilePath, check_filename, format_name_with_dist, sharded_folder
+from composer_checkpoint.retention import RetentionPolicy
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.state_io import Layout, collect, describe, layout_of, own_file, path_of, prefix_dir_of, write
+from composer_checkpoint.stores.addresses import parse_uri
+from composer_checkpoint.upload import RemoteUploader
+from composer_checkpoint.uploads import CheckpointUploads
+from composer_events.callback import Callback
+from composer_events.event import Event
+from composer_events.intervals import create_interval_scheduler
+from composer_time import Time, Timestamp
+
+if TYPE_CHECKING:
+    from composer_events import Logger, State
+
+__all__ = ["CheckpointSaver"]
+
+log = getLogger(__name__)
+
+
+class CheckpointSaver(Callback):
+    """Save the training state at intervals, and at the end of training, whole or not at all.
+
+    At each save, in this order: the checkpoint is written beside, flushed and renamed; the link to the latest one
+    moves; it is uploaded, if the folder is remote or a logger takes files; and what need not be kept is deleted. One
+    process saves to a folder at a time: from the start of `fit` to its end it is locked, and what killed writers left
+    is removed. A run that would come upon later checkpoints than its own is refused there, too.
+
+    With `async_save`, training goes on while a copy of the state is written. An error is raised at the end of the next
+    batch, on all ranks; the end of training and the next save wait.
+
+    Args:
+        folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as `'s3://b/run'`.
+        filename: What each is called in it, with placeholders for run, ranks and time. Its end says the format.
+        remote_file_name: The name in the store, or for loggers that take files. `None` uploads nothing.
+        latest_filename: The name of the link to the latest one. `None` for no link.
+        latest_remote_file_name: The name of the pointer in the store, to which `.symlink` is added.
+        save_interval: How often: epochs, a timestring, a `Time`, or a function of the state and the event.
+        overwrite: Whether a run may start where later checkpoints are, and replace them.
+        num_checkpoints_to_keep: How many of the newest stay on the disk; -1 for all. 0 is for folders that are
+            copied elsewhere.
+        weights_only: Save only the model and what describes it.
+        ignore_keys: Patterns of what to leave out, or a function that deletes from the checkpoint's dict.
+        num_concurrent_uploads: How many files are uploaded at a time.
+        upload_timeout_in_seconds: How long the end of training waits for uploads.
+        async_save: Whether training goes on while a checkpoint is written.
+        save_async_policy: What a save does while the one before is being written: `'wait'` for it, or `'skip'`.
+        keep: What else to keep; see `RetentionPolicy.from_setting`.
+
+    Attributes:
+        saved_checkpoints: The paths of what this process has saved and not deleted, oldest first.
+        all_saved_checkpoints_to_timestamp: When in training each path was saved, also before a resumption.
+        last_checkpoint_batch: The batch of the latest save.
+        resumes: Set to let a run replace later checkpoints, because what is newer than where it resumes is damaged.
+
+    Raises:
+        ValueError: If names, intervals or numbers cannot be used, or contradict each other.
+        CompressorNotFound: If the program that the file name asks for is not installed.
+
+    Example:
+        >>> from composer_events import Engine, Event, State
+        >>> folder = tempfile.mkdtemp()
+        >>> saver = CheckpointSaver(folder, "ba{batch}.pt", save_interval="1ba")
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> state = State(layer, 1, "plum", "cpu", max_duration="2ba", dataloader=[0, 1], callbacks=saver)
+        >>> engine = Engine(state)
+        >>> for event in (Event.INIT, Event.FIT_START):
+        ...     _ = engine.run_event(event)
+        >>> for _ in state.dataloader:
+        ...     state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=1)
+        ...     _ = engine.run_event(Event.BATCH_CHECKPOINT)
+        >>> _ = engine.run_event(Event.FIT_END)
+        >>> [path.rpartition("/")[2] for path in saver.saved_checkpoints]
+        ['ba1.pt', 'ba2.pt']
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        folder: str = "{run_name}/checkpoints",
+        filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        remote_file_name: str | None = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt",
+        latest_filename: str | None = "latest-rank{rank}.pt",
+        latest_remote_file_name: str | None = "{run_name}/checkpoints/latest-rank{rank}.pt",
+        save_interval: "Time[Any] | str | int | Callable[[State, Event], bool]" = "1ep",
+        *,
+        overwrite: bool = False,
+        num_checkpoints_to_keep: int = -1,
+        weights_only: bool = False,
+        ignore_keys: IgnoreKeys | None = None,
+        num_concurrent_uploads: int = 1,
+        upload_timeout_in_seconds: int = 3600,
+        async_save: bool = False,
+        save_async_policy: Literal["wait", "skip"] = "wait",
+        keep: Any = None,
+    ) -> None:
+        folder, filename = str(folder), str(filename).lstrip("/")
+        interval = None if callable(save_interval) else save_interval
+        check_filename(filename, interval=interval, overwrite=overwrite)
+        check_compressor(filename)
+        check_ignore_keys("save_ignore_keys", ignore_keys)
+        if save_async_policy not in ("wait", "skip"):
+            raise ValueError(f"save_async_policy={save_async_policy!r} is not known. Use 'wait' or 'skip'.")
+        self._kept = KeptFiles.under(combine_policies(num_checkpoints_to_keep, keep))
+        self.save_interval: Callable[[State, Event], bool] = (
+            save_interval if callable(save_interval) else create_interval_scheduler(save_interval)
+        )
+        self.overwrite = overwrite
+        self.num_checkpoints_to_keep = num_checkpoints_to_keep
+        self.weights_only = weights_only
+        self.ignore_keys = ignore_keys
+        self.async_save = async_save
+        self.save_async_policy: Literal["wait", "skip"] = save_async_policy
+
+        self.remote_uploader: RemoteUploader | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._remote_folder = folder if parse_uri(folder).backend else None
+        if self._remote_folder is not None:
+            self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
+            self._temporary = tempfile.TemporaryDirectory(prefix="composer-save-")
+            folder = self._temporary.name
+        self._uploads = CheckpointUploads(self.remote_uploader, overwrite, upload_timeout_in_seconds)
+        self.folder = folder
+        self.filename = PartialFilePath(filename, folder)
+        self.latest_filename = _path(latest_filename, folder)
+        self.remote_file_name = _path(remote_file_name)
+        self.latest_remote_file_name = _path(latest_remote_file_name)
+
+        self.all_saved_checkpoints_to_timestamp: dict[str, Timestamp] = {}
+        self.last_checkpoint_batch: Time[int] | None = None
+        self.rank_saves_symlinks = False
+        self.resumes = False
+        self._lock: FolderLock | None = None
+        self._async: AsyncSaver | None = None
+        self._committed: list[_Save] = []
+        self._loaded_kept: Any = ()
+        self._metrics: dict[str, Any] = {}
+
+    @property
+    def saved_checkpoints(self) -> list[str]:
+        """The paths of what this process has saved and not deleted, oldest first."""
+        return self._kept.names
+
+    def init(self, state: "State", logger: "Logger") -> None:
+        """Find out whether the store lets us write."""
+        if self.remote_uploader is not None:
+            Ranks().together(self.remote_uploader.init)
+
+    def fit_start(self, state: "State", logger: "Logger") -> None:
+        """Take the folder for this process, and refuse one with later checkpoints than where the run is."""
+        path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
+        if self.async_save and layout_of(state) is Layout.LOCAL:
+            raise ValueError(
+                "save_async=True does not go with state_dict_type='local': per-rank files are written at once. Use "
+                "state_dict_type='sharded', or save_async=False."
+            )
+        ranks = Ranks()
+        ranks.together(lambda: self._take_folder(state) if ranks.rank == 0 else None)
+
+    def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
+        """Save if it is time."""
+        self._save_if_due(Event.BATCH_CHECKPOINT, state, logger)
+
+    def epoch_checkpoint(self, state: "State", logger: "Logger") -> None:
+        """Save if it is time."""
+        self._save_if_due(Event.EPOCH_CHECKPOINT, state, logger)
+
+    def iteration_checkpoint(self, state: "State", logger: "Logger") -> None:
+        """Save if it is time."""
+        self._save_if_due(Event.ITERATION_CHECKPOINT, state, logger)
+
+    def after_train_batch(self, state: "State", logger: "Logger") -> None:
+        """Let the optimizer step once the weights are copied."""
+        if self._async is not None:
+            self._async.wait_for_staging()
+
+    def batch_end(self, state: "State", logger: "Logger") -> None:
+        """Raise what went wrong in the background."""
+        if self._async is not None:
+            self._async.check()
+        self._settle(state, logger)
+        self._uploads.check()
+
+    def eval_end(self, state: "State", logger: "Logger") -> None:
+        """Note down what was measured, for whoever keeps the best."""
+        label = state.dataloader_label
+        if self._kept.policy.metric is not None and label is not None:
+            for name in state.eval_metrics.get(label, ()):
+                if name in state.eval_metric_values:
+                    self._metrics[f"metrics/{label}/{name}"] = state.eval_metric_values[name]
+
+    def fit_end(self, state: "State", logger: "Logger") -> None:
+        """Wait for what is under way, and give the folder back."""
+        try:
+            self.wait(state, logger)
+        finally:
+            self._give_folder_back()
+
+    def wait(self, state: "State", logger: "Logger") -> None:
+        """Return when everything is saved and uploaded. Every rank must call this.
+
+        Raises:
+            CheckpointError: On all ranks, if a save failed on any.
+            RuntimeError: If uploads take longer than `upload_timeout_in_seconds`.
+        """
+        if self._async is not None:
+            self._async.wait()
+        self._settle(state, logger)
+        self._uploads.wait()
+        self._kept.rotate()
+
+    def close(self, state: "State", logger: "Logger") -> None:
+        """Let what is under way end, without asking other ranks, which may be gone."""
+        try:
+            if self._async is not None:
+                self._async.drain()
+                self._async.close()
+                self._async = None
+            self._settle(state, logger)
+        finally:
+            self._give_folder_back()
+
+    def post_close(self) -> None:
+        """Wait for uploads, and let go of connections and temporary files."""
+        try:
+            self._uploads.close()
+            self._kept.rotate()
+        finally:
+            if self._temporary is not None:
+                self._temporary.cleanup()
+                self._temporary = None
+
+    def save(self, state: "State", logger: "Logger") -> None:
+        """Save now. Every rank must call this."""
+        layout = layout_of(state)
+        if self._async is not None and self._skips(state):
+            log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
+            return
+        job = self._describe_save(state, layout)
+        self._kept.deletes = layout is Layout.LOCAL or Ranks().rank == 0
+        self.rank_saves_symlinks = self._kept.deletes
+        self.last_checkpoint_batch = state.timestamp.batch
+        self.all_saved_checkpoints_to_timestamp[own_file(job.path)] = state.timestamp
+        content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
+        info = describe(state, weights_only=self.weights_only)
+        if self.async_save:
+            self._save_in_background(state, content, job, layout, info)
+            return
+        if write(content, job.path, layout, info) is not None:
+            self._commit(job)
+        self._settle(state, logger)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which checkpoints there are, those of before a resumption included."""
+        stamps = self.all_saved_checkpoints_to_timestamp.items()
+        return {
+            "all_saved_checkpoints_to_timestamp": [(name, stamp.state_dict()) for name, stamp in stamps],
+            "kept": self._kept.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over which checkpoints there are."""
+        self.all_saved_checkpoints_to_timestamp = {}
+        for name, saved in state.get("all_saved_checkpoints_to_timestamp", ()):
+            timestamp = Timestamp()
+            timestamp.load_state_dict(saved)
+            self.all_saved_checkpoints_to_timestamp[name] = timestamp
+        self._loaded_kept = state.get("kept", ())
+
+    def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
+        if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
+            self.save(state, logger)
+
+    def _skips(self, state: "State") -> bool:
+        assert self._async is not None
+        self._async.check()
+        elapsed = state.get_elapsed_duration()
+        is_last = elapsed is not None and float(elapsed) >= 1.0
+        return self.save_async_policy == "skip" and self._async.is_saving and not is_last
+
+    def _describe_save(self, state: "State", layout: Layout) -> "_Save":
+        path = path_of(state, self.filename.filename, self.filename.folder)
+        remote = _remote_name(self.remote_file_name, state, layout)
+        if self._remote_folder is not None and layout is Layout.SHARDED:
+            parsed = parse_uri(self._remote_folder)
+            path = f"{parsed.backend}://{parsed.bucket}/{remote}"  # each rank writes there itself
+        keeps_none = self._kept.policy == RetentionPolicy(last=0)
+        return _Save(
+            path=path,
+            timestamp=state.timestamp,
+            metrics=self._measured(state),
+            link=None if keeps_none or self.latest_filename is None else self.latest_filename.format(state),
+            remote_name=remote,
+            remote_pointer=None if self.latest_remote_file_name is None else self.latest_remote_file_name.format(state),
+        )
+
+    def _measured(self, state: "State") -> dict[str, float]:
+        metric = self._kept.policy.metric
+        if metric is None:
+            return {}
+        train = {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
+        known = {**train, **state.total_loss_dict, **self._metrics}
+        if metric not in known:
+            log.warning(
+                "The best checkpoints by %r cannot be told yet: it has not been measured. Measured were: %s.",
+                metric,
+                ", ".join(known) or "none",
+            )
+            return {}
+        return {metric: float(known[metric])}
+
+    def _save_in_background(
+        self, state: "State", content: dict[str, Any], job: "_Save", layout: Layout, info: dict[str, Any]
+    ) -> None:
+        if self._async is None:
+            self._async = AsyncSaver(policy="wait")  # who skips has been asked before
+        writes = layout is Layout.SHARDED or Ranks().rank == 0
+        self._async.save(
+            content,
+            job.path,
+            sharded=layout is Layout.SHARDED,
+            info=info,
+            overwrite=True,
+            stable_until_step=_unchanged_until_step(state),
+            then=(lambda: self._commit(job)) if writes else None,
+        )
+
+    def _commit(self, job: "_Save") -> None:
+        """Let the link lead to what was written; the background thread of an asynchronous save does it, too."""
+        if self.rank_saves_symlinks and job.link is not None and not parse_uri(job.path).backend:
+            replace_pointer(job.link, own_file(job.path))
+        self._committed.append(job)
+
+    def _settle(self, state: "State", logger: "Logger") -> None:
+        """Upload what was committed, and delete what need not be kept."""
+        while self._committed:
+            job = self._committed.pop(0)
+            path = own_file(job.path)
+            upload = None
+            if self._kept.deletes:
+                upload = self._uploads.send(path, job.remote_name, job.remote_pointer, state, logger)
+            self._kept.add(path, job.timestamp, job.metrics, upload)
+            self._kept.rotate()
+
+    def _take_folder(self, state: "State") -> None:
+        folder = format_name_with_dist(self.folder, state.run_name)
+        self._kept.load_state_dict(self._loaded_kept, folder)
+        self._loaded_kept = ()
+        if self._lock is None:
+            self._lock = FolderLock(folder).acquire()
+        try:
+            remove_leftovers(folder, locked=True)
+            if not self.overwrite and not self.resumes:
+                ensure_folder_has_no_conflicting_files(folder, self._template(state), state.timestamp)
+        except BaseException:
+            self._give_folder_back()
+            raise
+
+    def _template(self, state: "State") -> str:
+        filename = self.filename.filename
+        return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
+
+    def _give_folder_back(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What a save is called, here and elsewhere, and what it is about."""
+
+    path: str
+    timestamp: Timestamp
+    metrics: dict[str, float]
+    link: str | None
+    remote_name: str | None
+    remote_pointer: str | None
+
+
+def _path(name: str | None, folder: str | None = None) -> PartialFilePath | None:
+    return None if name is None else PartialFilePath(str(name).lstrip("/"), folder)
+
+
+def _remote_name(template: PartialFilePath | None, state: "State", layout: Layout) -> str | None:
+    if template is None:
+        return None
+    if layout is Layout.SHARDED:
+        template = PartialFilePath(sharded_folder(template.filename, prefix_dir_of(state)))
+    return template.format(state)
+
+
+def _unchanged_until_step(state: "State") -> list[torch.Tensor]:
+    """Return what nothing changes before the optimizer's next step, unless algorithms may."""
+    if state.algorithms:
+        return []
+    stable: list[torch.Tensor] = list(state.model.parameters()) if hasattr(state.model, "parameters") else []
+    for optimizer in state.optimizers:
+        for of_parameter in getattr(optimizer, "state", {}).values():
+            if isinstance(of_parameter, dict):
+                stable += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
+    return stable
