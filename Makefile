@@ -7,8 +7,8 @@ BIN := .venv/bin
 MEMBERS := $(wildcard packages/* apps/*)
 unexport PYTHONDONTWRITEBYTECODE  # every launched rank would compile torch anew
 
-train: .venv/.synced  ## Train the example network on the CPU.
-	$(BIN)/python examples/train.py
+train: .venv/.synced  ## Train the example network on the CPU, in two processes.
+	$(BIN)/composer -n 2 examples/train.py
 
 test: .venv/.synced  ## Run every test and every example of a docstring or page, on two cores.
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules -q

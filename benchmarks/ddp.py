@@ -26,7 +26,7 @@ from composer_dist import dist
 from composer_dist.testing import run_ranks
 from composer_models.gpt import GPT, GPTConfig
 
-VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 4096, 320, 6, 5, 64, 2
+VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 8192, 320, 6, 5, 64, 2
 
 
 class Listener(Callback):

@@ -10,7 +10,8 @@ import pytest
 
 @pytest.mark.slow
 def test_the_example_reads_unseen_digits_and_says_where_its_results_are(root, tmp_path):
-    command = [sys.executable, str(root / "examples/train.py"), "--seeds", "23", "--folder", str(tmp_path)]
+    script = [str(root / "examples/train.py"), "--seeds", "23", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "composer", "-n", "2", *script]
     run = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=300)
     assert run.returncode == 0, run.stderr
     said = re.fullmatch(r"seed 23: (\d+\.\d)% of 500 held-out digits read right; results in (\S+)\n", run.stdout)
