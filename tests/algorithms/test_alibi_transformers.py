@@ -301,3 +301,16 @@ def test_init_is_acted_on_once():
     assert not algorithm.match(Event.INIT, state)
     assert algorithm.match(Event.AFTER_DATALOADER, state)
     assert state.model.wpe.weight.shape[0] == 20
+
+
+@pytest.mark.slow  # compiles a kernel
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' call
+@pytest.mark.parametrize("name", ["bert", "roberta"])  # transformers has no flex attention for GPT-2
+def test_flex_attention_computes_what_eager_computes(name):
+    ids, outputs = tokens(), []
+    for implementation in ("eager", "flex_attention"):
+        model = MODELS[name](implementation)
+        cf.apply_alibi(model, max_sequence_length=16)
+        with torch.no_grad():  # on CPUs it has no backward
+            outputs.append(model(ids).last_hidden_state)
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)

@@ -119,6 +119,14 @@ IMPORT_MAP = [
     ("warning_on_one_line", "composer_events.warnings", "composer.utils.misc"),
     ("import_object", "composer.utils.import_helpers", "composer.utils"),
     ("retry", "composer_checkpoint.retry", "composer.utils composer.utils.retrying"),
+    ("CheckpointSaver", "composer_checkpoint.saver", "composer.callbacks composer.callbacks.checkpoint_saver"),
+    ("LoadCheckpoint", "composer_checkpoint.load_callback", "composer.callbacks composer.callbacks.load_checkpoint"),
+    ("load_checkpoint", "composer_checkpoint.loader", "composer.utils composer.utils.checkpoint"),
+    ("save_checkpoint", "composer_checkpoint.state_io", "composer.utils composer.utils.checkpoint"),
+    ("glob_filter", "composer_checkpoint.ignore_keys", "composer.utils.checkpoint"),
+    ("safe_torch_load", "composer_checkpoint.files", "composer.utils.checkpoint"),
+    ("PartialFilePath", "composer_checkpoint.names", "composer.utils.checkpoint"),
+    ("create_interval_scheduler", "composer_events.intervals", "composer.callbacks.checkpoint_saver"),
     ("is_model_deepspeed", "composer_dist.wrapping", "composer_dist composer.utils"),
     (
         "ReplacementFunction replace_module_classes count_module_instances update_params_in_optimizer",
@@ -380,6 +388,105 @@ IMPORT_MAP = [
         "composer_algorithms.dataset_transforms",
         "composer_algorithms composer.utils composer.utils.misc",
     ),
+    (
+        "get_model_state_dict get_optim_state_dict get_metadata_state_dict get_resumption_state_dict",
+        "composer_checkpoint.modular.state_dict",
+        "composer_checkpoint.modular composer.checkpoint composer.checkpoint.state_dict",
+    ),
+    (
+        "save_checkpoint_to_disk save_model_to_disk save_optim_to_disk save_resumption_state_to_disk "
+        "save_composer_metadata_to_disk save_state_dict_to_disk CheckpointSaveOptions",
+        "composer_checkpoint.modular.save",
+        "composer_checkpoint.modular composer.checkpoint composer.checkpoint.save",
+    ),
+    (
+        "load_checkpoint load_model_checkpoint load_optim_checkpoint load_resumption_checkpoint CheckpointLoadOptions",
+        "composer_checkpoint.modular.load",
+        "composer_checkpoint.modular composer.checkpoint composer.checkpoint.load",
+    ),
+    (
+        "download_monolithic_checkpoint",
+        "composer_checkpoint.transfer",
+        "composer_checkpoint.modular composer.checkpoint composer.checkpoint.download",
+    ),
+    (
+        "upload_file",
+        "composer_checkpoint.transfer",
+        "composer_checkpoint.modular composer.checkpoint composer.checkpoint.upload",
+    ),
+    (
+        "CliCompressor CompressorNotFound KNOWN_COMPRESSORS get_compressor is_compressed_pt",
+        "composer_checkpoint.compression",
+        "composer.utils composer.utils.compression",
+    ),
+    (
+        "ensure_folder_has_no_conflicting_files ensure_folder_is_empty",
+        "composer_checkpoint.conflicts",
+        "composer.utils composer.utils.file_helpers",
+    ),
+    (
+        "create_symlink_file extract_path_from_symlink get_file is_uri list_remote_objects "
+        "maybe_create_object_store_from_uri parse_uri validate_credentials",
+        "composer_checkpoint.uris",
+        "composer.utils composer.utils.file_helpers",
+    ),
+    ("is_tar", "composer_checkpoint.names", "composer.utils composer.utils.file_helpers"),
+    ("PartialFilePath", "composer_checkpoint.names", "composer.utils composer.utils.checkpoint"),
+    ("safe_torch_load", "composer_checkpoint.files", "composer.utils composer.utils.checkpoint"),
+    (
+        "ObjectStore ObjectStoreTransientError",
+        "composer_checkpoint.stores.base",
+        "composer.utils composer.utils.object_store composer.utils.object_store.object_store",
+    ),
+    (
+        "S3ObjectStore",
+        "composer_checkpoint.stores.s3",
+        "composer.utils composer.utils.object_store composer.utils.object_store.s3_object_store "
+        "composer.utils.object_store.utils composer.utils.file_helpers",
+    ),
+    (
+        "GCSObjectStore",
+        "composer_checkpoint.stores.gcs",
+        "composer.utils composer.utils.object_store composer.utils.object_store.gcs_object_store "
+        "composer.utils.file_helpers",
+    ),
+    (
+        "OCIObjectStore",
+        "composer_checkpoint.stores.oci",
+        "composer.utils composer.utils.object_store composer.utils.object_store.oci_object_store "
+        "composer.utils.file_helpers",
+    ),
+    (
+        "SFTPObjectStore",
+        "composer_checkpoint.stores.sftp",
+        "composer.utils composer.utils.object_store composer.utils.object_store.sftp_object_store",
+    ),
+    (
+        "LibcloudObjectStore",
+        "composer_checkpoint.stores.libcloud",
+        "composer.utils composer.utils.object_store composer.utils.object_store.libcloud_object_store "
+        "composer.utils.file_helpers",
+    ),
+    (
+        "MLFlowObjectStore",
+        "composer_checkpoint.stores.mlflow",
+        "composer.utils composer.utils.object_store composer.utils.object_store.mlflow_object_store "
+        "composer.utils.file_helpers",
+    ),
+    (
+        "UCObjectStore",
+        "composer_checkpoint.stores.unity_catalog",
+        "composer.utils composer.utils.object_store composer.utils.object_store.uc_object_store "
+        "composer.utils.file_helpers",
+    ),
+    ("FsspecObjectStore", "composer_checkpoint.stores.fsspec_store", "composer.utils composer.utils.object_store"),
+    ("AzureObjectStore", "composer_checkpoint.stores.azure", "composer.utils.object_store"),
+    ("build_remote_backend", "composer_checkpoint.stores.opening", "composer.utils composer.utils.object_store.utils"),
+    (
+        "RemoteUploader RemoteFilesExistingCheckStatus",
+        "composer_checkpoint.upload",
+        "composer.utils composer.utils.remote_uploader",
+    ),
     ("NoEffectWarning NotIntendedUseWarning", "composer_events.warnings", "composer.algorithms.warnings"),
     (
         "Alibi",
@@ -619,6 +726,7 @@ PATHS = [
 LAZY_FACES = [
     "composer",
     "composer.algorithms",
+    "composer.checkpoint",
     "composer.core",
     "composer.core.types",
     "composer.devices",
@@ -630,6 +738,7 @@ LAZY_FACES = [
     "composer.models",
     "composer.optim",
     "composer.utils",
+    "composer.utils.object_store",
 ]
 
 
@@ -657,6 +766,26 @@ def test_a_module_that_users_patch_is_the_owners_module(package, name, monkeypat
     assert given["b"] is owner
     monkeypatch.setattr(f"composer.utils.{name}.something_new", 1, raising=False)
     assert owner.something_new == 1
+
+
+@pytest.mark.parametrize("face", ["composer.utils.file_helpers", "composer.utils.object_store.utils"])
+def test_a_store_that_is_patched_in_a_face_is_the_one_that_is_opened(face, monkeypatch):
+    from composer.utils import build_remote_backend, maybe_create_object_store_from_uri
+
+    import_module(face)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{face}.S3ObjectStore", dict)
+        assert maybe_create_object_store_from_uri("s3://bucket/file") == {"bucket": "bucket"}
+        assert build_remote_backend("s3", {"bucket": "other"}) == {"bucket": "other"}
+    assert import_module("composer_checkpoint.stores.opening").S3ObjectStore.__name__ == "S3ObjectStore"
+
+
+def test_what_uploads_use_is_patched_through_its_face(monkeypatch):
+    uploads = import_module("composer.utils.remote_uploader")
+    monkeypatch.setattr("composer.utils.remote_uploader.validate_credentials", len)
+    assert uploads is import_module("composer_checkpoint.upload")
+    assert uploads.validate_credentials is len
+    assert uploads.multiprocessing.get_context
 
 
 def test_composer_exports_exactly_its_public_names():

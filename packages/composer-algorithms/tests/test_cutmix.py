@@ -272,3 +272,24 @@ def test_a_checkpoint_makes_the_draws_go_on(image_state):
     boxes(first, 3)
     resumed.load_state_dict(first.state_dict())
     assert boxes(resumed, 2) == boxes(whole, 5)[3:]
+
+
+def test_drawn_for_a_whole_batch_its_microbatches_get_their_part(image_state):
+    state, (inputs, targets) = image_state, image_state.batch
+    algorithm = CutMix(draw_per="batch")
+    events = [Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS]
+    assert [event for event in Event if algorithm.match(event, state)] == events
+    algorithm.apply(Event.BATCH_START, state, None)
+    mixed, permuted, own_area, _ = cutmix_batch(inputs, targets, bbox=algorithm._bbox, indices=algorithm._indices)
+    assert torch.equal(state.batch[0], mixed)
+    logits = state.outputs
+    algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)
+    for part in (slice(0, 1), slice(1, 4)):
+        state.batch, state.outputs = (mixed[part], targets[part]), logits[part]
+        algorithm.apply(Event.BEFORE_FORWARD, state, None)
+        assert torch.equal(state.batch[0], mixed[part])
+        algorithm.apply(Event.BEFORE_LOSS, state, None)
+        one_hot = own_area * F.one_hot(targets[part], 3) + (1 - own_area) * F.one_hot(permuted[part], 3)
+        torch.testing.assert_close(state.batch[1], one_hot)
+    with pytest.raises(ValueError, match="draw_per='epoch'"):
+        CutMix(draw_per="epoch")

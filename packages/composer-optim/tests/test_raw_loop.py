@@ -172,6 +172,7 @@ def test_epochs_without_their_length_are_refused_at_once(optimizer):
         ({"max_duration": "8ba", "batches_per_epoch": 0}, "batches_per_epoch=0 must be 1 or more"),
         ({"max_duration": "8ba", "scale_schedule_ratio": 0.1}, "reduced the max_duration to 0"),
         ({"max_duration": "8ba", "scale_schedule_ratio": -1.0}, "must be more than 0"),
+        ({"max_duration": "-4ba"}, "max_duration='-4ba' is not a length"),
     ],
 )
 def test_a_loop_that_cannot_be_is_refused(options, message):

@@ -184,3 +184,35 @@ def test_the_base_class_has_no_schedule_of_its_own(training):
 
     with pytest.raises(NotImplementedError, match="Nothing does not say"):
         Nothing()(training("1ep"))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda length: StepScheduler(length), "step_size"),
+        (lambda length: ConstantScheduler(t_max=length), "t_max"),
+        (lambda length: LinearScheduler(t_max=length), "t_max"),
+        (lambda length: ExponentialScheduler(0.5, length), "decay_period"),
+        (lambda length: CosineAnnealingScheduler(length), "t_max"),
+        (lambda length: CosineAnnealingWarmRestartsScheduler(length), "t_0"),
+        (lambda length: PolynomialScheduler(2.0, length), "t_max"),
+    ],
+)
+@pytest.mark.parametrize("length", ["-1ba", "0ba", "-0.5dur", "0.0dur"])
+def test_a_length_that_is_none_is_refused_where_the_scheduler_is_made(make, name, length):
+    with pytest.raises(ValueError, match=f"{name}='{length}' is not a length.*more than 0"):
+        make(length)
+
+
+def test_a_milestone_may_be_the_start_but_not_lie_before_it(training):
+    assert MultiStepScheduler(["0ba"], gamma=0.5)(training("10ba")) == 0.5
+    with pytest.raises(ValueError, match=r"milestones='-1ba' is not a length.*0 or more"):
+        MultiStepScheduler(["5ba", "-1ba"])
+
+
+@pytest.mark.parametrize(
+    ("power", "kind"), [(-1, ValueError), (float("nan"), ValueError), ("2", TypeError), (None, TypeError)]
+)
+def test_a_power_that_has_no_curve_is_refused(power, kind):
+    with pytest.raises(kind, match=f"power={power!r}"):
+        PolynomialScheduler(power)

@@ -160,3 +160,25 @@ def test_the_cosine_begins_where_the_warmup_ends(training):
     scheduler = CosineAnnealingWithWarmupScheduler("20ba")
     expected = (1 + math.cos(math.pi * (35 - 20) / (100 - 20))) / 2
     assert scheduler(training("100ba", batch=35)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t_warmup: MultiStepWithWarmupScheduler(t_warmup, ["5ba"]),
+        ConstantWithWarmupScheduler,
+        LinearWithWarmupScheduler,
+        CosineAnnealingWithWarmupScheduler,
+        PolynomialWithWarmupScheduler,
+    ],
+)
+def test_a_warmup_of_less_than_nothing_is_refused(make):
+    with pytest.raises(ValueError, match=r"t_warmup='-1ba' is not a length.*0 or more"):
+        make("-1ba")
+
+
+def test_a_shape_needs_time_and_a_power():
+    with pytest.raises(ValueError, match=r"t_max='0ba' is not a length.*more than 0"):
+        LinearWithWarmupScheduler("1ba", t_max="0ba")
+    with pytest.raises(ValueError, match="power=-1 must be 0 or more"):
+        PolynomialWithWarmupScheduler("1ba", power=-1)

@@ -61,6 +61,7 @@ __getattr__, __dir__ = lazy_face(
         "cli",
         "algorithms",
         "callbacks",
+        "checkpoint",
         "core",
         "devices",
         "distributed",

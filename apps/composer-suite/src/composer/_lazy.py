@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 
@@ -70,6 +71,27 @@ def replace_module(alias: str, target: str) -> None:
         target: The module to stand in its place.
     """
     sys.modules[alias] = import_module(target)
+
+
+def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
+    """Let what is set under some names of a face be set in the module that uses them, too.
+
+    For names that users patch in a face with other names beside them, so that it cannot be replaced as a whole.
+
+    Args:
+        face: The calling module's own `__name__`. It has the names already.
+        owner: The module that looks the names up when it needs them.
+        names: The names.
+    """
+    target, shared = import_module(owner), frozenset(names)
+
+    class Face(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name in shared:
+                setattr(target, name, value)
+
+    sys.modules[face].__class__ = Face
 
 
 def _raise_unknown(face: str, name: str, known: Iterable[str]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What MixUp and CutMix share: examples in pairs, whose inputs are mixed and then either their targets or their losses."""
+"""What MixUp and CutMix share: examples in pairs, whose inputs are mixed, and then their targets or their losses."""
 
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Literal

@@ -172,8 +172,8 @@ class CutMix(PairMixing):
         ValueError: If `alpha` is negative or `draw_per` is neither.
 
     Example:
-        >>> CutMix(alpha=0.5)
-        CutMix(alpha=0.5, interpolate_loss=False, uniform_sampling=False, input_key=0, target_key=1, draw_per='microbatch')
+        >>> CutMix(alpha=0.5).uniform_sampling
+        False
 
     Reference:
         Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features", ICCV 2019,

@@ -24,6 +24,9 @@ LOADER_KEY = "train_dataloader"
 """In a checkpoint's `dataset_state`: the state of each rank's dataloader, where it has one."""
 
 
+_ATTRIBUTE = "data_position"
+
+
 class DataPosition:
     """Opens epochs, and after a resumption opens the one that was left in the middle where it was left.
 
@@ -35,8 +38,8 @@ class DataPosition:
 
     What a dataloader's `persistent_workers` draw follows from all epochs before, and is not repeated.
 
-    A loop of one's own sets `state.data_position = DataPosition()` before it loads, so that `CheckpointSaver` and
-    `load_checkpoint` find it, and begins each epoch with `open`.
+    A loop of one's own attaches one to its state before it loads, so that `CheckpointSaver` and `load_checkpoint` find
+    it, and begins each epoch with `open`.
 
     Args:
         spin: Whether to read and drop what was trained on. Without that, and without a dataloader that knows its
@@ -45,11 +48,11 @@ class DataPosition:
     Example:
         >>> from composer_events import State
         >>> state = State(None, rank_zero_seed=1, device="cpu", train_dataloader=[1, 2, 3])
-        >>> state.data_position = DataPosition()
-        >>> list(state.data_position.open(state))
+        >>> position = DataPosition.attach(state)
+        >>> list(position.open(state))
         [1, 2, 3]
         >>> state.timestamp = state.timestamp.to_next_batch(samples=1)
-        >>> list(state.data_position.open(state))
+        >>> list(position.open(state))
         [2, 3]
     """
 
@@ -59,6 +62,17 @@ class DataPosition:
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded, and not yet put back
         self._loader_state: Any = None
         self._is_resumed = False
+
+    @classmethod
+    def attach(cls, state: "State", spin: bool = True) -> "DataPosition":
+        """Return a new one that whoever has the state finds."""
+        position = vars(state)[_ATTRIBUTE] = cls(spin)
+        return position
+
+    @staticmethod
+    def of(state: "State") -> "DataPosition | None":
+        """Return the one that is attached to a state, if there is one."""
+        return getattr(state, _ATTRIBUTE, None)
 
     def resume(self, rng: Sequence[Mapping[str, Any]] | None, state: "State") -> None:
         """Take over what a checkpoint says, to act on it when the next epoch is opened.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from composer_checkpoint.data_position import DataPosition
 from composer_checkpoint.errors import CheckpointError, IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.files import load_file, safe_torch_load
@@ -18,7 +19,7 @@ from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.pointers import read_pointer
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.spread_state import as_spread, read_sharded
-from composer_checkpoint.state_io import Layout, as_sharded, layout_of, position_of
+from composer_checkpoint.state_io import Layout, as_sharded, layout_of
 from composer_checkpoint.stores.addresses import is_uri
 from composer_dist import dist
 
@@ -100,7 +101,7 @@ def load_checkpoint(
     _check_agreement(state)
     log.info("Loaded %s.", path)
     rng: list[dict[str, Any]] | None = None if load_weights_only else content.get("rng") or None
-    position = position_of(state)
+    position = DataPosition.of(state)
     if position is not None and not load_weights_only:
         position.resume(rng, state)
     return rng

@@ -1,6 +1,8 @@
 """A callback that saves the training state at intervals."""
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from logging import getLogger
@@ -130,12 +132,12 @@ class CheckpointSaver(Callback):
         self.save_async_policy: Literal["wait", "skip"] = save_async_policy
 
         self.remote_uploader: RemoteUploader | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._remove_temporary: Callable[[], object] | None = None
         self._remote_folder = folder if parse_uri(folder).backend else None
         if self._remote_folder is not None:
             self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
-            self._temporary = tempfile.TemporaryDirectory(prefix="composer-save-")
-            folder = self._temporary.name
+            folder = tempfile.mkdtemp(prefix="composer-save-")
+            self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._uploads = CheckpointUploads(self.remote_uploader, overwrite, upload_timeout_in_seconds)
         self.folder = folder
         self.filename = PartialFilePath(filename, folder)
@@ -148,6 +150,7 @@ class CheckpointSaver(Callback):
         self.rank_saves_symlinks = False
         self.resumes = False
         self._lock: FolderLock | None = None
+        self._has_folder = False
         self._async: AsyncSaver | None = None
         self._committed: list[_Save] = []
         self._loaded_kept: Any = ()
@@ -165,14 +168,15 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: "State", logger: "Logger") -> None:
         """Take the folder for this process, and refuse one with later checkpoints than where the run is."""
-        path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
         if self.async_save and layout_of(state) is Layout.LOCAL:
             raise ValueError(
                 "save_async=True does not go with state_dict_type='local': per-rank files are written at once. Use "
                 "state_dict_type='sharded', or save_async=False."
             )
-        ranks = Ranks()
-        ranks.together(lambda: self._take_folder(state) if ranks.rank == 0 else None)
+        path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
+        self._kept.load_state_dict(self._loaded_kept, format_name_with_dist(self.folder, state.run_name))
+        self._loaded_kept = ()
+        self._take_folder(state, is_for_fit=True)
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is time."""
@@ -243,29 +247,20 @@ class CheckpointSaver(Callback):
             self._uploads.close()
             self._kept.rotate()
         finally:
-            if self._temporary is not None:
-                self._temporary.cleanup()
-                self._temporary = None
+            if self._remove_temporary is not None:
+                self._remove_temporary()
 
     def save(self, state: "State", logger: "Logger") -> None:
         """Save now. Every rank must call this."""
-        layout = layout_of(state)
-        if self._async is not None and self._skips(state):
-            log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
+        if self._has_folder:
+            self._save(state, logger)
             return
-        job = self._describe_save(state, layout)
-        self._kept.deletes = layout is Layout.LOCAL or Ranks().rank == 0
-        self.rank_saves_symlinks = self._kept.deletes
-        self.last_checkpoint_batch = state.timestamp.batch
-        self.all_saved_checkpoints_to_timestamp[own_file(job.path)] = state.timestamp
-        content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
-        info = describe(state, weights_only=self.weights_only)
-        if self.async_save:
-            self._save_in_background(state, content, job, layout, info)
-            return
-        if write(content, job.path, layout, info) is not None:
-            self._commit(job)
-        self._settle(state, logger)
+        self._take_folder(state, is_for_fit=False)
+        try:
+            self._save(state, logger)
+            self.wait(state, logger)
+        finally:
+            self._give_folder_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints there are, those of before a resumption included."""
@@ -287,6 +282,24 @@ class CheckpointSaver(Callback):
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
             self.save(state, logger)
+
+    def _save(self, state: "State", logger: "Logger") -> None:
+        layout = layout_of(state)
+        if self._async is not None and self._skips(state):
+            log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
+            return
+        job = self._describe_save(state, layout)
+        self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
+        self.last_checkpoint_batch = state.timestamp.batch
+        self.all_saved_checkpoints_to_timestamp[own_file(job.path)] = state.timestamp
+        content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
+        info = describe(state, weights_only=self.weights_only)
+        if self.async_save:
+            self._save_in_background(state, content, job, layout, info)
+            return
+        if write(content, job.path, layout, info) is not None:
+            self._commit(job)
+        self._settle(state, logger)
 
     def _skips(self, state: "State") -> bool:
         assert self._async is not None
@@ -359,15 +372,19 @@ class CheckpointSaver(Callback):
             self._kept.add(path, job.timestamp, job.metrics, upload)
             self._kept.rotate()
 
-    def _take_folder(self, state: "State") -> None:
+    def _take_folder(self, state: "State", *, is_for_fit: bool) -> None:
+        """Lock the folder on rank 0, and look at what is in it, or fail on all ranks."""
+        ranks = Ranks()
+        ranks.together(lambda: self._lock_folder(state, is_for_fit) if ranks.rank == 0 else None)
+        self._has_folder = True
+
+    def _lock_folder(self, state: "State", is_for_fit: bool) -> None:
         folder = format_name_with_dist(self.folder, state.run_name)
-        self._kept.load_state_dict(self._loaded_kept, folder)
-        self._loaded_kept = ()
         if self._lock is None:
             self._lock = FolderLock(folder).acquire()
         try:
             remove_leftovers(folder, locked=True)
-            if not self.overwrite and not self.resumes:
+            if is_for_fit and not self.overwrite and not self.resumes:
                 ensure_folder_has_no_conflicting_files(folder, self._template(state), state.timestamp)
         except BaseException:
             self._give_folder_back()
@@ -378,6 +395,7 @@ class CheckpointSaver(Callback):
         return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
 
     def _give_folder_back(self) -> None:
+        self._has_folder = False
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()

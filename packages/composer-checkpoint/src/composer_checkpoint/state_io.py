@@ -30,7 +30,6 @@ __all__ = [
     "layout_of",
     "own_file",
     "path_of",
-    "position_of",
     "prefix_dir_of",
     "save_checkpoint",
     "write",
@@ -194,18 +193,12 @@ def _write_file(content: dict[str, Any], path: str, info: dict[str, Any]) -> Non
 def _rng(state: "State") -> list[dict[str, Any]]:
     """Return each rank's random numbers, and those that the open epoch began with."""
     entries = get_rng_state()
-    position = position_of(state)
+    position = DataPosition.of(state)
     if position is not None:
         for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state)), strict=True):
             if start:
                 entry[EPOCH_START_KEY] = start
     return [entries[dist.get_global_rank()]] if layout_of(state) is Layout.LOCAL else entries
-
-
-def position_of(state: "State") -> DataPosition | None:
-    """Return what knows where a state's loop stands in its data, if the loop has such a thing."""
-    position = getattr(state, "data_position", None)
-    return position if isinstance(position, DataPosition) else None
 
 
 def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
-__all__ = ["BatchPart"]
+__all__ = ["BatchInParts"]
 
 _NAMES: Final = ("inputs", "targets")
-_PAIRED: Final = "_has_paired_batch"
 
 
 class BatchPart:
-    """A descriptor for one of the two parts of a batch of inputs and targets.
-
-    In a loop such as `for state.inputs, state.targets in dataloader:` nobody sets `state.batch`, which is what
-    algorithms read and replace. So once both parts are given while there is no batch, the batch is the pair of them:
-    assigning a part replaces it in the batch, and reading a part reads it there.
-
-    Otherwise, as with a Trainer, which sets `state.batch` itself, both are attributes like any that a user adds.
-    """
+    """A descriptor for one of the two parts of a batch of inputs and targets; see `BatchInParts`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -27,28 +21,77 @@ class BatchPart:
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
-        if _is_pair(instance):
-            return instance.batch[self._index]
-        try:
-            return instance.__dict__[self._name]
-        except KeyError:
-            message = f"{owner.__name__!r} object has no attribute {self._name!r}"
-            raise AttributeError(message, name=self._name, obj=instance) from None
+        if self._name not in instance.__dict__:
+            raise self._missing(instance)
+        return instance.batch[self._index] if _is_paired(instance) else instance.__dict__[self._name]
 
     def __set__(self, instance: Any, value: Any) -> None:
         own: dict[str, Any] = instance.__dict__
         own[self._name] = value
-        if _is_pair(instance):
+        if _is_paired(instance):
             parts = list(instance.batch)
             parts[self._index] = value
             instance.batch = tuple(parts)
-        elif own.get("batch") is None and all(name in own for name in _NAMES):
-            own[_PAIRED] = True
-            instance.batch = tuple(own[name] for name in _NAMES)
+        elif own["_num_running_events"] == 0:
+            _take_from_loop(instance, self._name)
+
+    def __delete__(self, instance: Any) -> None:
+        if self._name not in instance.__dict__:
+            raise self._missing(instance)
+        del instance.__dict__[self._name]
+        instance.__dict__["_is_loop_of_pairs"] = False
+
+    def _missing(self, instance: Any) -> AttributeError:
+        message = f"{type(instance).__name__!r} object has no attribute {self._name!r}"
+        return AttributeError(message, name=self._name, obj=instance)
 
 
-def _is_pair(instance: Any) -> bool:
-    if _PAIRED not in instance.__dict__:
+class BatchInParts:
+    """The part of `State` that holds `inputs` and `targets`.
+
+    In a loop such as `for state.inputs, state.targets in dataloader:` nobody sets `state.batch`, which is what
+    algorithms read and replace. So once a loop has given both parts while there was no batch, the batch is the pair of
+    them: assigning a part replaces it in the batch, and reading a part reads it there. Where an algorithm or another
+    loop has put something else in its place, the next pair is the batch again.
+
+    With a Trainer, which sets `state.batch` itself, both are attributes like any that a user adds. So they are where
+    algorithms and callbacks assign them, and where one of them is `None`, until a loop begins as above.
+    """
+
+    batch: Any
+    inputs = BatchPart()
+    targets = BatchPart()
+
+    def _begin_without_parts(self) -> None:
+        self._num_running_events = 0
+        self._is_loop_of_pairs = False
+        self._new_parts: frozenset[str] = frozenset()
+
+    @contextmanager
+    def running_event(self) -> Iterator[None]:
+        """Tell that what is assigned in this context is not the loop's, but an algorithm's or a callback's."""
+        self._num_running_events += 1
+        try:
+            yield
+        finally:
+            self._num_running_events -= 1
+
+
+def _take_from_loop(instance: Any, name: str) -> None:
+    """Make a batch of the parts that the loop has given, if both are new and nobody else gives it batches."""
+    own: dict[str, Any] = instance.__dict__
+    new = own["_new_parts"] | {name}
+    is_whole = len(new) == len(_NAMES)
+    own["_new_parts"] = frozenset() if is_whole else new
+    if not is_whole or any(own.get(part) is None for part in _NAMES):
+        return
+    if instance.batch is None or own["_is_loop_of_pairs"]:
+        own["_is_loop_of_pairs"] = True
+        instance.batch = tuple(own[part] for part in _NAMES)
+
+
+def _is_paired(instance: Any) -> bool:
+    if not instance.__dict__["_is_loop_of_pairs"]:
         return False
     batch = instance.batch
     return type(batch) in (tuple, list) and len(batch) == len(_NAMES)

@@ -14,20 +14,28 @@ if TYPE_CHECKING:
     from composer_events.state import State
 
 
-def call_hook(
-    kind: str,
-    hook: object,
-    function: Callable[[Event, State, Logger], Any],
-    event: Event,
-    state: State,
-    logger: Logger,
-) -> Any:
+def call_hook(kind: str, hook: object, method: str, event: Event, state: State, logger: Logger) -> Any:
     """Call a method of an algorithm or a callback, the hook, and return what it returns."""
     try:
-        return function(event, state, logger)
+        return method_of(kind, hook, method)(event, state, logger)
     except Exception as error:
         blame(error, kind, hook, event, state)
         raise
+
+
+def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
+    """Return the method by which an algorithm or a callback is called.
+
+    Raises:
+        TypeError: If the hook is a class, or has no such method.
+    """
+    found = getattr(hook, method, None)
+    if found is not None and not isinstance(hook, type):
+        return found
+    hint = f"an object of a class that derives from {kind.capitalize()}"
+    if isinstance(hook, type):
+        hint = f"an object of that class: {hook.__name__}(...)"
+    raise TypeError(f"state.{kind}s holds {hook!r}, which is no {kind} and has no {method}() to call. Put in {hint}.")
 
 
 def blame(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sized
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex, cast
 
 from composer_time import Time, TimeUnit
 
@@ -39,12 +40,14 @@ class DataSource:
 
         Raises:
             RuntimeError: If it is assigned while there is no dataloader.
+            TypeError: If something else than a whole number or a `Time` is assigned.
+            ValueError: If a `Time` in another unit than batches is assigned.
         """
         return self._dataloader_len
 
     @dataloader_len.setter
     def dataloader_len(self, num_batches: int | Time[int]) -> None:
-        num_batches = int(num_batches)
+        num_batches = _to_num_batches(num_batches)
         if self._dataloader is None:
             raise RuntimeError(
                 f"dataloader_len={num_batches} has no dataloader to refer to. Call "
@@ -77,7 +80,8 @@ class DataSource:
             dataloader_len: How many batches to read in an epoch; -1 asks the dataloader.
 
         Raises:
-            ValueError: If a dataloader comes without a label.
+            TypeError: If `dataloader_len` is not a whole number or a `Time`.
+            ValueError: If a dataloader comes without a label, or `dataloader_len` is not in batches.
         """
         if dataloader is not None and dataloader_label is None:
             raise ValueError(
@@ -116,6 +120,22 @@ def dataset_of(dataloader: Any) -> Any:
     while hasattr(dataloader, "dataloader"):
         dataloader = dataloader.dataloader
     return getattr(dataloader, "dataset", None)
+
+
+def _to_num_batches(given: object) -> int:
+    if isinstance(given, Time):
+        if given.unit is not TimeUnit.BATCH:
+            raise ValueError(
+                f"dataloader_len={str(given)!r} is not in batches, which is what a dataloader has. Give a number of "
+                f"batches, or -1 to ask the dataloader."
+            )
+        return int(cast("Time[int]", given))
+    if not isinstance(given, SupportsIndex) or isinstance(given, bool):
+        raise TypeError(
+            f"dataloader_len={given!r} is not a number of batches. Give a whole number, a Time in batches, or -1 to ask "
+            f"the dataloader."
+        )
+    return index(given)
 
 
 def _length_of(dataloader: object) -> int | None:

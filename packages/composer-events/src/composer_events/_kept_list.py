@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 from composer_events._watched_list import WatchedList
 from composer_events.iter_helpers import ensure_tuple
 
-__all__ = ["KeptList", "SteppingList"]
+__all__ = ["KeptList", "OptimizerList", "SteppingList"]
 
 L = TypeVar("L", bound=WatchedList[Any])
 
@@ -26,6 +26,23 @@ class SteppingList(WatchedList[Any]):
         """Drop the gradients of every optimizer."""
         for item in self:
             item.zero_grad(*args, **kwargs)
+
+
+class OptimizerList(SteppingList):
+    """Optimizers, of which there must be one by the time they step."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step every optimizer in order; answer what the last one answered.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        if not self:
+            raise RuntimeError(
+                "state.optimizers=[] has nothing to step, so no weight would change. Set one before training, such as "
+                "state.optimizers = torch.optim.SGD(state.model.parameters(), lr=0.1)."
+            )
+        return super().step(*args, **kwargs)
 
 
 class KeptList(Generic[L]):

@@ -12,8 +12,6 @@ from composer_events.event import Event
 from composer_events.profiler_action import ProfilerAction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from composer_events.logger import Logger
     from composer_events.state import State
     from composer_time import Timestamp
@@ -70,7 +68,7 @@ class Observer:
         self,
         kind: str,
         hook: object,
-        function: Callable[[Event, State, Logger], Any],
+        method: str,
         event: Event,
         state: State,
         logger: Logger,
@@ -82,7 +80,7 @@ class Observer:
         if profiler is not None:
             marker = profiler.marker(f"{kind}/{name}/event/{event.value}", categories=[event.value, name])
         with marker:
-            return call_hook(kind, hook, function, event, state, logger)
+            return call_hook(kind, hook, method, event, state, logger)
 
 
 def _log_prefix(event: Event, state: State) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Final
 
+from composer_events._calling import method_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,9 +20,11 @@ def claim(callbacks: Sequence[Callback]) -> None:
     """Mark callbacks as in use.
 
     Raises:
+        TypeError: If one of them is no callback.
         RuntimeError: If one of them is in use already. None is marked then.
     """
     for callback in callbacks:
+        method_of("callback", callback, "run_event")
         if _OPEN.get(id(callback)) is callback:
             raise RuntimeError(
                 f"Cannot create a new trainer with an open callback or logger from a previous trainer: "

@@ -80,7 +80,7 @@ def check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_co
         )
     if version != 1:
         return
-    if any_rank(not getattr(fsdp_config, "sync_module_states", False)):
+    if not getattr(fsdp_config, "sync_module_states", False):
         raise ValueError(
             "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
             "other ranks have to receive its weights when the model is sharded. Set both, on every rank."

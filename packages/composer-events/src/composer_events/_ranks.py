@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["any_rank", "get_global_rank", "get_local_world_size", "get_world_size"]
+__all__ = ["any_rank", "gather", "get_global_rank", "get_local_world_size", "get_world_size"]
+
+T = TypeVar("T")
 
 
 def get_global_rank() -> int:
@@ -28,13 +30,18 @@ def get_local_world_size() -> int:
 
 def any_rank(flag: bool) -> bool:
     """Answer whether the flag is up on any rank. Every rank must call this."""
+    return any(gather(flag))
+
+
+def gather(value: T) -> list[T]:
+    """Return what every rank has, in their order. Every rank must call this."""
     distributed = _process_group()
     if distributed is None or distributed.get_world_size() == 1:
-        return flag
+        return [value]
     # Of the collectives only this one chooses a device that the backend can use by itself.
-    flags: list[Any] = [None] * int(distributed.get_world_size())
-    distributed.all_gather_object(flags, flag)
-    return any(flags)
+    values: list[Any] = [None] * int(distributed.get_world_size())
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def _process_group() -> Any:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from composer_events._parallelism_checks import check_fsdp_settings, check_loading_on_rank_zero, usable_tp_config
+from composer_events._parallelism_settings import ParallelismSettings
 from composer_events.parallelism import make_device_mesh
 
 __all__ = ["ShardingAnswers", "is_ddp", "is_sharded"]
@@ -28,44 +29,60 @@ def is_sharded(model: Any) -> bool:
 class ShardingAnswers:
     """The part of `State` that reads the parallelism configuration.
 
-    A configuration is any object with the attributes `fsdp`, `fsdp2` and `tp`, each of them `None` or an object with
-    the settings as attributes.
+    A configuration is any object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with these keys; each of them
+    is `None`, an object with the settings as attributes, or a dict of them.
     """
 
     model: Any
     device: Any
     tp_config: Any
     device_mesh: Any
+    save_metrics: bool
     _fsdp_config: Any
     _fsdp2_config: Any
 
     def _set_parallelism(self, parallelism_config: Any, save_metrics: bool) -> None:
-        self._fsdp_config = getattr(parallelism_config, "fsdp", None)
-        self._fsdp2_config = getattr(parallelism_config, "fsdp2", None)
+        self._fsdp_config = self._fsdp2_config = self.tp_config = self.device_mesh = None
+        settings = ParallelismSettings.of(parallelism_config)
+        if settings.is_none():
+            return
+        settings.check_all_ranks_agree(save_metrics)
+        self._fsdp_config, self._fsdp2_config = settings.fsdp, settings.fsdp2
         check_fsdp_settings(self.fsdp_config, save_metrics)
-        self.tp_config = usable_tp_config(getattr(parallelism_config, "tp", None), self.fsdp_config)
+        self.tp_config = usable_tp_config(settings.tp, self.fsdp_config)
         if self.load_monolith_rank0_only:
             check_loading_on_rank_zero(self.model, self.fsdp_config, self.fsdp_config_version, self.tp_config)
         self.device_mesh = make_device_mesh(self.fsdp_config, self.tp_config, self.device)
 
     @property
     def fsdp_config(self) -> Any:
-        """The FSDP settings, those of version 2 first; `None` without sharding."""
+        """The FSDP settings, those of version 2 first; `None` without sharding.
+
+        What is assigned takes the place of both versions. It is checked and the device mesh is made anew, so that every
+        rank must assign it.
+
+        Raises:
+            TypeError: If something else than an `FSDPConfig` or an `FSDP2Config` is assigned.
+            ValueError: As when the state was made. Everything is left as it was then.
+        """
         return self._fsdp_config if self._fsdp2_config is None else self._fsdp2_config
 
     @fsdp_config.setter
     def fsdp_config(self, fsdp_config: Any) -> None:
         # By name: the classes belong to a package on a floor above.
         names = {base.__name__ for base in type(fsdp_config).__mro__}
-        if "FSDP2Config" in names:
-            self._fsdp2_config = fsdp_config
-        elif "FSDPConfig" in names:
-            self._fsdp_config = fsdp_config
-        else:
+        kind = "fsdp2" if "FSDP2Config" in names else "fsdp"
+        if not names & {"FSDPConfig", "FSDP2Config"}:
             raise TypeError(
                 f"fsdp_config={fsdp_config!r} is a {type(fsdp_config).__name__!r}, neither an FSDPConfig nor an "
                 f"FSDP2Config. Build one of them from your settings first."
             )
+        before = self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh
+        try:
+            self._set_parallelism({kind: fsdp_config, "tp": self.tp_config}, self.save_metrics)
+        except BaseException:
+            self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh = before
+            raise
 
     @property
     def fsdp_config_version(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from composer_events._calling import blame, call_hook
+from composer_events._batch_parts import BatchInParts
+from composer_events._calling import blame, call_hook, method_of
 from composer_events._closing import Closer
 from composer_events._default_order import DefaultOrder
 from composer_events._legacy import adopt_algorithms
@@ -22,7 +24,7 @@ from composer_events.logger_destination import LoggerDestination
 from composer_events.passes import DEFAULT_PASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
@@ -167,7 +169,10 @@ class Engine:
             and not self._closer.is_closed
         ):
             return OrderedDict()
-        return self._run(event)
+        if not isinstance(state, BatchInParts):
+            return self._run(event)
+        with state.running_event():
+            return self._run(event)
 
     def run_marker_only_event(self, event: Event | str) -> None:
         """Show an event to the profiler and run nothing, for a half of a pair that does not really happen.
@@ -241,7 +246,7 @@ class Engine:
         call = self._observer.call if is_observed else call_hook
         event_name = str(event)
         for order, algorithm in enumerate(self._in_order(matched, event)):
-            exit_code = call("algorithm", algorithm, algorithm.apply, event, self.state, self.logger)
+            exit_code = call("algorithm", algorithm, "apply", event, self.state, self.logger)
             traces[f"{algorithm}/{event_name}"] = Trace(algorithm.__class__.__name__, event, exit_code, order, True)
         if traces and _takes_traces(self.logger):
             self.logger.log_traces({f"algorithm_traces/{t.name}/{event_name}": int(t.run) for t in traces.values()})
@@ -252,7 +257,7 @@ class Engine:
         matched: list[Algorithm] = []
         for algorithm in self.state.algorithms:
             try:
-                if algorithm.match(event, self.state):
+                if method_of("algorithm", algorithm, "match")(event, self.state):
                     matched.append(algorithm)
             except Exception as error:
                 blame(error, "algorithm", algorithm, event, self.state)
@@ -263,7 +268,7 @@ class Engine:
         is_default = self.algorithm_passes == self._default_passes
         for algorithm_pass in (self._default_order,) if is_default else self.algorithm_passes:
             try:
-                matched = algorithm_pass(matched, event)
+                matched = _checked_order(algorithm_pass(matched, event))
             except Exception as error:
                 blame(error, "pass", algorithm_pass, event, self.state)
                 raise
@@ -272,7 +277,7 @@ class Engine:
     def _run_callbacks(self, callbacks: Iterable[Callback], event: Event, is_observed: bool) -> None:
         call = self._observer.call if is_observed else call_hook
         for callback in callbacks:
-            call("callback", callback, callback.run_event, event, self.state, self.logger)
+            call("callback", callback, "run_event", event, self.state, self.logger)
 
     def _listeners_to(self, event: Event) -> Sequence[Callback]:
         if not self._listeners.is_current(self.state, event):
@@ -295,6 +300,15 @@ class Engine:
                 f"The engine was already closed and therefore cannot run {event}. Make a new Trainer (or Engine) to "
                 f"train on; a closed one has given up its loggers' files and connections."
             )
+
+
+def _checked_order(ordered: object) -> Sequence[Algorithm]:
+    if not isinstance(ordered, Sequence):
+        raise TypeError(
+            f"A pass returned {ordered!r}, which is no sequence of algorithms. It has to return those that are to act, "
+            f"in order; one that changes nothing returns the list that it was given."
+        )
+    return cast("Sequence[Algorithm]", ordered)
 
 
 def _takes_traces(logger: object) -> bool:

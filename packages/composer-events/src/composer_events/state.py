@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from composer_events._batch_parts import BatchPart
+from composer_events._batch_parts import BatchInParts
 from composer_events._data_source import DataSource
 from composer_events._entry_points import to_device, to_precision
-from composer_events._kept_list import KeptList, SteppingList
+from composer_events._kept_list import KeptList, OptimizerList, SteppingList
 from composer_events._loading import load_all, load_model, load_optimizers
 from composer_events._model_layout import get_model_state
 from composer_events._optimizer_layout import get_optimizer_state
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["State"]
 
 
-class State(DataSource, ShardingAnswers, Serializable):
+class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
     """Everything about a run that algorithms and callbacks may read and change.
 
     What changes at every batch is a plain attribute: `timestamp`, `previous_timestamp` (`None` before the first batch
     is done), `eval_timestamp`, `predict_timestamp`, `batch`, `outputs`, `loss`, `model`. `batch` is the whole batch
     from `Event.AFTER_DATALOADER` on, and a microbatch between `Event.BEFORE_FORWARD` and `Event.AFTER_BACKWARD`. Other
-    attributes may be added freely. In a loop written as `for state.inputs, state.targets in dataloader:`, which never
-    sets `batch`, the batch is the pair of these two.
+    attributes may be added freely. In a loop written as `for state.inputs, state.targets in dataloader:`, which does not
+    set `batch`, the batch is the pair of these two.
 
     `optimizers`, `schedulers`, `algorithms`, `callbacks` and `evaluators` are lists that keep their identity:
     assigning one object or several replaces their contents.
@@ -64,8 +64,9 @@ class State(DataSource, ShardingAnswers, Serializable):
         save_metrics: Whether metrics go into checkpoints.
         algorithms: One or several.
         callbacks: One or several, loggers included.
-        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`. Where a process group runs,
-            `device_mesh` is made as they say, so that every rank must call this.
+        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with such keys; each of
+            them is `None`, an object with the settings as attributes, or a dict of them. Where a process group runs,
+            the ranks compare their settings and make `device_mesh` as they say, so that every rank must call this.
         grad_accum: Into how many microbatches each batch is cut, where a loop still counts them.
         deepspeed_config: The settings of DeepSpeed, if it trains the model.
 
@@ -75,13 +76,11 @@ class State(DataSource, ShardingAnswers, Serializable):
         (Time(3, TimeUnit.BATCH), Time(0.0, TimeUnit.DURATION))
     """
 
-    optimizers: KeptList[SteppingList] = KeptList()
+    optimizers: KeptList[OptimizerList] = KeptList()
     schedulers: KeptList[SteppingList] = KeptList()
     algorithms: KeptList[WatchedList[Algorithm]] = KeptList()
     callbacks: KeptList[WatchedList[Callback]] = KeptList()
     evaluators: KeptList[WatchedList[Evaluator]] = KeptList()
-    inputs = BatchPart()
-    targets = BatchPart()
 
     def __init__(
         self,
@@ -129,13 +128,14 @@ class State(DataSource, ShardingAnswers, Serializable):
         self.deepspeed_config = deepspeed_config
         self._set_parallelism(parallelism_config, save_metrics)
 
-        self.__dict__.update(optimizers=SteppingList(), schedulers=SteppingList())
+        self.__dict__.update(optimizers=OptimizerList(), schedulers=SteppingList())
         self.__dict__.update(algorithms=WatchedList(), callbacks=WatchedList(), evaluators=WatchedList())
         self.optimizers = optimizers
         self.algorithms = algorithms
         self.callbacks = callbacks
         self.evaluators = evaluators
 
+        self._begin_without_parts()
         self._begin_at_zero()
         self.save_metrics = save_metrics
         self.serialized_attributes: list[str] = list(SERIALIZED_ATTRIBUTES)

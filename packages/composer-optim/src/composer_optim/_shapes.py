@@ -1,6 +1,7 @@
 """The curves that plain schedulers and those with a warm-up share, over the fraction of the way that is done."""
 
 import math
+from numbers import Real
 
 
 def fraction_done(now: int, start: int, end: int) -> float:
@@ -18,6 +19,15 @@ def linear(done: float, alpha_i: float, alpha_f: float) -> float:
 def cosine(done: float, alpha_f: float) -> float:
     """Go from 1 to `alpha_f` along half a period of the cosine."""
     return alpha_f + (1.0 - alpha_f) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def checked_power(power: float) -> float:
+    """Return the exponent of `polynomial`, which would divide by zero at the end of the way if it were negative."""
+    if isinstance(power, bool) or not isinstance(power, Real):
+        raise TypeError(f"power={power!r} is not a number. Use 1.0 for a straight line, 2.0 for a parabola.")
+    if not 0 <= power < math.inf:
+        raise ValueError(f"power={power!r} must be 0 or more and finite. Use 1.0 for a straight line.")
+    return power
 
 
 def polynomial(done: float, power: float, alpha_f: float) -> float:

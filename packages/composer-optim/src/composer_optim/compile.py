@@ -196,7 +196,9 @@ def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | 
     """
     check_ratio(ssr)
     if isinstance(scheduler, type) or not callable(scheduler):
-        hint = f"Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else "Pass a function of the state."
+        hint = (
+            f"Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else "Pass a function of the state."
+        )
         raise TypeError(f"scheduler={scheduler!r} is not a scheduler, which is called with the training state. {hint}")
     kinds = [parameter.kind for parameter in inspect.signature(scheduler).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in _POSITIONAL for kind in kinds) > 1:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from composer_optim.compile import ratio_argument
-from composer_optim.time_conversion import parse_time
+from composer_optim.time_conversion import parse_length, parse_time
 from composer_time import Time, Timestamp, TimeUnit
 
 
@@ -50,7 +50,7 @@ def lr_lambda(
         [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
     """
     ratio = ratio_argument(scheduler, scale_schedule_ratio)
-    duration = parse_time(max_duration, "max_duration")
+    duration = parse_length(max_duration, "max_duration")
     loop = _Loop(duration, batches_per_epoch, samples_per_batch, tokens_per_batch)
     if scale_schedule_ratio != 1.0:
         loop = loop.scaled(scale_schedule_ratio)

@@ -11,8 +11,8 @@ for fractions: they follow the duration, which whoever passes `ssr` has scaled a
 
 from collections.abc import Sequence
 
-from composer_optim._shapes import cosine, fraction_done, linear, polynomial
-from composer_optim.time_conversion import SchedulerState, convert_time, parse_time
+from composer_optim._shapes import checked_power, cosine, fraction_done, linear, polynomial
+from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time
 
 
@@ -55,7 +55,7 @@ class StepScheduler(ComposerScheduler):
     """
 
     def __init__(self, step_size: str | Time, gamma: float = 0.1) -> None:
-        self.step_size = parse_time(step_size, "step_size")
+        self.step_size = parse_length(step_size, "step_size")
         self.gamma = gamma
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -82,7 +82,7 @@ class MultiStepScheduler(ComposerScheduler):
             raise TypeError(
                 f"milestones={milestones!r} is one length, not a sequence of them. Write [{str(milestones)!r}]."
             )
-        self.milestones = [parse_time(milestone, "milestones") for milestone in milestones]
+        self.milestones = [parse_length(milestone, "milestones", may_be_zero=True) for milestone in milestones]
         self.gamma = gamma
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -104,7 +104,7 @@ class ConstantScheduler(ComposerScheduler):
 
     def __init__(self, alpha: float = 1.0, t_max: str | Time = "1dur") -> None:
         self.alpha = alpha
-        self.t_max = parse_time(t_max, "t_max")
+        self.t_max = parse_length(t_max, "t_max")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -129,7 +129,7 @@ class LinearScheduler(ComposerScheduler):
     def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: str | Time = "1dur") -> None:
         self.alpha_i = alpha_i
         self.alpha_f = alpha_f
-        self.t_max = parse_time(t_max, "t_max")
+        self.t_max = parse_length(t_max, "t_max")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -151,7 +151,7 @@ class ExponentialScheduler(ComposerScheduler):
 
     def __init__(self, gamma: float, decay_period: str | Time = "1ep") -> None:
         self.gamma = gamma
-        self.decay_period = parse_time(decay_period, "decay_period")
+        self.decay_period = parse_length(decay_period, "decay_period")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -177,7 +177,7 @@ class CosineAnnealingScheduler(ComposerScheduler):
     """
 
     def __init__(self, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
-        self.t_max = parse_time(t_max, "t_max")
+        self.t_max = parse_length(t_max, "t_max")
         self.alpha_f = alpha_f
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -204,7 +204,7 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
     """
 
     def __init__(self, t_0: str | Time, t_mult: float = 1.0, alpha_f: float = 0.0) -> None:
-        self.t_0 = parse_time(t_0, "t_0")
+        self.t_0 = parse_length(t_0, "t_0")
         self.t_mult = t_mult
         self.alpha_f = alpha_f
 
@@ -238,7 +238,7 @@ class PolynomialScheduler(ComposerScheduler):
     `alpha = alpha_f + (1 - alpha_f) * (1 - min(1, t / t_max)) ** power`
 
     Args:
-        power: The exponent.
+        power: The exponent, 0 or more.
         t_max: How long the way is.
         alpha_f: The factor from `t_max` on.
 
@@ -247,8 +247,8 @@ class PolynomialScheduler(ComposerScheduler):
     """
 
     def __init__(self, power: float, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
-        self.power = power
-        self.t_max = parse_time(t_max, "t_max")
+        self.power = checked_power(power)
+        self.t_max = parse_length(t_max, "t_max")
         self.alpha_f = alpha_f
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:

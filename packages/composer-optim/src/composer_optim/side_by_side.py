@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 __all__ = ["check_together", "compiled_for"]
 
 _SHARED = "_shared_rates"
+_STATE = "_composer_state"
 
 
 class SharedRate:
@@ -78,7 +79,7 @@ def put_beside(theirs: LRScheduler, shared: Sequence[SharedRate]) -> None:
 def compiled_for(scheduler: object) -> Any:
     """Answer for which training state a Composer scheduler was compiled; `None` if it is anything else."""
     factor = _first_factor(scheduler)
-    return getattr(factor.product if isinstance(factor, SharedRate) else factor, "state", None)
+    return getattr(factor.product if isinstance(factor, SharedRate) else factor, _STATE, None)
 
 
 def check_together(schedulers: Iterable[object]) -> None:
@@ -104,8 +105,8 @@ def check_together(schedulers: Iterable[object]) -> None:
 
 
 def with_state(factor: Callable[[int], float], state: object) -> Callable[[int], float]:
-    """Mark a function for `LambdaLR` as one that asks this training state, so that its scheduler is told from others."""
-    vars(factor)["state"] = state
+    """Mark a function for `LambdaLR` as one that asks this state, so that its scheduler is told from others."""
+    vars(factor)[_STATE] = state
     return factor
 
 
@@ -142,7 +143,8 @@ def _without_factor(optimizer: Optimizer, shared: Sequence[SharedRate]) -> Itera
     if len(groups) != len(shared):
         raise RuntimeError(
             f"The optimizer has {len(groups)} parameter groups, and it had {len(shared)} when its schedulers were "
-            f"compiled. Add all groups first, or compile the schedulers again: compile_composer_schedulers([...], state)."
+            f"compiled. Add all groups first, or compile the schedulers again: "
+            f"compile_composer_schedulers([...], state)."
         )
     for group, each in zip(groups, shared, strict=True):
         _set_rate(group, each.rate)

@@ -41,6 +41,21 @@ def parse_time(value: "str | Time", name: str) -> Time:
     )
 
 
+def parse_length(value: "str | Time", name: str, *, may_be_zero: bool = False) -> Time:
+    """Turn what a scheduler was given as a length into a `Time`; see `parse_time`.
+
+    Raises:
+        ValueError: If it is negative, or 0 unless `may_be_zero` is set.
+    """
+    length = parse_time(value, name)
+    if length.value < 0 or (length.value == 0 and not may_be_zero):
+        least = "0 or more" if may_be_zero else "more than 0"
+        raise ValueError(
+            f"{name}={str(length)!r} is not a length that training can last: it must be {least}, such as '500ba'."
+        )
+    return length
+
+
 def convert_time(time: "str | Time", state: SchedulerState, ssr: float = 1.0) -> Time:
     """Express `time` in the unit in which the training that `state` describes can count it.
 

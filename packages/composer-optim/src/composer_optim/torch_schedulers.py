@@ -83,7 +83,7 @@ def check_ratio(ssr: object) -> None:
     """
     if isinstance(ssr, bool) or not isinstance(ssr, Real):
         raise TypeError(f"scale_schedule_ratio={ssr!r} is not a number. Use 0.5 for half the schedule.")
-    if not 0 < ssr < math.inf:
+    if not 0 < float(ssr) < math.inf:
         raise ValueError(
             f"scale_schedule_ratio={ssr!r} must be more than 0 and finite. Use 0.5 for half the schedule; 1.0 changes "
             f"nothing."

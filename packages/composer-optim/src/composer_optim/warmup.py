@@ -10,9 +10,9 @@ import logging
 import warnings
 from collections.abc import Sequence
 
-from composer_optim._shapes import cosine, fraction_done, linear, polynomial
+from composer_optim._shapes import checked_power, cosine, fraction_done, linear, polynomial
 from composer_optim.schedulers import ComposerScheduler, MultiStepScheduler
-from composer_optim.time_conversion import SchedulerState, convert_time, parse_time
+from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time, TimeUnit
 
 # Named after the module's path in Composer, whose users tune `composer` loggers.
@@ -36,7 +36,7 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
     def __init__(
         self, t_warmup: str | Time, milestones: Sequence[str | Time], gamma: float = 0.1, scale_warmup: bool = False
     ) -> None:
-        self.t_warmup = parse_time(t_warmup, "t_warmup")
+        self.t_warmup = parse_length(t_warmup, "t_warmup", may_be_zero=True)
         self.scale_warmup = scale_warmup
         self._steps = MultiStepScheduler(milestones, gamma)
 
@@ -62,8 +62,8 @@ class _ShapeAfterWarmup(ComposerScheduler):
     """Hold what the schedulers below have in common: a ramp, and a shape that lasts until `t_max`."""
 
     def __init__(self, t_warmup: str | Time, t_max: str | Time, scale_warmup: bool) -> None:
-        self.t_warmup = parse_time(t_warmup, "t_warmup")
-        self.t_max = parse_time(t_max, "t_max")
+        self.t_warmup = parse_length(t_warmup, "t_warmup", may_be_zero=True)
+        self.t_max = parse_length(t_max, "t_max")
         self.scale_warmup = scale_warmup
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -188,7 +188,7 @@ class PolynomialWithWarmupScheduler(_ShapeAfterWarmup):
 
     Args:
         t_warmup: How long the warm-up is.
-        power: The exponent.
+        power: The exponent, 0 or more.
         t_max: When the way ends, counted from the start of training.
         alpha_f: The factor from `t_max` on.
         scale_warmup: Whether the scale schedule ratio scales the ramp.
@@ -206,7 +206,7 @@ class PolynomialWithWarmupScheduler(_ShapeAfterWarmup):
         scale_warmup: bool = False,
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.power = power
+        self.power = checked_power(power)
         self.alpha_f = alpha_f
 
     def _shape(self, done: float) -> float:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer.utils import checkpoint
-from composer_checkpoint.autoresume import checkpoint_to_resume
 from composer_checkpoint.ignore_keys import check_ignore_keys
-from composer_checkpoint.saver import CheckpointSaver
-from composer_checkpoint.stores.addresses import parse_uri
 
 if TYPE_CHECKING:
     from composer_checkpoint.ignore_keys import IgnoreKeys
+    from composer_checkpoint.saver import CheckpointSaver
     from composer_events.callback import Callback
     from composer_events.engine import Engine
     from composer_events.event import Event
@@ -103,12 +102,19 @@ def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback]
 
 def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
     """Return the first saver among the callbacks."""
-    return next((callback for callback in callbacks if isinstance(callback, CheckpointSaver)), None)
+    module: Any = sys.modules.get("composer_checkpoint.saver")  # whoever has made one has loaded it
+    if module is None:
+        return None
+    return next((callback for callback in callbacks if isinstance(callback, module.CheckpointSaver)), None)
 
 
 def _make_saver(saving: Saving) -> CheckpointSaver | None:
     if saving.folder is None:
         return None
+    # Here, since it takes as long to load as the rest of the Trainer, and not every run saves.
+    from composer_checkpoint.saver import CheckpointSaver
+    from composer_checkpoint.stores.addresses import parse_uri
+
     folder = os.fspath(saving.folder)
     inside = parse_uri(folder).path.strip("/")
     remote, latest = saving.remote_filename, saving.latest_remote_filename
@@ -174,6 +180,8 @@ def load(
     """
     if not loading.autoresume or saver is None:
         return _load(loading, state, logger, engine)
+    from composer_checkpoint.autoresume import checkpoint_to_resume  # loaded already, with the saver
+
     # What is newer in the folder than the checkpoint that is found, is damaged: the run may replace it.
     saver.resumes = True
     with checkpoint_to_resume(saver, state, logger) as path:
@@ -187,6 +195,8 @@ def load(
 def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> list[dict[str, Any]] | None:
     if loading.path is None:
         return None
+    from composer_checkpoint.stores.addresses import parse_uri  # here, since not every run loads
+
     path, store = os.fspath(loading.path), loading.object_store
     if store is not None and parse_uri(path).backend:
         path = parse_uri(path).path

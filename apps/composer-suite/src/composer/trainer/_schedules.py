@@ -81,8 +81,8 @@ class Schedule:
         """Scale the duration of training and every schedule, and turn all schedulers into PyTorch's.
 
         Raises:
-            ValueError: If nothing is left of the duration, a scheduler cannot be scaled, or one was compiled for another
-                state.
+            ValueError: If nothing is left of the duration, a scheduler cannot be scaled, or one was compiled for
+                another state.
         """
         _check_state(self.schedulers, state)
         if self.ratio != 1.0 and state.max_duration is not None:
@@ -112,8 +112,8 @@ def _check_state(schedulers: tuple[Any, ...], state: State) -> None:
     for scheduler in schedulers:
         if compiled_for(scheduler) not in (None, state):
             raise ValueError(
-                f"schedulers holds a {type(scheduler).__name__} that was compiled for another State than the trainer's, "
-                f"whose timestamp does not move. Give the Composer scheduler itself; the trainer compiles it."
+                f"schedulers holds a {type(scheduler).__name__} that was compiled for another State than the "
+                f"trainer's, whose timestamp does not move. Give the Composer scheduler itself, uncompiled."
             )
 
 

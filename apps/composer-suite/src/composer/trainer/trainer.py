@@ -272,7 +272,7 @@ class Trainer:
             callbacks=[*destinations, *callbacks],
         )
         self.state.run_name = distributed.share_run_name(self.state.run_name)
-        self._position = self.state.data_position = DataPosition(spin_dataloaders)
+        self._position = DataPosition.attach(self.state, spin_dataloaders)
         self.logger = Logger(self.state, destinations)
         self.engine = Engine(self.state, self.logger, algorithm_passes)
         self._model.logger = self.logger

@@ -9,9 +9,42 @@ if TYPE_CHECKING:
     from composer.utils.notebook import is_notebook as is_notebook
     from composer_algorithms import module_surgery as module_surgery
     from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
+    from composer_checkpoint.compression import KNOWN_COMPRESSORS as KNOWN_COMPRESSORS
+    from composer_checkpoint.compression import CliCompressor as CliCompressor
+    from composer_checkpoint.compression import CompressorNotFound as CompressorNotFound
+    from composer_checkpoint.compression import get_compressor as get_compressor
+    from composer_checkpoint.compression import is_compressed_pt as is_compressed_pt
+    from composer_checkpoint.conflicts import (
+        ensure_folder_has_no_conflicting_files as ensure_folder_has_no_conflicting_files,
+    )
+    from composer_checkpoint.conflicts import ensure_folder_is_empty as ensure_folder_is_empty
+    from composer_checkpoint.files import safe_torch_load as safe_torch_load
     from composer_checkpoint.loader import load_checkpoint as load_checkpoint
+    from composer_checkpoint.names import PartialFilePath as PartialFilePath
+    from composer_checkpoint.names import is_tar as is_tar
     from composer_checkpoint.retry import retry as retry
     from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
+    from composer_checkpoint.stores import FsspecObjectStore as FsspecObjectStore
+    from composer_checkpoint.stores import GCSObjectStore as GCSObjectStore
+    from composer_checkpoint.stores import LibcloudObjectStore as LibcloudObjectStore
+    from composer_checkpoint.stores import MLFlowObjectStore as MLFlowObjectStore
+    from composer_checkpoint.stores import ObjectStore as ObjectStore
+    from composer_checkpoint.stores import ObjectStoreTransientError as ObjectStoreTransientError
+    from composer_checkpoint.stores import OCIObjectStore as OCIObjectStore
+    from composer_checkpoint.stores import S3ObjectStore as S3ObjectStore
+    from composer_checkpoint.stores import SFTPObjectStore as SFTPObjectStore
+    from composer_checkpoint.stores import UCObjectStore as UCObjectStore
+    from composer_checkpoint.stores.opening import build_remote_backend as build_remote_backend
+    from composer_checkpoint.upload import RemoteFilesExistingCheckStatus as RemoteFilesExistingCheckStatus
+    from composer_checkpoint.upload import RemoteUploader as RemoteUploader
+    from composer_checkpoint.uris import create_symlink_file as create_symlink_file
+    from composer_checkpoint.uris import extract_path_from_symlink as extract_path_from_symlink
+    from composer_checkpoint.uris import get_file as get_file
+    from composer_checkpoint.uris import is_uri as is_uri
+    from composer_checkpoint.uris import list_remote_objects as list_remote_objects
+    from composer_checkpoint.uris import maybe_create_object_store_from_uri as maybe_create_object_store_from_uri
+    from composer_checkpoint.uris import parse_uri as parse_uri
+    from composer_checkpoint.uris import validate_credentials as validate_credentials
     from composer_dist import dist as dist
     from composer_dist import reproducibility as reproducibility
     from composer_dist.devices import get_device as get_device
@@ -67,6 +100,37 @@ __all__ = [
     "retry",
     "load_checkpoint",
     "save_checkpoint",
+    "CliCompressor",
+    "CompressorNotFound",
+    "KNOWN_COMPRESSORS",
+    "get_compressor",
+    "is_compressed_pt",
+    "ensure_folder_has_no_conflicting_files",
+    "ensure_folder_is_empty",
+    "safe_torch_load",
+    "PartialFilePath",
+    "is_tar",
+    "FsspecObjectStore",
+    "GCSObjectStore",
+    "LibcloudObjectStore",
+    "MLFlowObjectStore",
+    "OCIObjectStore",
+    "ObjectStore",
+    "ObjectStoreTransientError",
+    "S3ObjectStore",
+    "SFTPObjectStore",
+    "UCObjectStore",
+    "build_remote_backend",
+    "RemoteFilesExistingCheckStatus",
+    "RemoteUploader",
+    "create_symlink_file",
+    "extract_path_from_symlink",
+    "get_file",
+    "is_uri",
+    "list_remote_objects",
+    "maybe_create_object_store_from_uri",
+    "parse_uri",
+    "validate_credentials",
     "extract_hparams",
     "convert_nested_dict_to_flat_dict",
     "convert_flat_dict_to_nested_dict",
@@ -79,6 +143,40 @@ __getattr__, __dir__ = lazy_face(
         "composer.utils.import_helpers": ["import_object"],
         "composer.utils.notebook": ["is_notebook"],
         "composer_algorithms.dataset_transforms": ["add_vision_dataset_transform"],
+        "composer_checkpoint.compression": [
+            "CliCompressor",
+            "CompressorNotFound",
+            "KNOWN_COMPRESSORS",
+            "get_compressor",
+            "is_compressed_pt",
+        ],
+        "composer_checkpoint.conflicts": ["ensure_folder_has_no_conflicting_files", "ensure_folder_is_empty"],
+        "composer_checkpoint.files": ["safe_torch_load"],
+        "composer_checkpoint.names": ["PartialFilePath", "is_tar"],
+        "composer_checkpoint.stores": [
+            "FsspecObjectStore",
+            "GCSObjectStore",
+            "LibcloudObjectStore",
+            "MLFlowObjectStore",
+            "OCIObjectStore",
+            "ObjectStore",
+            "ObjectStoreTransientError",
+            "S3ObjectStore",
+            "SFTPObjectStore",
+            "UCObjectStore",
+        ],
+        "composer_checkpoint.stores.opening": ["build_remote_backend"],
+        "composer_checkpoint.upload": ["RemoteFilesExistingCheckStatus", "RemoteUploader"],
+        "composer_checkpoint.uris": [
+            "create_symlink_file",
+            "extract_path_from_symlink",
+            "get_file",
+            "is_uri",
+            "list_remote_objects",
+            "maybe_create_object_store_from_uri",
+            "parse_uri",
+            "validate_credentials",
+        ],
         "composer_checkpoint.loader": ["load_checkpoint"],
         "composer_checkpoint.retry": ["retry"],
         "composer_checkpoint.state_io": ["save_checkpoint"],
@@ -104,6 +202,7 @@ __getattr__, __dir__ = lazy_face(
         "auto_log_hparams",
         "batch_helpers",
         "checkpoint",
+        "compression",
         "device",
         "dist",
         "file_helpers",
@@ -112,6 +211,8 @@ __getattr__, __dir__ = lazy_face(
         "misc",
         "module_surgery",
         "notebook",
+        "object_store",
+        "remote_uploader",
         "reproducibility",
         "retrying",
         "string_enum",

@@ -1,22 +1,39 @@
 """Saving and loading checkpoints."""
 
-from composer_checkpoint.archives import CompressorNotFound
-from composer_checkpoint.fetching import get_file as download_object_or_file
-from composer_checkpoint.files import safe_torch_load
-from composer_checkpoint.ignore_keys import glob_filter
-from composer_checkpoint.loader import load_checkpoint
-from composer_checkpoint.names import PartialFilePath, is_tar
-from composer_checkpoint.state_io import save_checkpoint
-from composer_checkpoint.transfer import download_monolithic_checkpoint
+from typing import TYPE_CHECKING
+
+from composer._lazy import lazy_face
+
+if TYPE_CHECKING:
+    from composer_checkpoint.archives import CompressorNotFound as CompressorNotFound
+    from composer_checkpoint.files import safe_torch_load as safe_torch_load
+    from composer_checkpoint.ignore_keys import glob_filter as glob_filter
+    from composer_checkpoint.loader import load_checkpoint as load_checkpoint
+    from composer_checkpoint.names import PartialFilePath as PartialFilePath
+    from composer_checkpoint.names import is_tar as is_tar
+    from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
+    from composer_checkpoint.transfer import download_monolithic_checkpoint as download_monolithic_checkpoint
 
 __all__ = [
     "CompressorNotFound",
     "PartialFilePath",
     "download_monolithic_checkpoint",
-    "download_object_or_file",
     "glob_filter",
     "is_tar",
     "load_checkpoint",
     "safe_torch_load",
     "save_checkpoint",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "composer_checkpoint.archives": ["CompressorNotFound"],
+        "composer_checkpoint.files": ["safe_torch_load"],
+        "composer_checkpoint.ignore_keys": ["glob_filter"],
+        "composer_checkpoint.loader": ["load_checkpoint"],
+        "composer_checkpoint.names": ["PartialFilePath", "is_tar"],
+        "composer_checkpoint.state_io": ["save_checkpoint"],
+        "composer_checkpoint.transfer": ["download_monolithic_checkpoint"],
+    },
+)

@@ -1,5 +1,56 @@
-"""Names of files and runs with placeholders in them."""
+"""Files here and in stores: their names, their addresses, and getting them."""
 
+from composer._lazy import share_patches
+from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files, ensure_folder_is_empty
+from composer_checkpoint.names import is_tar
+from composer_checkpoint.stores import (
+    GCSObjectStore,
+    LibcloudObjectStore,
+    MLFlowObjectStore,
+    ObjectStore,
+    OCIObjectStore,
+    S3ObjectStore,
+    UCObjectStore,
+)
+from composer_checkpoint.uris import (
+    create_symlink_file,
+    extract_path_from_symlink,
+    get_file,
+    is_uri,
+    list_remote_objects,
+    maybe_create_object_store_from_uri,
+    parse_uri,
+    validate_credentials,
+)
 from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time, partial_format
 
-__all__ = ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"]
+__all__ = [
+    "GCSObjectStore",
+    "LibcloudObjectStore",
+    "MLFlowObjectStore",
+    "OCIObjectStore",
+    "ObjectStore",
+    "S3ObjectStore",
+    "UCObjectStore",
+    "create_symlink_file",
+    "ensure_folder_has_no_conflicting_files",
+    "ensure_folder_is_empty",
+    "extract_path_from_symlink",
+    "format_name_with_dist",
+    "format_name_with_dist_and_time",
+    "get_file",
+    "is_tar",
+    "is_uri",
+    "list_remote_objects",
+    "maybe_create_object_store_from_uri",
+    "parse_uri",
+    "partial_format",
+    "validate_credentials",
+]
+
+# `maybe_create_object_store_from_uri` makes the stores where it is defined.
+share_patches(
+    __name__,
+    "composer_checkpoint.stores.opening",
+    [name for name in __all__ if name.endswith("ObjectStore") and name != "ObjectStore"],
+)

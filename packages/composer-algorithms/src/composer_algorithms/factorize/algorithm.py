@@ -46,8 +46,8 @@ def apply_factorization(
 
     The new weights are the best approximation of the old ones. Left as they are: layers that would not do less work,
     grouped convolutions, subclasses that compute something of their own, layers whose weight is shared with another
-    module or parametrized, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second call with the
-    same arguments changes nothing.
+    module or parametrized, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second
+    call with the same arguments changes nothing.
 
     Args:
         model: Changed in place.

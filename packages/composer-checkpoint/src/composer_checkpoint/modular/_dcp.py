@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from composer_checkpoint.errors import CheckpointError
 from composer_checkpoint.modular._sources import Source
@@ -46,7 +46,7 @@ def load_folder(state_dict: dict[str, Any], source: Source, *, strict: bool, pla
         return
     reader = VerifyingReader(source.path, storage_options=source.storage_options)
     try:
-        dcp.load(state_dict, storage_reader=reader, planner=planner)
+        load(state_dict, storage_reader=reader, planner=planner)
     except CheckpointException as error:  # no Exception, so that few would catch it
         first = next(iter(error.failures.values()))[0]
         raise (first if isinstance(first, CheckpointError) else CheckpointError(str(error))) from error

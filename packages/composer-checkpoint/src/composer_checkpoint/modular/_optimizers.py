@@ -61,8 +61,8 @@ def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
         parameter = parameters.get(name)
         if isinstance(parameter, DTensor) and parameter.shape == shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        on_host = cpu_offload or parameter is None or not shape
-        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        device = "cpu" if cpu_offload or parameter is None or not shape else parameter.device
+        return torch.empty(shape, dtype=dtype, device=device)
 
     return make
 

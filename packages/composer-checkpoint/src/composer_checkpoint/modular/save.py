@@ -16,7 +16,7 @@ from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError
 from composer_checkpoint.files import save_file
-from composer_checkpoint.modular._folders import folder_together
+from composer_checkpoint.modular._folders import METADATA_FILENAME, folder_together
 from composer_checkpoint.modular.options import CheckpointSaveOptions
 from composer_checkpoint.modular.state_dict import (
     Patterns,
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 MODEL_FOLDER, OPTIM_FOLDER = "model", "optim"
-RESUMPTION_FILENAME, METADATA_FILENAME = "resumption.pkl", "composer_metadata.json"
+RESUMPTION_FILENAME = "resumption.pkl"
 _FORMATS = ("pt", "safetensors")
 
 PathLike = str | os.PathLike[str]

@@ -217,7 +217,7 @@ def _dataset_state(state: "State") -> dict[str, Any]:
     loader: Any = state.train_dataloader
     while hasattr(loader, "dataloader"):  # a DataSpec, or an Evaluator with one
         loader = loader.dataloader
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if not hasattr(dataset, "state_dict"):
         return {}
     return {"train": dataset.state_dict(int(state.timestamp.sample_in_epoch), True)}

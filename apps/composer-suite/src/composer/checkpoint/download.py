@@ -1,0 +1,5 @@
+"""A checkpoint of one file, from a store."""
+
+from composer_checkpoint.transfer import download_monolithic_checkpoint
+
+__all__ = ["download_monolithic_checkpoint"]

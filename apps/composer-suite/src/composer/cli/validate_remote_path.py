@@ -1,0 +1,39 @@
+"""Says what there is below an address of a store, to find out about typing errors before a run does."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from composer_checkpoint.uris import list_remote_objects
+
+__all__ = ["main", "validate_remote_path"]
+
+
+def validate_remote_path(remote_path: str) -> str:
+    """Return a sentence with the number of objects below an address.
+
+    Args:
+        remote_path: Such as `'s3://bucket/folder'`.
+
+    Raises:
+        ValueError: If it is a local path, or there is nothing.
+        NotImplementedError: If nothing here reaches this kind of address.
+    """
+    return f"Found {len(list_remote_objects(remote_path))} objects at {remote_path}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the sentence, or the error; return 0, or 1 for an error."""
+    parser = argparse.ArgumentParser("composer_validate_remote_path", description="List what is below an address.")
+    parser.add_argument("remote_path", metavar="URI", help="such as s3://bucket/folder")
+    remote_path: str = parser.parse_args(arguments).remote_path
+    try:
+        sys.stdout.write(f"{validate_remote_path(remote_path)}\n")
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+        sys.stderr.write(f"composer_validate_remote_path: error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

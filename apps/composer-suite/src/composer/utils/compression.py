@@ -1,0 +1,11 @@
+"""Checkpoints compressed by a command-line tool, as the end of their name says."""
+
+from composer_checkpoint.compression import (
+    KNOWN_COMPRESSORS,
+    CliCompressor,
+    CompressorNotFound,
+    get_compressor,
+    is_compressed_pt,
+)
+
+__all__ = ["KNOWN_COMPRESSORS", "CliCompressor", "CompressorNotFound", "get_compressor", "is_compressed_pt"]

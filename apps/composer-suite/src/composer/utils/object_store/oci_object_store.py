@@ -1,0 +1,5 @@
+"""Oracle's object storage."""
+
+from composer_checkpoint.stores.oci import OCIObjectStore
+
+__all__ = ["OCIObjectStore"]
