@@ -153,6 +153,7 @@ IMPORT_MAP = [
         "composer.utils composer.utils.file_helpers",
     ),
     ("is_model_ddp", "composer_dist.wrapping", "composer_dist composer.utils.misc"),
+    ("is_model_fsdp is_model_fsdp2", "composer_dist.wrapping", "composer_dist composer.utils composer.utils.misc"),
     (
         "extract_hparams convert_nested_dict_to_flat_dict convert_flat_dict_to_nested_dict",
         "composer_events.hparams",
@@ -856,9 +857,21 @@ def test_an_unknown_name_cannot_be_imported():
         exec("from composer import Nothing")
 
 
-def test_a_model_of_the_former_zoo_says_what_to_use_now():
-    with pytest.raises(ImportError, match=r"create_gpt2 is gone: .*AutoModelForCausalLM"):
-        exec("from composer.models import create_gpt2")
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("create_gpt2", "AutoModelForCausalLM"),
+        ("GPT2Model", "AutoModelForCausalLM"),
+        ("ComposerBERT", "AutoModelForMaskedLM"),
+        ("BERTForClassification", "AutoModelForSequenceClassification"),
+        ("ComposerResNet", "composer_resnet"),
+        ("MNIST_Classifier", "mnist_model"),
+        ("ComposerDeepLabV3", "torchvision"),
+    ],
+)
+def test_a_model_of_the_former_zoo_says_what_to_use_now(name, hint):
+    with pytest.raises(ImportError, match=rf"{name} is gone: .*{hint}"):
+        exec(f"from composer.models import {name}")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_frozen_weights_stand_still_even_with_momentum_and_weight_decay():
 
     step()
     assert freeze_layers(model, optimizer, 0.75)[0] == 2
+    assert [layer.weight.grad is None for layer in (*model[0][::2], *model[1:])] == [True, True, False, False, False]
     before = copy.deepcopy(model)
     step()
     step()

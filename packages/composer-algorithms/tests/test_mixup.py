@@ -124,6 +124,14 @@ def test_a_generator_repeats_the_draws_and_without_one_the_global_seed_does():
     assert first[2] == second[2]
 
 
+@pytest.mark.parametrize("alpha", ["0.2", None, True])
+def test_an_alpha_that_is_no_number_is_refused_with_its_value(alpha):
+    with pytest.raises(TypeError, match=f"alpha={alpha!r} is not a number"):
+        mixup_batch(torch.rand(2, 1), torch.arange(2), alpha=alpha)
+    with pytest.raises(TypeError, match=f"alpha={alpha!r} is not a number"):
+        MixUp(alpha)
+
+
 @pytest.mark.parametrize("alpha", [-1.0, float("nan"), float("inf")])
 def test_an_impossible_alpha_is_refused_with_its_value(alpha):
     with pytest.raises(ValueError, match=f"alpha={alpha!r}"):

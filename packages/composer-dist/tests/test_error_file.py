@@ -34,6 +34,7 @@ def test_the_exception_that_ends_a_process_is_written(run, variable):
     assert found["exception_type"] == "ValueError"
     assert found["traceback"] == err
     assert (found["rank"], found["local_rank"]) == (3, 1)
+    assert found["pid"] > 0
     assert isinstance(found["timestamp"], float)
     assert "KeyError" in found["extraInfo"]["py_callstack"]
     assert int(found["extraInfo"]["timestamp"]) == int(found["timestamp"])

@@ -11,6 +11,7 @@ PUBLIC = {
     "ddp_sync_context describe_model get_device get_free_tcp_port get_global_rank get_local_rank "
     "get_local_world_size get_node_rank get_precision_context get_random_seed get_rng_state "
     "get_sampler get_world_size initialize_dist is_hpu_installed is_model_ddp is_model_deepspeed "
+    "is_model_fsdp is_model_fsdp2 "
     "is_xla_installed load_rng_state parse_deepspeed_config prepare_ddp_module seed_all "
     "seed_context unwrap_model validate_precision",
     "composer_dist.dist": "all_gather all_gather_object all_reduce barrier broadcast broadcast_object_list "

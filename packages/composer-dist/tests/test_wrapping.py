@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_dist import is_model_ddp, is_model_deepspeed, unwrap_model
+from composer_dist import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2, unwrap_model
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -25,6 +25,28 @@ def test_a_subclass_of_ddp_is_ddp(group_of_one):
         pass
 
     assert is_model_ddp(Wrapped(torch.nn.Linear(2, 1)))
+
+
+def put(shard):
+    """Put what `shard` makes of a layer at the root of a model, below it, and one further down."""
+    root = shard(torch.nn.Linear(2, 1))
+    child = torch.nn.Sequential(shard(torch.nn.Linear(2, 1)))
+    grandchild = torch.nn.Sequential(torch.nn.Sequential(shard(torch.nn.Linear(2, 1))))
+    return root, child, grandchild
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_a_model_is_fsdp_of_its_version_if_it_is_sharded_itself_or_a_direct_child_is():
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    first = put(lambda layer: FullyShardedDataParallel(layer, device_id=torch.device("cpu")))
+    second = put(lambda layer: fully_shard(layer, mesh=mesh))
+    assert [is_model_fsdp(model) for model in (*first, *second)] == [True, True, False] + [False] * 3
+    assert [is_model_fsdp2(model) for model in (*first, *second)] == [False] * 3 + [True, True, False]
+    assert not is_model_fsdp(None)
 
 
 def test_torch_is_not_imported_before_the_question_is_asked():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_events import Algorithm, Callback, Evaluator, State
+from composer_events import Algorithm, Callback, Engine, Evaluator, State
 from composer_events import types as event_types
 from composer_time import Time, Timestamp
 
@@ -111,24 +111,95 @@ def test_attributes_may_be_added_freely():
     assert state.inputs == 5
 
 
+class Act(Algorithm):
+    """Does what it was made with on every event."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def match(self, event, state):
+        return True
+
+    def apply(self, event, state, logger):
+        self.act(state)
+
+
+def run_event_with(state, act):
+    """Let an algorithm act on the state, within an event."""
+    engine = Engine(state)
+    state.algorithms = Act(act)
+    engine.run_event("init")
+    state.algorithms = []
+    engine.close()
+
+
+def set_batch(batch):
+    return lambda state: setattr(state, "batch", batch)
+
+
+def set_parts(inputs, targets):
+    def act(state):
+        state.inputs, state.targets = inputs, targets
+
+    return act
+
+
 def test_inputs_and_targets_are_the_batch_of_a_loop_that_sets_no_other():
     state = make_state()
     for state.inputs, state.targets in [(1, 2), (3, 4)]:
         assert state.batch == (state.inputs, state.targets)
     assert state.batch == (3, 4)
-    state.batch = (5, 4)  # as an algorithm does
+    run_event_with(state, set_batch((5, 4)))
     assert (state.inputs, state.targets) == (5, 4)
     state.inputs = 6
     assert state.batch == (6, 4)
+    run_event_with(state, set_batch([7, 8]))
+    state.targets = 9
+    assert state.batch == (7, 9)
+
+
+@pytest.mark.parametrize("other", [(5, 6, 7), {"x": 5}, None, [5]])
+@pytest.mark.parametrize("is_in_an_event", [True, False])
+def test_the_next_pair_is_the_batch_again_whatever_was_in_its_place(other, is_in_an_event):
+    state = make_state()
+    seen = []
+    for state.inputs, state.targets in [(1, 2), (3, 4), (5, 6)]:
+        seen.append(state.batch)
+        if is_in_an_event:
+            run_event_with(state, set_batch(other))
+        else:
+            state.batch = other
+        assert state.batch == other
+    assert seen == [(1, 2), (3, 4), (5, 6)]
 
 
 @pytest.mark.parametrize("batch", [(1, 2), {"inputs": 1}, [1, 2, 3]])
-def test_inputs_and_targets_of_ones_own_leave_a_batch_alone(batch):
+@pytest.mark.parametrize("assign", [set_parts(3, 4), lambda state: run_event_with(state, set_parts(3, 4))])
+def test_inputs_and_targets_of_ones_own_leave_a_batch_alone(batch, assign):
     state = make_state()
     state.batch = batch
-    state.inputs, state.targets = 3, 4
+    assign(state)
     assert state.batch is batch
     assert (state.inputs, state.targets) == (3, 4)
+
+
+@pytest.mark.parametrize("first", [(None, None), (1, None), (None, 2), (1, 2)])
+def test_what_a_callback_keeps_before_the_first_batch_makes_none(first):
+    state = make_state()
+    run_event_with(state, set_parts(*first))
+    assert state.batch is None
+    state.batch = ("images", "labels")
+    run_event_with(state, set_parts("image", "label"))
+    assert state.batch == ("images", "labels")
+    assert (state.inputs, state.targets) == ("image", "label")
+
+
+@pytest.mark.parametrize("pair", [(None, None), (1, None), (None, 2)])
+def test_a_pair_with_none_in_it_makes_no_batch(pair):
+    state = make_state()
+    state.inputs, state.targets = pair
+    assert state.batch is None
+    assert (state.inputs, state.targets) == pair
 
 
 def test_one_part_alone_is_no_batch():
@@ -140,13 +211,23 @@ def test_one_part_alone_is_no_batch():
     assert (state.inputs, state.batch) == (3, None)
 
 
-def test_a_batch_of_another_make_ends_the_pair():
+def test_a_batch_of_another_make_has_no_parts():
     state = make_state()
     state.inputs, state.targets = 1, 2
     state.batch = {"x": 3}
     assert (state.inputs, state.targets) == (1, 2)
     state.inputs = 4
     assert (state.inputs, state.batch) == (4, {"x": 3})
+
+
+def test_a_part_can_be_deleted_like_any_attribute():
+    state = make_state()
+    with pytest.raises(AttributeError, match="no attribute 'inputs'"):
+        del state.inputs
+    state.inputs, state.targets = 1, 2
+    del state.inputs
+    assert not hasattr(state, "inputs")
+    assert (state.targets, state.batch) == (2, (1, 2))
 
 
 def test_the_seed_of_a_rank_is_that_of_rank_zero_and_its_rank(monkeypatch):
@@ -234,7 +315,6 @@ def test_the_lists_may_be_given_at_construction():
 
 def test_optimizers_and_schedulers_can_be_stepped_as_one():
     state, first, second = make_state(), Counter(), Counter()
-    assert state.optimizers.step() is None  # none to step
     state.optimizers = [first, second]
     state.optimizers.step(closure=None)
     state.optimizers.zero_grad(set_to_none=False)
@@ -242,6 +322,34 @@ def test_optimizers_and_schedulers_can_be_stepped_as_one():
     assert first.zeroed == second.zeroed == 1
     state.schedulers = first
     assert state.schedulers.step() == 2
+
+
+def test_a_step_without_optimizers_is_refused_and_one_without_schedulers_is_none():
+    state = make_state()
+    with pytest.raises(RuntimeError, match=r"state\.optimizers=\[\] has nothing to step.*Set one before training"):
+        state.optimizers.step()
+    state.optimizers.zero_grad()
+    assert state.schedulers.step() is None
+
+
+@pytest.mark.parametrize(
+    ("length", "kind", "message"),
+    [
+        ("1", TypeError, "dataloader_len='1' is not a number of batches"),
+        (1.9, TypeError, r"dataloader_len=1\.9 is not a number of batches"),
+        (None, TypeError, "dataloader_len=None is not a number of batches"),
+        (True, TypeError, "dataloader_len=True is not a number of batches"),
+        (Time(1, "ep"), ValueError, "dataloader_len='1ep' is not in batches"),
+    ],
+)
+def test_a_length_that_is_no_number_of_batches_is_refused(length, kind, message):
+    state = make_state(dataloader=[1, 2])
+    with pytest.raises(kind, match=message):
+        state.dataloader_len = length
+    with pytest.raises(kind, match=message):
+        make_state(dataloader=[1, 2], dataloader_len=length)
+    state.dataloader_len = Time(1, "ba")
+    assert state.dataloader_len == Time(1, "ba")
 
 
 def test_a_dataloader_given_at_construction_is_called_train():

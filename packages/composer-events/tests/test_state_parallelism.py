@@ -194,3 +194,58 @@ def test_an_open_degree_needs_ranks_that_can_be_divided(replicate):
     config = FSDPConfig(data_parallel_replicate_degree=replicate)
     with pytest.raises(ValueError, match=f"World size 4 is not divisible by the product of .*, {replicate}, of"):
         parallelism_degrees(config, None, 4)
+
+
+@tensor_parallelism
+def test_settings_may_be_dicts_all_the_way_down(two_ranks):
+    state = State(None, 0, parallelism_config={"fsdp": {"state_dict_type": "sharded"}, "tp": TPConfig(2)})
+    assert (state.fsdp_config_version, state.fsdp_config.state_dict_type) == (1, "sharded")
+    assert state.tp_config.tensor_parallel_degree == 2
+    state = make_state(fsdp2={"load_monolith_rank0_only": True}, tp=None)
+    assert (state.fsdp_config_version, state.load_monolith_rank0_only) == (2, True)
+    assert State(None, 0, parallelism_config={}).fsdp_config is None
+
+
+def test_settings_in_dicts_are_checked_as_those_in_objects():
+    with pytest.raises(ValueError, match="state_dict_type='shards' is not a way to save"):
+        State(None, 0, parallelism_config={"fsdp": {"state_dict_type": "shards"}})
+    with pytest.raises(ValueError, match=r"World size 1 does not equal"):
+        State(None, 0, parallelism_config={"fsdp": {"data_parallel_shard_degree": 2}})
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        ("fsdp", TypeError, "parallelism_config='fsdp' is a 'str'.*Give a ParallelismConfig"),
+        (FSDPConfig(), TypeError, r"FSDPConfig.*goes into ParallelismConfig\(fsdp=\.\.\.\)"),
+        ({"fdsp": {}}, ValueError, "parallelism_config has the key 'fdsp', which says nothing.*fsdp, fsdp2, tp"),
+        ({"fsdp": "full"}, TypeError, "fsdp settings of parallelism_config are 'full', a 'str'.*FSDPConfig"),
+        (ParallelismConfig(fsdp=FSDPConfig(), tp=2), TypeError, "tp settings of parallelism_config are 2, a 'int'"),
+    ],
+)
+def test_what_says_nothing_of_parallelism_is_refused(config, kind, message):
+    with pytest.raises(kind, match=message):
+        State(None, 0, parallelism_config=config)
+
+
+@pytest.mark.parametrize("kind", [FSDPConfig, FSDP2Config])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"state_dict_type": "bogus"}, "state_dict_type='bogus' is not a way to save"),
+        ({"state_dict_type": "sharded"}, "save_metrics=True does not go with"),
+        ({"data_parallel_shard_degree": 7}, "World size 1 does not equal the product"),
+    ],
+)
+def test_a_sharding_configuration_that_replaces_another_is_checked_too(kind, settings, message):
+    state = State(None, 0, save_metrics=True)
+    state.fsdp_config = good = FSDPConfig()
+    with pytest.raises(ValueError, match=message):
+        state.fsdp_config = kind(**settings)
+    assert (state.fsdp_config, state.fsdp_config_version) == (good, 1)
+
+
+def test_a_sharding_configuration_takes_the_place_of_one_of_the_other_version():
+    state = State(None, 0, parallelism_config=ParallelismConfig(fsdp2=FSDP2Config()))
+    state.fsdp_config = config = FSDPConfig()
+    assert (state.fsdp_config, state.fsdp_config_version) == (config, 1)

@@ -66,7 +66,9 @@ def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) 
             continue
         # One tensor after the other, since each gradient is still in the cache when it is scaled. DTensors' norms are
         # those of whole units, whichever dim is sharded.
-        norm = _unit_norm(parameter.detach()).clamp(min=eps)
+        norm = _unit_norm(parameter.detach())
+        if eps > 0 or is_dtensor(norm):  # a DTensor may still have to be summed up, which this does
+            norm = norm.clamp(min=eps)
         ratio = norm.mul_(threshold).div_(_unit_norm(parameter.grad))
         # 0 / 0 is a unit that does not move.
         parameter.grad.mul_(ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0))

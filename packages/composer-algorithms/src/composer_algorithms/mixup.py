@@ -1,6 +1,7 @@
 """MixUp: train on blends of two examples and of their targets."""
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def mixup_batch(
         The blended inputs, `target[indices]`, and the weight that was used.
 
     Raises:
+        TypeError: If `alpha` is not a number.
         ValueError: If `alpha` is negative, `mixing` lies outside [0, 1], or `input` and `target` differ in length.
 
     Example:
@@ -123,6 +125,7 @@ class MixUp(PairMixing):
         draw_per: `'microbatch'` or `'batch'`. What is cut from a batch has to keep its order with `'batch'`.
 
     Raises:
+        TypeError: If `alpha` is not a number.
         ValueError: If `alpha` is negative or `draw_per` is neither.
 
     Example:
@@ -181,5 +184,7 @@ def _draw_mixing(alpha: float, generator: torch.Generator | None) -> float:
 
 
 def _check_alpha(alpha: float) -> None:
-    if not 0 <= alpha < math.inf:
+    if isinstance(alpha, bool) or not isinstance(alpha, Real):
+        raise TypeError(f"alpha={alpha!r} is not a number: pass 0 (no blending) or more.")
+    if not 0 <= float(alpha) < math.inf:
         raise ValueError(f"alpha={alpha!r} is no parameter of Beta(alpha, alpha): pass 0 (no blending) or more.")

@@ -231,7 +231,8 @@ def _refuse_another_model(state: "State", saved: dict[str, Any], path: str) -> N
     weights = saved.get("model")
     if not isinstance(weights, dict) or not weights or saved.get("algorithms") or not hasattr(state.model, "modules"):
         return
-    own = {name.removeprefix("module.") for name in state.get_model_state_dict()}
+    with as_sharded(state):
+        own = {name.removeprefix("module.") for name in state.get_model_state_dict()}
     theirs = {str(name).removeprefix("module.") for name in weights}
     if own and own.isdisjoint(theirs):
         raise IncompatibleCheckpointError(

@@ -152,6 +152,7 @@ class CheckpointSaver(Callback):
         self._lock: FolderLock | None = None
         self._has_folder = False
         self._async: AsyncSaver | None = None
+        self._saving: _Save | None = None
         self._committed: list[_Save] = []
         self._loaded_kept: Any = ()
         self._metrics: dict[str, Any] = {}
@@ -265,9 +266,11 @@ class CheckpointSaver(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints there are, those of before a resumption included."""
         stamps = self.all_saved_checkpoints_to_timestamp.items()
+        job = self._saving
+        own = [] if job is None else [(own_file(job.path), job.timestamp.state_dict(), job.metrics)]
         return {
             "all_saved_checkpoints_to_timestamp": [(name, stamp.state_dict()) for name, stamp in stamps],
-            "kept": self._kept.state_dict(),
+            "kept": [*self._kept.state_dict(), *own],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,7 +295,11 @@ class CheckpointSaver(Callback):
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
         self.last_checkpoint_batch = state.timestamp.batch
         self.all_saved_checkpoints_to_timestamp[own_file(job.path)] = state.timestamp
-        content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
+        self._saving = job  # so that the checkpoint lists itself
+        try:
+            content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
+        finally:
+            self._saving = None
         info = describe(state, weights_only=self.weights_only)
         if self.async_save:
             self._save_in_background(state, content, job, layout, info)

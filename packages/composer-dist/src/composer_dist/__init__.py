@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from composer_dist.strategy import Strategy as Strategy
     from composer_dist.wrapping import is_model_ddp as is_model_ddp
     from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
+    from composer_dist.wrapping import is_model_fsdp as is_model_fsdp
+    from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
     from composer_dist.wrapping import unwrap_model as unwrap_model
 
 _HOME = {
@@ -106,6 +108,8 @@ _HOME = {
     "describe_model": "composer_dist.agreement",
     "is_model_ddp": "composer_dist.wrapping",
     "is_model_deepspeed": "composer_dist.wrapping",
+    "is_model_fsdp": "composer_dist.wrapping",
+    "is_model_fsdp2": "composer_dist.wrapping",
     "unwrap_model": "composer_dist.wrapping",
 }
 __all__ = [
@@ -152,6 +156,8 @@ __all__ = [
     "describe_model",
     "is_model_ddp",
     "is_model_deepspeed",
+    "is_model_fsdp",
+    "is_model_fsdp2",
     "unwrap_model",
     "__version__",
 ]

@@ -27,7 +27,7 @@ def install() -> None:
     The exception is shown on stderr all the same. Without a launcher nothing is changed, and a second call does
     nothing.
     """
-    if _path() is None or isinstance(sys.excepthook, _Recorder):
+    if _path() is None or getattr(sys.excepthook, "records_for_launcher", False):
         return
     sys.excepthook = _Recorder(sys.excepthook)
 
@@ -35,9 +35,10 @@ def install() -> None:
 def record_exception(error: BaseException) -> None:
     """Write an exception to the file that the launcher named, for code that ends the process by itself.
 
-    It holds `message`, `exception_type`, `traceback`, `rank`, `local_rank`, `timestamp` (seconds since 1970), `notes`
-    (what `add_note` added) and `event` (that attribute of the exception, where it has one). Without a launcher
-    nothing is written.
+    It holds `message`, `exception_type`, `traceback`, `rank`, `local_rank`, `pid`, `timestamp` (seconds since 1970),
+    `notes` (what `add_note` added) and `event` (that attribute of the exception, where it has one). The launcher takes
+    the word of the rank's own process at once, and that of one which the rank started only once the rank has failed.
+    Without a launcher nothing is written.
 
     Args:
         error: What was raised.
@@ -57,6 +58,8 @@ def record_exception(error: BaseException) -> None:
 
 class _Recorder:
     """The hook that Python calls with the exception that nobody caught."""
+
+    records_for_launcher = True  # the launcher's own hook, which is there before the script, has it too
 
     def __init__(self, following: _Hook) -> None:
         self._following = following
@@ -88,6 +91,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "traceback": text,
         "rank": _number("RANK"),
         "local_rank": _number("LOCAL_RANK"),
+        "pid": os.getpid(),
         "timestamp": now,
         "notes": [str(note) for note in getattr(error, "__notes__", ())],
         "event": None if event is None else str(event),

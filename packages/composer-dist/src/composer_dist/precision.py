@@ -119,7 +119,8 @@ def get_precision_context(
 def validate_precision(precision: str | Precision, device: Device) -> None:
     """Refuse a precision in which the device cannot train.
 
-    On a CPU these are float16, which needs loss scaling and has no fast kernels there, and float8.
+    On a CPU these are float16, which needs loss scaling and has no fast kernels there, and float8. bfloat16 is accepted
+    there: it needs no loss scaling, and CPUs have kernels for it.
 
     Raises:
         ValueError: If the device cannot train in this precision, or if a string names none.

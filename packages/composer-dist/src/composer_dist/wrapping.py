@@ -1,12 +1,12 @@
 """What is wrapped around a model so that it trains on several ranks."""
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["is_model_ddp", "is_model_deepspeed", "unwrap_model"]
+__all__ = ["is_model_ddp", "is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2", "unwrap_model"]
 
 
 def is_model_ddp(model: object) -> bool:
@@ -38,6 +38,28 @@ def is_model_deepspeed(model: object) -> bool:
     return deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
 
 
+def is_model_fsdp(model: object) -> bool:
+    """Answer whether the model, or one of its direct children, is a `FullyShardedDataParallel` (FSDP version 1).
+
+    Example:
+        >>> import torch
+        >>> is_model_fsdp(torch.nn.Linear(2, 1))
+        False
+    """
+    return _is_or_has(model, "FullyShardedDataParallel")
+
+
+def is_model_fsdp2(model: object) -> bool:
+    """Answer whether the model, or one of its direct children, was given to `fully_shard` (FSDP version 2).
+
+    Example:
+        >>> import torch
+        >>> is_model_fsdp2(torch.nn.Linear(2, 1))
+        False
+    """
+    return _is_or_has(model, "FSDPModule")
+
+
 def unwrap_model(model: "Module") -> "Module":
     """Return the model inside `DistributedDataParallel`, DeepSpeed's engine and `torch.compile`, in whatever order.
 
@@ -54,3 +76,11 @@ def unwrap_model(model: "Module") -> "Module":
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def _is_or_has(model: object, wrapper: str) -> bool:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # slow to import, and who has not done so has sharded nothing
+        return False
+    children: Any = getattr(model, "children", tuple)
+    return any(isinstance(part, getattr(fsdp, wrapper)) for part in (model, *children()))

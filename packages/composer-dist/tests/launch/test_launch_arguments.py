@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from composer_dist.launch.args import parse_options
+from composer_dist.launch.guardian import new_launch_id
 from composer_dist.launch.main import main
 from composer_dist.launch.topology import resolve, resolve_nproc
 
@@ -43,7 +44,7 @@ PLACES = [
     ("NODE_RANK=0 BASE_RANK=0", "-n 2", (2, 2, 0, 0, HERE)),
     ("NODE_RANK=1", f"-n 2 --world_size 4 --node_rank 0 {MEET}", (2, 4, 0, 0, "h")),
     ("LOCAL_WORLD_SIZE= WORLD_SIZE=", "-n 2", (2, 2, 0, 0, HERE)),
-    ("COMPOSER_LAUNCH_ID=x LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h", "", (1, 1, 0, 0, HERE)),
+    (f"COMPOSER_LAUNCH_ID={new_launch_id()} LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h", "", (1, 1, 0, 0, HERE)),
 ]
 
 REFUSED = [
@@ -70,8 +71,12 @@ REFUSED = [
     ("", "-n 2 --stdout out_{node}.log", "--stdout='out_{node}.log'.*There are {rank} {local_rank}"),
     ("", "-n 2 --stderr out_{.log", "--stderr='out_{.log'"),
     ("", "-n 2 --log_filter (", "--log_filter='\\(' is no regular expression"),
-    ("", "-n 2 --max_restarts -1", "--max_restarts=-1 is below 0"),
-    ("", "-n 2 --monitor_interval 0", "--monitor_interval=0.0 is not above 0"),
+    ("", "-n 2 --stdout {rank[0]}", r"--stdout='{rank\[0\]}' is not a file name with placeholders"),
+    ("", "-n 2 --stderr=", "--stderr='' names no file"),
+    ("", "-n 2 --max_restarts -1", "--max_restarts=-1 is not a number of 0 or more"),
+    ("", "-n 2 --shutdown_timeout nan", "--shutdown_timeout=nan is not a number of 0 or more"),
+    ("", "-n 2 --monitor_interval 0", "--monitor_interval=0.0 is not a number above 0"),
+    ("", "-n 2 --monitor_interval nan", "--monitor_interval=nan is not a number above 0"),
     ("", "-n 2 --nnodes 4:2", "--nnodes='4:2' is not a number of nodes"),
     ("", "-n 2 --nnodes 2 --node_rank 1", "--nnodes and --node_rank exclude each other"),
     ("", "-n 2 --signals_to_handle SIGTREM", "--signals_to_handle='SIGTREM'"),
@@ -118,6 +123,19 @@ def test_options_are_spelled_with_underscores_or_dashes():
     assert parse_options([*underscores.split(), "s"]) == parse_options([*underscores.replace("_", "-").split(), "s"])
 
 
+@pytest.mark.parametrize("rest", ["--", "-- --foo", "-- -- x", "x -- y", "s.py -- x"])
+def test_two_dashes_after_the_script_are_the_scripts(rest):
+    for before in ([], ["--"], ["-n", "2", "--"]):
+        assert parse_options([*before, "s.py", *rest.split()]).training_script_args == rest.split()
+
+
+def test_a_launch_that_left_its_identity_behind_is_no_launch_around_this_one(place):
+    several = "LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h MASTER_PORT=1"
+    identity, _, start = new_launch_id().rpartition("-")
+    assert place("", f"COMPOSER_LAUNCH_ID={identity}-{int(start) + 1} {several}").base_rank == 4
+    assert place("", f"COMPOSER_LAUNCH_ID=x {several}").base_rank == 4
+
+
 def test_what_follows_the_script_is_the_scripts():
     options = parse_options(["-n", "2", "s.py", "-n", "5", "--verbose", "--", "x"])
     assert (options.nproc, options.verbose) == (2, False)
@@ -143,7 +161,8 @@ def test_a_command_line_that_cannot_be_followed_ends_with_2_and_a_sentence(argum
 )  # fmt: skip
 def test_what_starts_nothing_does_not_wait_for_torch(arguments, status, words):
     program = (
-        "import sys\nfrom composer_dist.launch.main import main\ntry:\n    status = main(sys.argv[1:])\n"
+        "import sys\nfrom composer_dist.launch.guardian import new_launch_id
+from composer_dist.launch.main import main\ntry:\n    status = main(sys.argv[1:])\n"
         "except SystemExit as request:\n    status = request.code or 0\n"
         "assert 'torch' not in sys.modules\nsys.exit(status)"
     )

@@ -50,3 +50,32 @@ def test_what_cannot_be_started_is_refused_before_anything_starts(launch, argume
     status, _, err = launch("-n", 2, *arguments)
     assert status == 2
     assert words in err
+
+
+@pytest.mark.parametrize("option", ["--stdout", "--stderr", "--log_dir"])
+def test_a_file_that_cannot_be_opened_is_refused_before_anything_starts(launch, script, tmp_path, option):
+    (tmp_path / "file").touch()
+    status, out, err = launch("-n", 2, option, tmp_path / "file/in", script("print('started')"))
+    assert status == 2
+    assert "started" not in out
+    assert err.startswith(f"composer: error: {option}='{tmp_path}/file/in'")
+
+
+def test_a_command_that_the_system_cannot_run_is_refused(launch, tmp_path):
+    command = tmp_path / "noshebang.sh"
+    command.write_text("echo started")
+    command.chmod(0o755)
+    status, out, err = launch("-n", 2, "-c", command)
+    assert (status, out) == (2, "")
+    assert f"composer: error: '{command}' cannot be started" in err
+
+
+def test_a_free_port_that_is_lost_is_replaced_by_another(script, environ):
+    from composer_dist.launch.args import parse_options
+    from composer_dist.launch.run import run
+    from composer_dist.launch.topology import resolve, resolve_nproc
+
+    options = parse_options(["-n", "1", script("")])
+    topology = resolve(options, environ, resolve_nproc(options, environ, lambda: 0))
+    with socket.create_server(("", topology.master_port)):
+        assert run(options, topology) == 0

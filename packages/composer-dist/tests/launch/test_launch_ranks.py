@@ -1,8 +1,10 @@
 """Launches of real processes from within this one, which has torch loaded already."""
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -162,11 +164,114 @@ def test_the_traceback_of_the_first_failure_is_the_last_thing_said(launch, scrip
     assert "KeyError: 'cause'" in last
 
 
-def test_what_a_first_rank_wrote_stays_the_end_of_stderr(launch, script):
-    status, out, err = launch("-n", 2, script("if rank == '0': raise RuntimeError('boom')\ntime.sleep(60)"))
-    assert status == 1
-    assert err.rstrip().endswith("RuntimeError: boom")
-    assert "rank 0 (PID " in out
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("exec('1 +')", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_first_ranks_traceback_is_the_last_thing_said_too(started, script, body, error):
+    fail = started("-n", 2, script(f"if rank == '0': {body}\ntime.sleep(60)"), stderr=subprocess.STDOUT)
+    said = fail.communicate(timeout=60)[0].rstrip()
+    assert fail.returncode == 1
+    last = said[said.rindex("Traceback (most recent call last):") :]
+    assert last.endswith(error)
+    assert "composer: " not in last
+
+
+def test_one_line_follows_what_a_first_rank_wrote_without_a_traceback(started, script):
+    fail = started("-n", 2, script("if rank == '0': sys.exit('no data')\ntime.sleep(60)"), stderr=subprocess.STDOUT)
+    lines = fail.communicate(timeout=60)[0].splitlines()
+    assert fail.returncode == 1
+    assert lines[-2] == "no data"
+    assert lines[-1].startswith("Global rank 0 (PID ")
+    assert "exited with code 1 (root cause)" in lines[-1]
+
+
+def test_the_hook_leaves_the_search_path_and_other_hooks_as_they_were(launch, script, tmp_path, environ):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/sitecustomize.py").write_text("import builtins; builtins.theirs = True")
+    show = script(
+        "print([p for p in sys.path if 'hook' in p], os.environ.get('PYTHONPATH'), hasattr(__builtins__, 'theirs'))"
+    )
+    environ.pop("PYTHONPATH", None)
+    assert launch("-n", 1, show)[1].strip() == "[] None False"
+    environ["PYTHONPATH"] = str(tmp_path / "theirs")
+    assert launch("-n", 1, show)[1].strip() == f"[] {tmp_path / 'theirs'} True"
+
+
+@pytest.mark.parametrize(("after", "expected"), [("", 0), ("sys.exit(3)", 3)])
+def test_a_process_that_a_rank_started_does_not_speak_for_it(launch, script, after, expected):
+    fail = script(
+        f"""
+        import subprocess
+        helper = "from composer_dist import error_file; error_file.install(); raise ValueError('a helper')"
+        if rank == '1':
+            subprocess.run([sys.executable, '-c', helper])
+            time.sleep(6)
+            {after}
+        """
+    )
+    status, out, err = launch("-n", 2, fail)
+    assert status == expected
+    assert ("ValueError: a helper" in err) == bool(expected)
+
+
+@pytest.mark.parametrize("detached", ["False", "True"])
+def test_a_process_that_writes_for_ever_does_not_keep_the_launcher(launch, script, tmp_path, detached):
+    leave = script(
+        f"""
+        import subprocess
+        if rank == '1':
+            subprocess.Popen('while :; do echo y; done', shell=True, start_new_session={detached})
+            time.sleep(0.5)
+        """
+    )
+    start = time.monotonic()
+    try:
+        assert launch("-n", 2, "--stdout", tmp_path / "out_{rank}.log", leave)[0] == 0
+        assert time.monotonic() - start < 20
+        assert (tmp_path / "out_1.log").read_text().startswith("y\ny\n")
+    finally:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if b"while :; do echo y" in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("tee", [False, True])
+def test_output_is_copied_while_the_ranks_run(launch, script, tmp_path, tee):
+    look = script(
+        """
+        print('here', flush=True)
+        until = time.monotonic() + 10
+        while rank == '0' and 'here' not in (open(sys.argv[1]).read() if os.path.exists(sys.argv[1]) else ''):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        """
+    )
+    status, out, _ = launch(
+        "-n", 2, *["--tee"] * tee, "--stdout", tmp_path / "out_{rank}.log", look, tmp_path / "out_1.log"
+    )
+    assert status == 0
+    assert ("[rank 1]:here" in out) == tee
+
+
+def test_letters_that_the_console_does_not_have_change_no_exit_status(started, script, environ):
+    environ["PYTHONIOENCODING"] = "ascii"
+    launcher = started("-n", 2, script("sys.stdout.buffer.write('\u2603\\n'.encode())\nsys.exit(7 * int(rank))"))
+    out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 7, err
+    assert "\\u2603" in out
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", ">/dev/full", ">/dev/full 2>&1"])
+def test_a_console_that_is_closed_or_full_changes_no_exit_status(script, redirection):
+    fail = script("sys.exit(7 * int(rank))")
+    command = f"{sys.executable} -m composer_dist.launch -n 2 {fail} {redirection}"
+    assert subprocess.run(command, shell=True, stderr=subprocess.DEVNULL, timeout=60).returncode == 7
 
 
 def test_an_error_file_tells_the_first_failure_with_its_event(launch, script):

@@ -76,6 +76,32 @@ def test_a_second_interrupt_ends_the_run_at_once(run, running, wait_for):
     assert not running(str(folder))
 
 
+@pytest.mark.parametrize("names", [("SIGHUP", "SIGHUP"), ("SIGUSR1", "SIGTERM")])
+def test_another_signal_leaves_ranks_the_time_to_save(started, script, tmp_path, wait_for, names):
+    save = script(
+        """
+        import signal
+        def save(*_):
+            open(f'{sys.argv[1]}/saving-{rank}', 'w').close()
+            time.sleep(2)
+            open(f'{sys.argv[1]}/saved-{rank}', 'w').close()
+            sys.exit(0)
+        signal.signal(getattr(signal, sys.argv[2]), save)
+        open(f'{sys.argv[1]}/ready-{rank}', 'w').close()
+        time.sleep(60)
+        """
+    )
+    first, second = (getattr(signal, name) for name in names)
+    launcher = started("-n", 2, save, tmp_path, names[0])
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    launcher.send_signal(first)
+    wait_for(lambda: len(list(tmp_path.glob("saving-*"))) == 2)
+    launcher.send_signal(second)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + first
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
 def test_ranks_that_do_not_end_after_a_signal_are_killed(run, running):
     launcher, folder = run("stay", "--shutdown_timeout", 1)
     launcher.terminate()

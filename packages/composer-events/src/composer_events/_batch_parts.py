@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 __all__ = ["BatchInParts"]
@@ -32,7 +30,7 @@ class BatchPart:
             parts = list(instance.batch)
             parts[self._index] = value
             instance.batch = tuple(parts)
-        elif own["_num_running_events"] == 0:
+        elif own["num_running_events"] == 0:
             _take_from_loop(instance, self._name)
 
     def __delete__(self, instance: Any) -> None:
@@ -63,18 +61,10 @@ class BatchInParts:
     targets = BatchPart()
 
     def _begin_without_parts(self) -> None:
-        self._num_running_events = 0
+        # The engine counts, so that what algorithms and callbacks assign is told from what the loop does.
+        self.num_running_events = 0
         self._is_loop_of_pairs = False
         self._new_parts: frozenset[str] = frozenset()
-
-    @contextmanager
-    def running_event(self) -> Iterator[None]:
-        """Tell that what is assigned in this context is not the loop's, but an algorithm's or a callback's."""
-        self._num_running_events += 1
-        try:
-            yield
-        finally:
-            self._num_running_events -= 1
 
 
 def _take_from_loop(instance: Any, name: str) -> None:

@@ -122,18 +122,19 @@ def dataset_of(dataloader: Any) -> Any:
     return getattr(dataloader, "dataset", None)
 
 
-def _to_num_batches(given: object) -> int:
+def _to_num_batches(given: Any) -> int:
     if isinstance(given, Time):
-        if given.unit is not TimeUnit.BATCH:
+        length = cast("Time[Any]", given)
+        if length.unit is not TimeUnit.BATCH:
             raise ValueError(
-                f"dataloader_len={str(given)!r} is not in batches, which is what a dataloader has. Give a number of "
+                f"dataloader_len={str(length)!r} is not in batches, which is what a dataloader has. Give a number of "
                 f"batches, or -1 to ask the dataloader."
             )
-        return int(cast("Time[int]", given))
+        return int(length)
     if not isinstance(given, SupportsIndex) or isinstance(given, bool):
         raise TypeError(
-            f"dataloader_len={given!r} is not a number of batches. Give a whole number, a Time in batches, or -1 to ask "
-            f"the dataloader."
+            f"dataloader_len={given!r} is not a number of batches. Give a whole number, a Time in batches, or -1 to "
+            f"ask the dataloader."
         )
     return index(given)
 

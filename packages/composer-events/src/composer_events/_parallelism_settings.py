@@ -53,8 +53,8 @@ class ParallelismSettings:
             for key in given:
                 if key not in _PARTS:
                     raise ValueError(
-                        f"parallelism_config has the key {key!r}, which says nothing. Its keys are {', '.join(_PARTS)}, "
-                        f"each with the settings below it, such as {{'fsdp': {{'state_dict_type': 'sharded'}}}}."
+                        f"parallelism_config has the key {key!r}, which says nothing. Its keys are "
+                        f"{', '.join(_PARTS)}, each with settings below it: {{'fsdp': {{'state_dict_type': 'full'}}}}."
                     )
         elif any(hasattr(config, part) for part in _PARTS):
             given = {part: getattr(config, part, None) for part in _PARTS}
@@ -107,6 +107,6 @@ def _as_object(part: str, config: Any) -> Any:
     if config is None or hasattr(config, "__dict__") or hasattr(config, "__slots__"):
         return config
     raise TypeError(
-        f"The {part} settings of parallelism_config are {config!r}, a {type(config).__name__!r}. Give an object with the "
-        f"settings as attributes, such as an FSDPConfig or a TPConfig, or a dict of them."
+        f"The {part} settings of parallelism_config are {config!r}, a {type(config).__name__!r}. Give an object with "
+        f"the settings as attributes, such as an FSDPConfig or a TPConfig, or a dict of them."
     )

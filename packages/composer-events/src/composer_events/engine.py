@@ -169,10 +169,13 @@ class Engine:
             and not self._closer.is_closed
         ):
             return OrderedDict()
-        if not isinstance(state, BatchInParts):
+        if not isinstance(state, BatchInParts):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
             return self._run(event)
-        with state.running_event():
+        state.num_running_events += 1
+        try:
             return self._run(event)
+        finally:
+            state.num_running_events -= 1
 
     def run_marker_only_event(self, event: Event | str) -> None:
         """Show an event to the profiler and run nothing, for a half of a pair that does not really happen.

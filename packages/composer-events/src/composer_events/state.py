@@ -36,8 +36,8 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
     What changes at every batch is a plain attribute: `timestamp`, `previous_timestamp` (`None` before the first batch
     is done), `eval_timestamp`, `predict_timestamp`, `batch`, `outputs`, `loss`, `model`. `batch` is the whole batch
     from `Event.AFTER_DATALOADER` on, and a microbatch between `Event.BEFORE_FORWARD` and `Event.AFTER_BACKWARD`. Other
-    attributes may be added freely. In a loop written as `for state.inputs, state.targets in dataloader:`, which does not
-    set `batch`, the batch is the pair of these two.
+    attributes may be added freely. In a loop written as `for state.inputs, state.targets in dataloader:`, which sets no
+    `batch`, the batch is the pair of these two.
 
     `optimizers`, `schedulers`, `algorithms`, `callbacks` and `evaluators` are lists that keep their identity:
     assigning one object or several replaces their contents.

@@ -188,3 +188,31 @@ def test_an_exception_in_a_pass_says_which_pass_and_when(state, make_engine, mak
     with pytest.raises(OutOfDisk) as caught:
         make_engine(algorithm_passes=sort_badly).run_event("batch_end")
     assert caught.value.__notes__ == ["raised by pass sort_badly on Event.BATCH_END (epoch 1, batch 12)"]
+
+
+@pytest.mark.parametrize("returned", [None, 3])
+def test_a_pass_that_returns_no_algorithms_is_named(state, make_engine, make_algorithm, returned):
+    def forget_to_return(algorithms, event):
+        return returned
+
+    state.algorithms.append(make_algorithm("A"))
+    with pytest.raises(TypeError, match=f"A pass returned {returned}, which is no sequence of algorithms") as caught:
+        make_engine(algorithm_passes=forget_to_return).run_event("batch_end")
+    assert caught.value.__notes__ == ["raised by pass forget_to_return on Event.BATCH_END (epoch 1, batch 12)"]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "hook", "message"),
+    [
+        ("callbacks", "speed", r"state\.callbacks holds 'speed', which is no callback and has no run_event\(\)"),
+        ("callbacks", Fail, r"state\.callbacks holds <class .*Fail'>.*Put in an object of that class: Fail\(\.\.\.\)"),
+        ("algorithms", "mixup", r"state\.algorithms holds 'mixup', which is no algorithm and has no match\(\)"),
+        ("algorithms", FailToApply, r"holds <class .*Put in an object of that class: FailToApply\(\.\.\.\)"),
+    ],
+)
+@pytest.mark.parametrize("event", ["init", "batch_end"])
+def test_a_member_of_a_list_that_is_none_is_named(state, make_engine, hooks, hook, message, event):
+    getattr(state, hooks).append(hook)
+    with pytest.raises(TypeError, match=message):
+        make_engine().run_event(event)
+    getattr(state, hooks).clear()

@@ -73,6 +73,21 @@ seen["good"] = message(model=there if rank == 0 else nowhere, **monolith)
 seen["bad"] = message(model=nowhere if rank == 0 else there, **monolith)
 monolith["sync_module_states"] = rank == 0
 seen["unlike"] = message(model=there, **monolith)
+seen["without sync"] = message(model=there, **{**monolith, "sync_module_states": False})
+
+# Without a comparison one rank would wait for the other, or both for different groups.
+seen["alone"] = message(load_monolith_rank0_only=rank == 0, sync_module_states=True)
+seen["degrees"] = message(data_parallel_replicate_degree=2 if rank == 0 else None)
+seen["shards"] = message(data_parallel_shard_degree=3 - rank)
+seen["versions"] = message(**({"device_mesh": own} if rank == 0 else {}))
+seen["verbose"] = message(verbose=rank == 0)
+
+class FSDPConfig:
+    data_parallel_replicate_degree = 2
+
+state = State(None, 0)
+state.fsdp_config = FSDPConfig()
+seen["assigned"] = list(state.device_mesh.mesh_dim_names)
 """
 
 
@@ -93,7 +108,14 @@ def test_two_ranks_build_the_same_mesh_and_refuse_alike(run_two_ranks):
     assert "nobody knows which ranks hold one tensor together" in first["own, split"]
     assert first["good"] is None
     assert "needs real weights on rank 0" in first["bad"]
-    assert "needs sync_module_states=True" in first["unlike"]
+    assert "needs sync_module_states=True" in first["without sync"]
+    assert "fsdp.sync_module_states is {0: 'True', 1: 'False'} by rank" in first["unlike"]
+    assert "fsdp.load_monolith_rank0_only is {0: 'True', 1: 'False'} by rank" in first["alone"]
+    assert "fsdp.data_parallel_replicate_degree is {0: '2', 1: 'None'} by rank" in first["degrees"]
+    assert "fsdp.data_parallel_shard_degree is {0: '3', 1: '2'} by rank" in first["shards"]
+    assert "fsdp2.state_dict_type is {0: \"'full'\", 1: 'no such settings'} by rank" in first["versions"]
+    assert first["verbose"] is None
+    assert first["assigned"] == [replicate, shard]
 
 
 def test_no_mesh_is_made_while_no_process_group_runs():

@@ -16,16 +16,27 @@ __all__ = ["ComposerModel", "ComposerClassifier", "Initializer", "composer_resne
 
 _WRAP = "wrap it with ComposerClassifier(module, num_classes=...)."
 _SUBCLASS = "call it in the forward method of a ComposerModel."
+_BERT = f"load transformers.AutoModelForMaskedLM, and {_SUBCLASS}"
+_CLASSIFIER = f"load transformers.AutoModelForSequenceClassification, and {_SUBCLASS}"
+_GPT = f"load transformers.AutoModelForCausalLM, and {_SUBCLASS}"
 _FORMER_ZOO = {
     "composer_resnet_cifar": f"build a ResNet for small images with torchvision or timm, and {_WRAP}",
     "composer_timm": f"make the network with timm.create_model, and {_WRAP}",
     "composer_efficientnetb0": f"make the network with torchvision.models.efficientnet_b0, and {_WRAP}",
     "vit_small_patch16": f"make the network with timm.create_model('vit_small_patch16_224'), and {_WRAP}",
+    "ComposerDeepLabV3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "composer_deeplabv3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "UNet": f"take a U-Net from a library for segmentation, and {_SUBCLASS}",
-    "create_gpt2": f"load transformers.AutoModelForCausalLM, and {_SUBCLASS}",
-    "create_bert_mlm": f"load transformers.AutoModelForMaskedLM, and {_SUBCLASS}",
-    "create_bert_classification": f"load transformers.AutoModelForSequenceClassification, and {_SUBCLASS}",
+    "SSD": f"make the network with torchvision.models.detection, and {_SUBCLASS}",
+    "ComposerResNet": "it is what composer_resnet(model_name=...) makes.",
+    "MNIST_Classifier": "it is what mnist_model() makes.",
+    "ComposerBERT": _BERT,
+    "BERTModel": _BERT,
+    "create_bert_mlm": _BERT,
+    "BERTForClassification": _CLASSIFIER,
+    "create_bert_classification": _CLASSIFIER,
+    "GPT2Model": _GPT,
+    "create_gpt2": _GPT,
 }
 
 __getattr__, __dir__ = lazy_face(

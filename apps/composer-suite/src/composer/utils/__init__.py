@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from composer_dist.ports import get_free_tcp_port as get_free_tcp_port
     from composer_dist.precision import STR_TO_DTYPE as STR_TO_DTYPE
     from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
+    from composer_dist.wrapping import is_model_fsdp as is_model_fsdp
+    from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
     from composer_events.batch_helpers import batch_get as batch_get
     from composer_events.batch_helpers import batch_set as batch_set
     from composer_events.formatting import format_name_with_dist as format_name_with_dist
@@ -86,6 +88,8 @@ __all__ = [
     "IteratorFileStream",
     "is_notebook",
     "is_model_deepspeed",
+    "is_model_fsdp",
+    "is_model_fsdp2",
     "model_eval_mode",
     "add_vision_dataset_transform",
     "create_interval_scheduler",
@@ -183,7 +187,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed"],
         "composer_dist.ports": ["get_free_tcp_port"],
         "composer_dist.precision": ["STR_TO_DTYPE"],
-        "composer_dist.wrapping": ["is_model_deepspeed"],
+        "composer_dist.wrapping": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],
         "composer_events.batch_helpers": ["batch_get", "batch_set"],
         "composer_events.formatting": ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"],
         "composer_events.hparams": [

@@ -4,7 +4,7 @@ from composer.utils.notebook import is_notebook
 from composer_algorithms.dataset_transforms import add_vision_dataset_transform
 from composer_dist.ports import get_free_tcp_port
 from composer_dist.precision import STR_TO_DTYPE
-from composer_dist.wrapping import is_model_ddp
+from composer_dist.wrapping import is_model_ddp, is_model_fsdp, is_model_fsdp2
 from composer_events.formatting import partial_format
 from composer_events.intervals import create_interval_scheduler
 from composer_events.parallelism import ParallelismType
@@ -18,6 +18,8 @@ __all__ = [
     "create_interval_scheduler",
     "get_free_tcp_port",
     "is_model_ddp",
+    "is_model_fsdp",
+    "is_model_fsdp2",
     "is_notebook",
     "model_eval_mode",
     "partial_format",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from PIL.Image import Image, frombytes
+from PIL.Image import Image, frombytes, merge
 from torch import Tensor
 
 from composer_algorithms._images import from_pixels, is_pil, to_pixels
@@ -81,14 +81,16 @@ def image_as_type(image: Tensor | Image, typ: type) -> Any:
 
 def pil_to_pixels(image: Image) -> Tensor:
     """Return a PIL image's values as a uint8 tensor of shape `(channels, height, width)`."""
-    values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return values.view(image.height, image.width, len(image.getbands())).permute(2, 0, 1).contiguous()
+    # Band by band, here and below: PIL takes images apart faster than a tensor's dims are put in another order.
+    values = bytearray().join(band.tobytes() for band in image.split())
+    return torch.frombuffer(values, dtype=torch.uint8).view(-1, image.height, image.width)
 
 
 def pixels_to_pil(pixels: Tensor) -> Image:
     """Return the PIL image of a uint8 tensor of shape `(channels, height, width)`."""
     channels, height, width = pixels.shape
-    return frombytes(_MODES[channels], (width, height), pixels.permute(1, 2, 0).contiguous().numpy().tobytes())
+    bands = [frombytes("L", (width, height), band.numpy().tobytes()) for band in pixels]
+    return bands[0] if channels == 1 else merge(_MODES[channels], bands)
 
 
 def _lifted(f_pil: Callable[[Image], Image], pixels: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Saving and loading a model, an optimizer and what else a run needs, each by itself, without a Trainer.
+"""Saving and loading a model, an optimizer and what else a run needs, each by itself.
 
 - `state_dict`: what is saved, as dicts. `save`: to a folder. `load`: from there, however it was spread.
-- `options`: the settings of the two.
+- `checkpoint_folder`: one folder for several parts, which appears whole or not at all.
+- `options`: the settings of `save_checkpoint_to_disk` and `load_checkpoint`.
 - `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.transfer`: from a store, and to one.
 """
 
@@ -9,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from composer_checkpoint.modular._folders import checkpoint_folder as checkpoint_folder
     from composer_checkpoint.modular.load import load_checkpoint as load_checkpoint
     from composer_checkpoint.modular.load import load_model_checkpoint as load_model_checkpoint
     from composer_checkpoint.modular.load import load_optim_checkpoint as load_optim_checkpoint
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.transfer import upload_file as upload_file
 
 _HOME = {
+    "checkpoint_folder": "composer_checkpoint.modular._folders",
     "get_model_state_dict": "composer_checkpoint.modular.state_dict",
     "get_optim_state_dict": "composer_checkpoint.modular.state_dict",
     "get_metadata_state_dict": "composer_checkpoint.modular.state_dict",
@@ -49,6 +52,7 @@ _HOME = {
     "upload_file": "composer_checkpoint.transfer",
 }
 __all__ = [
+    "checkpoint_folder",
     "get_model_state_dict",
     "get_optim_state_dict",
     "get_metadata_state_dict",

@@ -1,5 +1,6 @@
 """The folders of sharded checkpoints: what they list, and reading them with a planner of the user's."""
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -46,7 +47,9 @@ def load_folder(state_dict: dict[str, Any], source: Source, *, strict: bool, pla
         return
     reader = VerifyingReader(source.path, storage_options=source.storage_options)
     try:
-        load(state_dict, storage_reader=reader, planner=planner)
+        with warnings.catch_warnings():  # one process may well load alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(state_dict, storage_reader=reader, planner=planner)
     except CheckpointException as error:  # no Exception, so that few would catch it
         first = next(iter(error.failures.values()))[0]
         raise (first if isinstance(first, CheckpointError) else CheckpointError(str(error))) from error

@@ -1,5 +1,6 @@
 """The folder of a modular checkpoint: ranks fill it together, it appears whole or not at all, and can be verified."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,26 +12,45 @@ from composer_checkpoint.errors import CorruptCheckpointError
 from composer_checkpoint.files import verify_file
 from composer_checkpoint.hashing import hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from composer_checkpoint.modular.state_dict import get_metadata_state_dict
 from composer_checkpoint.sharded import verify_folder
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded._targets import METADATA_NAME
 
-__all__ = ["METADATA_FILENAME", "folder_together", "verify_modular_folder"]
+__all__ = ["METADATA_FILENAME", "checkpoint_folder", "verify_modular_folder"]
 
 METADATA_FILENAME = "composer_metadata.json"
 
 
 @contextmanager
-def folder_together(folder: str, overwrite: bool, info: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a folder for all ranks to write to; at the end it gets a manifest and its real name.
+def checkpoint_folder(
+    path: str | os.PathLike[str], *, overwrite: bool = False, info: Mapping[str, Any] | None = None
+) -> Iterator[str]:
+    """Yield a folder for the parts of a checkpoint; at the end it gets a manifest and its real name, in one step.
 
-    Every rank must enter and leave it. An exception inside must be raised on all ranks, and nothing is left of the
-    folder then.
+    Every rank must enter and leave it. After an exception, which must be raised on all ranks, nothing is left.
 
     Args:
-        folder: The real name, on a disk that all ranks see.
+        path: The real name, on a disk that all ranks see.
         overwrite: Whether a folder of this name may be replaced.
-        info: What the manifest shall say about the run.
+        info: What the manifest shall say about the run, such as `{"timestamp": {"epoch": 3}}`, by which `find_newest`
+            goes. Values that JSON knows.
+
+    Yields:
+        The folder's name until then. What is in it has hashes in the manifest, whoever wrote it.
+
+    Raises:
+        CheckpointConflictError: If there is something of this name and `overwrite` is false; also a `FileExistsError`.
+        StorageError: If a disk fails.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from composer_checkpoint.modular import save_model_to_disk
+        >>> folder = tempfile.mkdtemp()
+        >>> with checkpoint_folder(f"{folder}/ep1") as unfinished:
+        ...     path = save_model_to_disk(torch.nn.Linear(2, 1), unfinished)
+        >>> sorted(os.listdir(f"{folder}/ep1"))
+        ['composer_manifest.json', 'composer_metadata.json', 'model']
     """
     ranks = Ranks()
     with ExitStack() as unfinished:  # of rank 0, and empty on the others
@@ -38,14 +58,14 @@ def folder_together(folder: str, overwrite: bool, info: Mapping[str, Any]) -> It
         def begin() -> str:
             if ranks.rank:
                 return ""
-            return str(unfinished.enter_context(write_atomically(folder, overwrite=overwrite, folder=True)))
+            return str(unfinished.enter_context(write_atomically(path, overwrite=overwrite, folder=True)))
 
         place = ranks.exchange(begin, lambda places: [places[0]] * len(places))
         yield place
 
         def commit() -> None:
             if ranks.rank == 0:
-                _seal(Path(place), info)
+                _seal(Path(place), info or {})
                 unfinished.pop_all().close()
 
         ranks.together(commit)
@@ -88,7 +108,9 @@ def _verify_part(path: Path) -> None:
 
 
 def _seal(folder: Path, info: Mapping[str, Any]) -> None:
-    """Write the hashes of all files, which are taken from manifests inside where these have them."""
+    """Write the hashes of all files; where manifests inside have them, they are taken from there."""
+    if not (folder / METADATA_FILENAME).exists():  # by which the folder is known
+        (folder / METADATA_FILENAME).write_text(json.dumps(get_metadata_state_dict(), indent=4))
     known: dict[str, FileEntry] = {}
     for manifest in folder.glob(f"*/{MANIFEST_NAME}"):
         inside = manifest.parent.relative_to(folder)

@@ -31,19 +31,21 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
         seed: For what is drawn.
 
     Raises:
-        ValueError: If the model is wrapped, or `fsdp_config` has an unknown keyword.
+        ValueError: If the model is wrapped, `fsdp_config` has an unknown keyword, or a module with tensors on `meta`
+            has no `reset_parameters`.
     """
     if unwrap_model(model) is not model:
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}, and shard_as_needed_during_load=True shards the model "
             f"inside. Pass the model without its wrapper."
         )
-    keywords = _keywords(options)
+    keywords, absent = _keywords(options), _without_memory(model)
     for module in reversed(list(model.modules())):
         if module is not model and _is_wrapped(module, model):
             fully_shard(module, **keywords)
     fully_shard(model, **keywords)
-    _materialize(model, seed)
+    if absent:
+        _initialize(absent, model, seed)
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
@@ -85,23 +87,27 @@ def _is_wrapped(module: nn.Module, model: nn.Module) -> bool:
     return ask is not None and bool(ask(module))
 
 
-def _materialize(model: nn.Module, seed: int) -> None:
+def _without_memory(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that have tensors on the device `meta`."""
     absent = [
         module
         for module in model.modules()
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     ]
-    if not absent:
-        return
-    without = [type(module).__name__ for module in absent if not hasattr(module, "reset_parameters")]
-    if without:
+    unable = sorted({type(module).__name__ for module in absent if not hasattr(module, "reset_parameters")})
+    if unable:
         raise ValueError(
-            f"modules of the classes {', '.join(sorted(set(without)))} have tensors on the device 'meta' and no "
-            f"reset_parameters(), so nobody can fill in what the checkpoint does not have. Give them one, or build the "
-            f"model on a real device."
+            f"modules of the classes {', '.join(unable)} have tensors on the device 'meta' and no reset_parameters(), "
+            f"so nobody can fill in what the checkpoint does not have. Give them one, or build the model on a real "
+            f"device."
         )
+    return absent
+
+
+def _initialize(modules: list[nn.Module], model: nn.Module, seed: int) -> None:
     device = next(weight.device_mesh.device_type for weight in model.parameters() if isinstance(weight, DTensor))
     with seed_context(seed):
-        for module in absent:
+        for module in modules:
             module.to_empty(device=device, recurse=False)
-            module.reset_parameters()  # pyright: ignore[reportCallIssue]  # looked for above
+            reset: Any = module.reset_parameters
+            reset()

@@ -1,6 +1,6 @@
 """Loading weights into a model, whatever it is spread over."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from logging import getLogger
 from typing import Any
 
@@ -59,10 +59,9 @@ def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> d
 
 
 def _load_plain(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+    _compare(model, weights_of(model), weights, strict)  # torch would raise when it has copied what fits
     own_names = names_in_model(model)
-    renamed = {own_names.get(name, name): value for name, value in weights.items()}
-    incompatible: Any = unwrap_model(model).load_state_dict(renamed, strict=strict)
-    _log_mismatch(incompatible.missing_keys, incompatible.unexpected_keys)
+    unwrap_model(model).load_state_dict({own_names.get(name, name): w for name, w in weights.items()}, strict=False)
 
 
 def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
@@ -136,10 +135,6 @@ def _compare(model: nn.Module, targets: Mapping[str, Any], saved: Mapping[str, A
             f"Error(s) in loading state_dict for {type(unwrap_model(model)).__name__}: {told}. Build the model as it "
             f"was saved, or pass strict=False where names may differ."
         )
-    _log_mismatch(missing, unexpected)
-
-
-def _log_mismatch(missing: Collection[str], unexpected: Collection[str]) -> None:
     for names, what in (
         (missing, "weights of the model are not in the checkpoint and stay as they are"),
         (unexpected, "weights of the checkpoint are not in the model and are passed over"),

@@ -3,9 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import PurePath
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import CheckpointConflictError
 from composer_checkpoint.files import save_file
-from composer_checkpoint.modular._folders import METADATA_FILENAME, folder_together
+from composer_checkpoint.modular._folders import METADATA_FILENAME, checkpoint_folder
+from composer_checkpoint.modular._places import (
+    AlreadyExistsError,
+    PathLike,
+    as_value_error,
+    check_format,
+    check_suffix,
+    file_in,
+    local_path,
+    on_rank_zero,
+    place_of_part,
+    without_suffixes,
+)
 from composer_checkpoint.modular.options import CheckpointSaveOptions
 from composer_checkpoint.modular.state_dict import (
     Patterns,
@@ -28,17 +37,12 @@ from composer_checkpoint.modular.state_dict import (
 from composer_checkpoint.names import format_name_with_dist_and_time
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.stores.addresses import is_uri
 
 if TYPE_CHECKING:
     from composer_dist.devices import Device
     from composer_events import State
 
 __all__ = [
-    "METADATA_FILENAME",
-    "MODEL_FOLDER",
-    "OPTIM_FOLDER",
-    "RESUMPTION_FILENAME",
     "AlreadyExistsError",
     "save_checkpoint_to_disk",
     "save_composer_metadata_to_disk",
@@ -48,19 +52,11 @@ __all__ = [
     "save_state_dict_to_disk",
 ]
 
-MODEL_FOLDER, OPTIM_FOLDER = "model", "optim"
 RESUMPTION_FILENAME = "resumption.pkl"
-_FORMATS = ("pt", "safetensors")
-
-PathLike = str | os.PathLike[str]
-
-
-class AlreadyExistsError(CheckpointConflictError, ValueError):
-    """There is a file or folder of this name, and it must not be overwritten."""
 
 
 def save_checkpoint_to_disk(
-    destination_dir: PathLike, state: "State", options: CheckpointSaveOptions | None = None
+    destination_dir: PathLike, state: "State", options: CheckpointSaveOptions | Mapping[str, Any] | None = None
 ) -> str:
     """Save a run to one folder, which appears whole or not at all. Every rank must call this.
 
@@ -80,17 +76,21 @@ def save_checkpoint_to_disk(
             save.
         StorageError: If a disk fails.
     """
-    options = CheckpointSaveOptions() if options is None else options
-    _check_format(options.save_format, options.sharded_checkpoint)
+    if not isinstance(options, CheckpointSaveOptions):
+        options = CheckpointSaveOptions(**(options or {}))
+    check_format(options.save_format, options.sharded_checkpoint)
     if options.save_optimizer and len(state.optimizers) != 1:
         raise ValueError(
             f"save_optimizer=True saves one optimizer, and the state has {len(state.optimizers)}. Pass "
             f"CheckpointSaveOptions(save_optimizer=False), and save each one with save_optim_to_disk()."
         )
     prefix = format_name_with_dist_and_time(options.dir_prefix, state.run_name, state.timestamp)
-    folder = os.path.join(_local(destination_dir, "destination_dir"), prefix)
+    folder = os.path.join(local_path(destination_dir, "destination_dir"), prefix)
     info = {"run_name": state.run_name, "timestamp": _times(state)}
-    with _as_value_error(folder, "Directory"), folder_together(folder, options.overwrite, info) as unfinished:
+    with (
+        as_value_error(folder, "Directory"),
+        checkpoint_folder(folder, overwrite=options.overwrite, info=info) as unfinished,
+    ):
         _save_parts(unfinished, state, options)
     return folder
 
@@ -131,8 +131,8 @@ def save_model_to_disk(
         >>> os.path.relpath(path, folder)
         'model/model.pt'
     """
-    _check_format(save_format, sharded_checkpoint)
-    path = _part(destination_dir, MODEL_FOLDER, sharded_checkpoint, save_format, overwrite)
+    check_format(save_format, sharded_checkpoint)
+    path = place_of_part(destination_dir, "model", sharded_checkpoint, save_format, overwrite)
     state_dict = get_model_state_dict(model, sharded_checkpoint, precision, include_keys, ignore_keys)
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
@@ -169,10 +169,10 @@ def save_optim_to_disk(
         ValueError: If something is there and `overwrite` is false, or an argument has a wrong value.
         StorageError: If a disk fails.
     """
-    _check_format(save_format, sharded_checkpoint)
+    check_format(save_format, sharded_checkpoint)
     if save_format != "pt":
         raise ValueError(f"save_format={save_format!r} holds weights only, and no optimizer. Save it as 'pt'.")
-    path = _part(destination_dir, OPTIM_FOLDER, sharded_checkpoint, save_format, overwrite)
+    path = place_of_part(destination_dir, "optim", sharded_checkpoint, save_format, overwrite)
     state_dict = get_optim_state_dict(model, optimizer, sharded_checkpoint, precision, include_keys, ignore_keys)
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
@@ -191,8 +191,8 @@ def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: boo
         The file on rank 0, `None` on the others.
     """
     resumption = get_resumption_state_dict(state)
-    file = _file_in(path, RESUMPTION_FILENAME)
-    return _on_rank_zero(lambda: _write_file(resumption, file, overwrite), file)
+    file = file_in(path, RESUMPTION_FILENAME)
+    return on_rank_zero(lambda: _write_file(resumption, file, overwrite), file)
 
 
 def save_composer_metadata_to_disk(
@@ -217,13 +217,13 @@ def save_composer_metadata_to_disk(
         The file on rank 0, `None` on the others.
     """
     metadata = get_metadata_state_dict(model, sharded_state_dict, precision, device, device_train_microbatch_size)
-    file = _file_in(path, METADATA_FILENAME)
+    file = file_in(path, METADATA_FILENAME)
 
     def write() -> None:
         with write_atomically(file) as unfinished:
             unfinished.write_text(json.dumps(metadata, indent=4))
 
-    return _on_rank_zero(write, file)
+    return on_rank_zero(write, file)
 
 
 def save_state_dict_to_disk(
@@ -247,9 +247,9 @@ def save_state_dict_to_disk(
     """
     ranks = Ranks()
     sharded = not ranks.all(not any(isinstance(leaf, DTensor) for _, leaf in named_leaves(dict(state_dict))))
-    _check_format(save_format, sharded)
+    check_format(save_format, sharded)
     if not sharded:
-        _check_suffix(path, save_format)
+        check_suffix(path, save_format)
     return _save(state_dict, path, overwrite, sharded=sharded)
 
 
@@ -267,101 +267,30 @@ def _save_parts(folder: str, state: "State", options: CheckpointSaveOptions) -> 
 
 
 def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sharded: bool) -> str | None:
-    target = _local(path, "path")
+    target = local_path(path, "path")
     if not sharded:
-        return _on_rank_zero(lambda: _write_file(state_dict, target, overwrite), target) if state_dict else _wait()
-    stripped = _without_suffixes(target)
+
+        def write() -> None:
+            if state_dict:
+                _write_file(state_dict, target, overwrite)
+
+        written = on_rank_zero(write, target)
+        return written if state_dict else None
+    stripped = without_suffixes(target)
     if stripped != target:
         warnings.warn(
             f"path={target!r} has a suffix, and a sharded checkpoint is a folder: it is saved as {stripped!r}. Pass "
             f"that name.",
             stacklevel=3,
         )
-    with _as_value_error(stripped, "Directory"):
+    with as_value_error(stripped, "Directory"):
         save_sharded(state_dict, stripped, overwrite=overwrite)
     return os.path.join(stripped, "__{rank}_0.distcp")
 
 
-def _on_rank_zero(write: Callable[[], None], path: str) -> str | None:
-    ranks = Ranks()
-    ranks.together(write if ranks.rank == 0 else _nothing)
-    return path if ranks.rank == 0 else None
-
-
-def _wait() -> None:
-    """Stand by while rank 0 writes, to hear of its errors."""
-    Ranks().together(_nothing)
-
-
-def _nothing() -> None:
-    """Write nothing: rank 0 does."""
-
-
 def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:
-    with _as_value_error(path, "File"), write_atomically(path, overwrite=overwrite) as unfinished:
+    with as_value_error(path, "File"), write_atomically(path, overwrite=overwrite) as unfinished:
         save_file(dict(content), unfinished)
-
-
-def _part(destination_dir: PathLike, part: str, sharded: bool, save_format: str, overwrite: bool) -> str:
-    """Return where a part goes; raise on all ranks if something is there, before anything is gathered for it."""
-    folder = os.path.join(_local(destination_dir, "destination_dir"), part)
-    path = folder if sharded else os.path.join(folder, f"{part}.{save_format}")
-
-    def look() -> None:
-        if not overwrite and os.path.lexists(path):
-            raise AlreadyExistsError(_conflict(path, "Directory" if sharded else "File"))
-
-    _on_rank_zero(look, path)
-    return path
-
-
-@contextmanager
-def _as_value_error(path: str, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointConflictError as error:
-        raise AlreadyExistsError(_conflict(path, kind)) from error
-
-
-def _conflict(path: str, kind: str) -> str:
-    return f"{kind} {path} already exists. Set overwrite=True to replace it, or choose another name."
-
-
-def _local(path: PathLike, argument: str) -> str:
-    if is_uri(path):
-        raise ValueError(
-            f"{argument}={os.fspath(path)!r} is an address, and this saves to a local disk. Save to a folder, and "
-            f"upload what is in it, with upload_file() or composer_checkpoint.publish.publish_checkpoint()."
-        )
-    return os.fspath(path)
-
-
-def _file_in(path: PathLike, name: str) -> str:
-    text = _local(path, "path")
-    return text if PurePath(text).suffix == PurePath(name).suffix else os.path.join(text, name)
-
-
-def _without_suffixes(path: str) -> str:
-    name = PurePath(path)
-    return os.fspath(name.with_name(name.name.removesuffix("".join(name.suffixes))))
-
-
-def _check_format(save_format: str, sharded: bool) -> None:
-    if save_format not in _FORMATS:
-        raise NotImplementedError(f"save_format={save_format!r} is not known. Use one of {', '.join(_FORMATS)}.")
-    if sharded and save_format != "pt":
-        raise ValueError(
-            f"save_format={save_format!r} is one file, and a sharded checkpoint is a folder of "
-            f"torch.distributed.checkpoint. Use 'pt', or save without shards."
-        )
-
-
-def _check_suffix(path: PathLike, save_format: str) -> None:
-    if (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
-        raise ValueError(
-            f"path={os.fspath(path)!r} does not go with save_format={save_format!r}: names that end in .safetensors "
-            f"are of that format, and no others are. Change one of the two."
-        )
 
 
 def _times(state: "State") -> dict[str, int]:

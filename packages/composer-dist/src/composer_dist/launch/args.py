@@ -1,6 +1,7 @@
 """The command line of the launcher, as typed."""
 
 import argparse
+import math
 import re
 import signal
 import sys
@@ -81,7 +82,12 @@ def parse_options(arguments: Sequence[str]) -> Options:
         SystemExit: If there is an option that does not exist, or a value of the wrong type; and after `--help` and
             `--version`.
     """
-    options = Options(**vars(_make_parser().parse_args(arguments)))
+    values = vars(_make_parser().parse_args(arguments))
+    script, rest = values["training_script"], values["training_script_args"]
+    # argparse takes for itself a `--` that comes right after the script.
+    if [script, "--", *rest] == list(arguments[len(arguments) - len(rest) - 2 :]):
+        values["training_script_args"] = ["--", *rest]
+    options = Options(**values)
     _check(options)
     return options
 
@@ -107,10 +113,12 @@ def _check(options: Options) -> None:
         )
     for name in ("max_restarts", "shutdown_timeout", "stopped_timeout"):
         value = getattr(options, name)
-        if value is not None and value < 0:
-            raise ValueError(f"--{name}={value!r} is below 0. Give 0 or more.")
-    if options.monitor_interval <= 0:
-        raise ValueError(f"--monitor_interval={options.monitor_interval!r} is not above 0. Give seconds, such as 0.1.")
+        if value is not None and not 0 <= value < math.inf:  # nor is "nan"
+            raise ValueError(f"--{name}={value!r} is not a number of 0 or more. Give one.")
+    if not 0 < options.monitor_interval < math.inf:
+        raise ValueError(
+            f"--monitor_interval={options.monitor_interval!r} is not a number above 0. Give seconds, such as 0.1."
+        )
     if options.nnodes is not None:
         _check_nnodes(options)
     for stream in ("stdout", "stderr"):
@@ -148,10 +156,12 @@ def _check_signals(names: str) -> None:
 
 
 def _check_format(stream: str, name_format: str | None) -> None:
-    """Raise if a file name has a placeholder that does not exist."""
+    """Raise if a file name is none, or has a placeholder that does not exist."""
+    if name_format == "":
+        raise ValueError(f"--{stream}='' names no file. Give a name such as {stream}_{{rank}}.log, or leave it out.")
     try:
         (name_format or "").format(**dict.fromkeys(PLACEHOLDERS, 0))
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         known = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
         raise ValueError(
             f"--{stream}={name_format!r} is not a file name with placeholders ({type(error).__name__}: {error}). "
@@ -275,7 +285,7 @@ def _add_output(add: _Add) -> None:
         "--log_dir",
         metavar="DIR",
         help="where each rank's stdout.log, stderr.log and error.json are kept (default: a temporary folder, which "
-        "stays if the run fails)",
+        "stays if the run fails). Local rank 0, which has the console, has the logs only with --tee.",
     )
 
 

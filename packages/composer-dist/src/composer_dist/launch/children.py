@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from composer_dist.launch.args import Options
 from composer_dist.launch.topology import Topology
 
-__all__ = ["child_command", "common_environment", "child_environments"]
+__all__ = ["child_command", "child_environments", "common_environment", "hook_environment"]
 
+_HOOK_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
 _log = logging.getLogger("composer_dist.launch")
 
 
@@ -40,6 +41,18 @@ def common_environment(nproc: int, options: Options, environ: Mapping[str, str])
     if options.elastic_batch is not None:
         common["COMPOSER_ELASTIC_BATCH"] = options.elastic_batch
     return common
+
+
+def hook_environment(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a Python rank records what it raises, from its first import on.
+
+    Args:
+        options: What was typed.
+        environ: The rank's environment without them.
+    """
+    if options.command_mode:
+        return {}  # who knows how many interpreters it starts
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (_HOOK_FOLDER, environ.get("PYTHONPATH"))))}
 
 
 def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -18,7 +17,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from composer_dist.launch.args import Options
 from composer_dist.launch.children import common_environment
+from composer_dist.launch.console import say
 from composer_dist.launch.logs import new_run_id
+from composer_dist.launch.preflight import CannotStartError
 from composer_dist.launch.rendezvous import Rendezvous
 from composer_dist.launch.run import Launch
 
@@ -48,27 +49,35 @@ def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
             launch.end(received.sigval)
         except RendezvousError as error:
             launch.fail()
-            sys.stderr.write(
+            say(
                 f"composer: error: the nodes did not meet at {rendezvous.endpoint} ({rendezvous.backend}, run "
-                f"{rendezvous.run_id!r}): {type(error).__name__}: {error}\n"
+                f"{rendezvous.run_id!r}): {type(error).__name__}: {error}",
+                "stderr",
             )
     return launch.status
 
 
 def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
     """Return what torch's agent must know."""
-    parameters = RendezvousParameters(
-        backend=rendezvous.backend,
-        endpoint=rendezvous.endpoint,
-        run_id=rendezvous.run_id,
-        min_nodes=rendezvous.min_nodes,
-        max_nodes=rendezvous.max_nodes,
-        **rendezvous.config,
-    )
+    try:
+        parameters = RendezvousParameters(
+            backend=rendezvous.backend,
+            endpoint=rendezvous.endpoint,
+            run_id=rendezvous.run_id,
+            min_nodes=rendezvous.min_nodes,
+            max_nodes=rendezvous.max_nodes,
+            **rendezvous.config,
+        )
+        handler = get_rendezvous_handler(parameters)
+    except (ValueError, TypeError) as error:  # torch knows what the backend and its settings may be
+        raise CannotStartError(
+            f"--rdzv_backend={rendezvous.backend!r} with --rdzv_endpoint={rendezvous.endpoint!r} and "
+            f"--rdzv_conf={dict(rendezvous.config)} cannot be followed: {error}. Correct what is named."
+        ) from error
     return WorkerSpec(
         role="composer",
         local_world_size=rendezvous.nproc,
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         entrypoint=options.training_script,
         max_restarts=options.max_restarts,
         monitor_interval=_AGENT_INTERVAL_S,
@@ -119,6 +128,7 @@ class _Agent(SimpleElasticAgent):
         if self._launch.has_failed():
             self._launch.end()
             if self._remaining_restarts > 0:
+                self._launch.tell_failure()
                 _log.warning("Attempt %s failed; starting all ranks again.", self._attempt)
             return RunResult(state=WorkerState.FAILED)
         if self._launch.is_done:

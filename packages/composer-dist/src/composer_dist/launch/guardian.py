@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["LAUNCH_ID", "Guardian", "process_state", "sweep"]
+__all__ = ["LAUNCH_ID", "Guardian", "is_within", "new_launch_id", "process_state", "sweep"]
 
 LAUNCH_ID = "COMPOSER_LAUNCH_ID"
 """The variable by which the processes of a launch are found, wherever they went."""
@@ -52,19 +53,21 @@ class Guardian:
             self._process.stdin.write("".join(f"{group}\n" for group in new))
             self._process.stdin.flush()
 
-    def close(self, *, spare_detached: bool) -> list[int]:
-        """Kill what is left of the launch, dismiss the guardian, and return whom that hit.
+    def sweep(self, *, spare_detached: bool) -> list[int]:
+        """Kill what is left of the launch, and return whom that hit.
 
         Args:
             spare_detached: Leave processes alone that went into sessions of their own, as services do.
         """
-        killed = sweep(self._groups, None if spare_detached else self.launch_id)
+        return sweep(self._groups, None if spare_detached else self.launch_id)
+
+    def close(self) -> None:
+        """Dismiss the guardian: from now on nobody looks after what is left."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        return killed
 
 
 def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEEP_S) -> list[int]:
@@ -97,6 +100,31 @@ def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEE
         time.sleep(0.02)  # what was being forked just now shows itself in the next round
 
 
+def new_launch_id() -> str:
+    """Return an identity for a launch by this process, which also tells which process that is."""
+    return f"{uuid.uuid4().hex}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def is_within(launch_id: str) -> bool:
+    """Return whether this process, or one above it, is the launcher with an identity.
+
+    Without `/proc` that cannot be seen, and is taken for granted.
+
+    Args:
+        launch_id: What the variable `COMPOSER_LAUNCH_ID` holds; `''` where there is none.
+    """
+    _, _, process = launch_id.partition("-")
+    if not process or not Path("/proc/self/stat").exists():
+        return bool(process)
+    pid = os.getpid()
+    while pid > 0:
+        if process == f"{pid}-{_start_time(pid)}":  # the number alone may be somebody else's by now
+            return True
+        fields = _stat(pid)
+        pid = int(fields[1]) if fields else 0
+    return False
+
+
 def process_state(pid: int) -> str | None:
     """Return the letter by which Linux names a process's state, such as `'T'` for stopped, or `None`."""
     fields = _stat(pid)
@@ -122,6 +150,12 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rpartition(")")[2].split()  # the name may hold anything, also brackets
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process was started, in ticks since the system was."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
 
 
 def _environment(entry: Path) -> list[bytes]:

@@ -4,13 +4,17 @@ Each rank writes into a file of its own, which torch's `TailLog` copies to where
 that the user named, opened for appending, or the console.
 """
 
+import logging
 import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -19,12 +23,26 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from composer_dist.launch.args import Options
 from composer_dist.launch.destinations import named_file
+from composer_dist.launch.preflight import CannotStartError
 
 __all__ = ["Logs", "new_run_id"]
 
 _CONSOLE = ""  # what torch takes for "inherit"
 _STREAMS = ("stdout", "stderr")
 _TAIL_INTERVAL_S = 0.1
+_STOP_TIMEOUT_S = 2.0
+_CUT_TIMEOUT_S = 1.0
+
+_log = logging.getLogger("composer_dist.launch")
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Lines on their way to one target, from one file or several."""
+
+    tail: TailLog
+    is_cut: threading.Event
+    files: list[str]
 
 
 class Logs(LogsSpecs):
@@ -41,12 +59,9 @@ class Logs(LogsSpecs):
         self._options = options
         self._environ = environ
         self._keep = options.log_dir is not None
-        if options.log_dir is None:
-            self.folder = Path(tempfile.mkdtemp(prefix="composer_"))
-        else:
-            self.folder = Path(options.log_dir).absolute() / run_id
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self._tails: list[TailLog] = []
+        self._is_cut = False
+        self.folder = _make_folder(options, run_id)
+        self._copies: list[_Copy] = []
         self._targets: dict[Path, TextIO] = {}
 
     @property
@@ -71,43 +86,76 @@ class Logs(LogsSpecs):
             for stream in _STREAMS:
                 on_console = local_rank == 0 and not self._options.tee
                 files[stream][local_rank] = _CONSOLE if on_console else str(folder / f"{stream}.log")
-        teed = files if self._options.tee else {stream: {} for stream in _STREAMS}
-        return LogsDest(files["stdout"], files["stderr"], teed["stdout"], teed["stderr"], errors)
+        return LogsDest(files["stdout"], files["stderr"], {}, {}, errors)  # torch's own copies could go on without end
 
-    def line_prefixes(self, envs: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
-        """Return what stands before each rank's lines on the console."""
-        return {local_rank: f"[rank {env['RANK']}]:" for local_rank, env in envs.items()}
+    def open_targets(self, envs: Mapping[int, Mapping[str, str]]) -> None:
+        """Open the files that the user named, while nothing runs that a file which cannot be opened would stop.
+
+        Raises:
+            CannotStartError: If one cannot be opened.
+        """
+        for stream in _STREAMS:
+            for env in envs.values():
+                name = named_file(stream, self._options, env, self._environ)
+                if name is None:
+                    continue
+                try:
+                    self._target(Path(name))
+                except OSError as error:
+                    raise CannotStartError(
+                        f"--{stream}={getattr(self._options, stream)!r}: {name!r} for rank {env['RANK']} cannot be "
+                        f"opened: {error}. Give a path at which files can be written."
+                    ) from error
 
     def start_copies(self, envs: Mapping[int, Mapping[str, str]]) -> None:
-        """Begin to copy what the ranks other than local rank 0 write to where the user wants it."""
-        prefixes = self.line_prefixes(envs)
+        """Begin to copy what the ranks write to where the user wants it beside their own files."""
+        prefixes = {local_rank: f"[rank {env['RANK']}]:" for local_rank, env in envs.items()}
+        wanted = re.compile(self._options.log_filter or "")
+        is_on_console = self._options.tee or self._options.log_filter is not None
         for stream in _STREAMS:
             raw = {
                 local_rank: str(Path(env["COMPOSER_ERROR_FILE"]).with_name(f"{stream}.log"))
                 for local_rank, env in envs.items()
-                if local_rank > 0
+                if local_rank > 0 or self._options.tee
             }
             for local_rank, file in raw.items():
                 name = named_file(stream, self._options, envs[local_rank], self._environ)
                 if name is not None:
-                    self._copy({local_rank: file}, self._target(Path(name)), {local_rank: ""})
-            if self._options.log_filter is not None and not self._options.tee:
-                wanted = re.compile(self._options.log_filter)
-                self._copy(raw, getattr(sys, stream), prefixes, wanted)
+                    self._copy({local_rank: file}, self._target(Path(name)), {local_rank: ""}, re.compile(""))
+            if is_on_console:
+                everything = re.compile("") if self._options.tee else wanted
+                self._copy(raw, getattr(sys, stream), prefixes, everything)
+
+    def flush(self) -> None:
+        """Let readers of the user's files see what was copied; doing so for each line would hold the copying up."""
+        for target in self._targets.values():
+            with suppress(OSError, ValueError):  # a full disk is no failure of the run
+                target.flush()
 
     def stop_copies(self) -> None:
-        """Copy what is left and close the files."""
-        for tail in self._tails:
-            tail.stop()
+        """Copy what is left, as far as that takes no longer than two seconds, and close the files."""
+        # TailLog waits until it has read all, and there is no end where somebody still writes.
+        stops = [(threading.Thread(target=copy.tail.stop, daemon=True), copy) for copy in self._copies]
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for thread, _ in stops:
+            thread.start()
+        for thread, copy in stops:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._is_cut = True
+                copy.is_cut.set()
+                thread.join(_CUT_TIMEOUT_S)
+                _log.warning("Not all output was copied in %g s; it is in %s", _STOP_TIMEOUT_S, ", ".join(copy.files))
         for target in self._targets.values():
-            target.close()
-        self._tails.clear()
+            with suppress(OSError, ValueError):
+                target.close()
+        self._copies.clear()
         self._targets.clear()
 
     def close(self, *, failed: bool) -> str | None:
         """End the copying; return where the files are if somebody may want them, and delete them otherwise."""
         self.stop_copies()
-        if failed or self._keep:
+        if failed or self._keep or self._is_cut:
             return str(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         return None
@@ -117,15 +165,35 @@ class Logs(LogsSpecs):
         path = path.absolute()
         if path not in self._targets:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._targets[path] = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._targets[path] = path.open("a", encoding="utf-8", errors="replace")
         return self._targets[path]
 
-    def _copy(
-        self, files: dict[int, str], target: TextIO, prefixes: dict[int, str], wanted: re.Pattern[str] | None = None
-    ) -> None:
-        matches = (lambda line: True) if wanted is None else (lambda line: wanted.search(line) is not None)
+    def _copy(self, files: dict[int, str], target: TextIO, prefixes: dict[int, str], wanted: re.Pattern[str]) -> None:
+        """Append the lines that match to a target from now on."""
+        is_cut = threading.Event()
+
+        def matches(line: str) -> bool:
+            if is_cut.is_set():
+                raise TimeoutError("the copying took too long")  # the only way to have TailLog stop before the end
+            return wanted.search(line) is not None
+
         tail = TailLog("rank", files, target, prefixes, _TAIL_INTERVAL_S, matches)
-        self._tails.append(tail.start())
+        self._copies.append(_Copy(tail.start(), is_cut, list(files.values())))
+
+
+def _make_folder(options: Options, run_id: str) -> Path:
+    """Return the folder of a run, newly made."""
+    try:
+        if options.log_dir is None:
+            return Path(tempfile.mkdtemp(prefix="composer_"))
+        folder = Path(options.log_dir).absolute() / run_id
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        name = "a temporary folder" if options.log_dir is None else f"--log_dir={options.log_dir!r}"
+        raise CannotStartError(
+            f"{name} for the logs cannot be made: {error}. Give a --log_dir in which files can be written."
+        ) from error
+    return folder
 
 
 def new_run_id() -> str:

@@ -3,11 +3,12 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from composer_dist.launch.args import Options, parse_options
+from composer_dist.launch.console import open_console, release_console, say
 from composer_dist.launch.explain import explain, explain_elastic
-from composer_dist.launch.preflight import check_command, check_meeting_point
+from composer_dist.launch.preflight import CannotStartError, check_command, check_meeting_point
 from composer_dist.launch.rendezvous import Rendezvous, resolve_rendezvous
 from composer_dist.launch.topology import Topology, resolve, resolve_nproc
 
@@ -22,25 +23,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The command line after the command's name. That of this process when `None`.
     """
+    open_console()
     try:
-        options = parse_options(sys.argv[1:] if arguments is None else arguments)
-        _configure_logging(options)
-        return _launch(options)
-    except ValueError as error:
-        sys.stderr.write(f"composer: error: {error}\n")
+        return _launch(sys.argv[1:] if arguments is None else arguments)
+    except CannotStartError as error:
+        say(f"composer: error: {error}", "stderr")
         return _USAGE_ERROR
     except KeyboardInterrupt:  # before there was anything to end
         return 130
+    finally:
+        release_console()
 
 
-def _launch(options: Options) -> int:
+def _launch(arguments: Sequence[str]) -> int:
     """Find out what to start, and start it or say what it is."""
+    try:
+        start = _prepare(arguments)
+    except ValueError as error:  # whereas one that comes later is no fault of the command line
+        raise CannotStartError(str(error)) from error
+    return start()
+
+
+def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
+    """Return what the command line asks for, ready to be done."""
+    options = parse_options(arguments)
+    _configure_logging(options)
     nproc = resolve_nproc(options, os.environ, _count_accelerators)
     topology = resolve(options, os.environ, nproc) if options.nnodes is None else None
     rendezvous = resolve_rendezvous(options, nproc.value, topology, os.environ) if options.is_elastic else None
     if options.dry_run:
-        sys.stdout.write(f"{_explain(options, topology, rendezvous)}\n")
-        return 0
+        return lambda: _show(options, topology, rendezvous)
     check_command(options)
     if topology is not None and (rendezvous is None or topology.is_multi_node):
         check_meeting_point(topology)
@@ -48,18 +60,21 @@ def _launch(options: Options) -> int:
     if rendezvous is not None:
         from composer_dist.launch.elastic import run_elastic
 
-        return run_elastic(options, rendezvous)
+        return lambda: run_elastic(options, rendezvous)
     from composer_dist.launch.run import run
 
     assert topology is not None
-    return run(options, topology)
+    return lambda: run(options, topology)
 
 
-def _explain(options: Options, topology: Topology | None, rendezvous: Rendezvous | None) -> str:
+def _show(options: Options, topology: Topology | None, rendezvous: Rendezvous | None) -> int:
+    """Print what would be started."""
     if rendezvous is not None:
-        return explain_elastic(options, rendezvous, os.environ)
-    assert topology is not None
-    return explain(options, topology, os.environ)
+        say(explain_elastic(options, rendezvous, os.environ))
+    else:
+        assert topology is not None
+        say(explain(options, topology, os.environ))
+    return 0
 
 
 def _configure_logging(options: Options) -> None:

@@ -11,11 +11,15 @@ from pathlib import Path
 from composer_dist.launch.args import Options
 from composer_dist.launch.topology import Topology
 
-__all__ = ["check_command", "check_meeting_point"]
+__all__ = ["CannotStartError", "check_command", "check_meeting_point"]
 
 _log = logging.getLogger("composer_dist.launch")
 
 _RESOLVE_TIMEOUT_S = 10.0  # a cluster's name server may learn of rank 0's host a little later than its nodes start
+
+
+class CannotStartError(ValueError):
+    """The ranks cannot be started as the command line asks."""
 
 
 def check_command(options: Options) -> None:

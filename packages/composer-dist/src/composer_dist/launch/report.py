@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_dist.launch.workers import Ending
 
-__all__ = ["crash_report", "is_on_console", "root_cause"]
+__all__ = ["brief", "crash_report", "is_on_console", "root_cause", "witness"]
 
 _MAX_LINES = 200
 _MAX_BYTES = 64 * 1024
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _LAST_LINES = 20
+_WITNESS_S = 1.0
 
 
 def crash_report(failures: Sequence["Ending"]) -> str:
@@ -26,13 +27,14 @@ def crash_report(failures: Sequence["Ending"]) -> str:
     return "".join(_block(ending, is_root=number == 0) for number, ending in enumerate(failures))
 
 
-def root_cause(ending: "Ending", others: Sequence[int], folder: str | None) -> str:
+def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witness: "Ending | None" = None) -> str:
     """Return the sentence that names the first failure, what to make of it, and last its traceback.
 
     Args:
         ending: The first failure.
         others: The ranks of this node that had not failed, and were stopped.
         folder: Where the files are.
+        witness: Whose traceback to show if the first one's is not known.
     """
     when = time.strftime("%H:%M:%S", time.localtime(ending.time))
     lines = ["", f"composer: error: rank {ending.rank} (PID {ending.pid}) failed first: it {ending.what} at {when}."]
@@ -42,18 +44,40 @@ def root_cause(ending: "Ending", others: Sequence[int], folder: str | None) -> s
     words = _last_words(ending)
     if words:
         lines.append(f"composer: rank {ending.rank} ended{_during(ending)} with:")
-    elif is_on_console(ending):
+    elif witness is not None:
         lines.append(f"composer: what rank {ending.rank} wrote is above: the first rank of a node has the console.")
+        words, after_s = _last_words(witness), witness.time - ending.time
+        lines.append(f"composer: rank {witness.rank} ended {after_s:.1f} s later{_during(witness)} with:")
     return "\n".join(lines) + "\n" + words
 
 
 def is_on_console(ending: "Ending") -> bool:
-    """Return whether nobody but the console knows what a rank wrote: a node's first rank, without an error file.
+    """Return whether a rank, a node's first one, wrote to the console, and nobody knows more.
 
     Args:
         ending: How the rank ended.
     """
-    return not ending.stderr and not _last_words(ending)
+    return not ending.stderr and not _last_words(ending) and not _hints(ending, ())
+
+
+def brief(ending: "Ending", folder: str) -> str:
+    """Return one line, under what a rank has just written to the console.
+
+    Args:
+        ending: How the rank ended.
+        folder: Where the files of the others are.
+    """
+    return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what} (root cause). The logs are in {folder}"
+
+
+def witness(failures: Sequence["Ending"]) -> "Ending | None":
+    """Return a rank with a traceback that failed at the time of the first one, probably for the same reason.
+
+    Args:
+        failures: How they ended, in the order in which they failed.
+    """
+    soon = [ending for ending in failures[1:] if ending.time - failures[0].time <= _WITNESS_S]
+    return next((ending for ending in soon if _TRACEBACK in _last_words(ending)), None)
 
 
 def _last_words(ending: "Ending") -> str:

@@ -3,23 +3,23 @@
 import logging
 import os
 import signal
-import sys
-import threading
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as tdist
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from composer_dist.launch.args import FAILURE_TIMEOUT_S, SIGNAL_TIMEOUT_S, Options
-from composer_dist.launch.children import child_command, child_environments
-from composer_dist.launch.guardian import LAUNCH_ID, Guardian
+from composer_dist.launch.children import child_command, child_environments, hook_environment
+from composer_dist.launch.console import say
+from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
 from composer_dist.launch.logs import Logs, new_run_id
-from composer_dist.launch.report import crash_report, is_on_console, root_cause
-from composer_dist.launch.topology import Topology
+from composer_dist.launch.preflight import CannotStartError
+from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, witness
+from composer_dist.launch.signals import Signals
+from composer_dist.launch.topology import FREE_PORT, Topology
 from composer_dist.launch.workers import Ending, Workers
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run(options: Options, topology: Topology) -> int:
         options: What was typed.
         topology: Which ranks those are.
     """
-    store = _serve_store(topology)
+    topology, store = _serve_store(topology)
     with Launch(options, new_run_id()) as launch:
         try:
             launch.start(child_environments(topology, options, os.environ))
@@ -49,24 +49,27 @@ def run(options: Options, topology: Topology) -> int:
     return launch.status
 
 
-def _serve_store(topology: Topology) -> "Store | None":
-    """Listen where the ranks meet, if rank 0 is one of this node's.
+def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
+    """Listen where the ranks meet, if rank 0 is one of this node's, and return also where that is.
 
     The port is then this run's before a rank starts, no rank waits for rank 0 to open it, and it stays open until the
     last rank has ended.
     """
     if topology.base_rank != 0:
-        return None
+        return topology, None
+    source = topology.sources["master_port"]
+    # One that was free when the command line was read need not be so any more; 0 lets the system choose.
+    port = 0 if source == FREE_PORT else topology.master_port
     try:
-        return tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
-            "localhost", topology.master_port, is_master=True, wait_for_workers=False
+        store = tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
+            "localhost", port, is_master=True, wait_for_workers=False
         )
     except tdist.DistError as error:
-        source = topology.sources["master_port"]
-        raise ValueError(
-            f"master_port={topology.master_port} (from {source}) cannot be listened on: {error}. Give another "
-            "--master_port, the same on every node."
+        raise CannotStartError(
+            f"master_port={port} (from {source}) cannot be listened on: {error}. Give another --master_port, the same "
+            "on every node."
         ) from error
+    return replace(topology, master_port=store.port), store
 
 
 class Launch:
@@ -83,23 +86,23 @@ class Launch:
         self.status = 1
         self._options = options
         self._failed = False
-        self._signal: signal.Signals | None = None
-        self._handlers = _handlers(options.signals_to_handle)
+        self._has_failed_before = False
+        self._leftovers: list[int] = []
         self._workers: Workers | None = None
         self._logs = Logs(options, run_id, os.environ)
-        self._guardian = Guardian(uuid.uuid4().hex)
+        self._signals = Signals(options.signals_to_handle)
+        self._guardian = Guardian(new_launch_id())
 
     def __enter__(self) -> "Launch":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        self._ignore_signals()  # what is left to do is short, and must be done
-        is_signal = isinstance(error, SignalException)  # one more, while an earlier one was being followed
+        is_signal = isinstance(error, SignalException)  # one that came before the ranks had all been started
         try:
+            self._signals.ignore()  # what is left to do is short, and must be done
             self._close(failed=error is not None and not is_signal)
         finally:
-            for signum, handler in self._handlers.items():
-                signal.signal(signum, handler)
+            self._signals.restore()
         return is_signal
 
     def fail(self) -> None:
@@ -118,13 +121,13 @@ class Launch:
         Args:
             envs: For each local rank, the variables that it has beside the launcher's.
         """
+        commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
         for env in envs.values():
             env[LAUNCH_ID] = self._guardian.launch_id
-        commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
+            env.update(hook_environment(self._options, os.environ))
         if self._workers is not None:
             self._workers.close()
-        names = ",".join(signum.name for signum in self._handlers)
-        with _environment("TORCHELASTIC_SIGNALS_TO_HANDLE", names):
+        with self._signals.while_starting():
             self._workers = Workers(commands, envs, self._options, self._logs, self._guardian)
         for local_rank, pid in self._workers.pids.items():
             _log.info("Rank %s is PID %s: %s", envs[local_rank]["RANK"], pid, " ".join(commands[local_rank]))
@@ -138,37 +141,49 @@ class Launch:
     def has_failed(self) -> bool:
         """Wait until something may have happened, and say whether a rank has failed."""
         assert self._workers is not None
-        return self._workers.look(self._options.monitor_interval)
+        has_failed = self._workers.look(self._options.monitor_interval)
+        self._logs.flush()
+        return has_failed
 
     def end(self, signum: signal.Signals | None = None) -> None:
         """See to it that all ranks end: by themselves, or by a signal, or by SIGKILL.
 
         Args:
             signum: What the launcher received, if that is why.
+
+        Raises:
+            SignalException: If the ranks ended for another reason, could start again, and a signal came meanwhile.
         """
-        self._signal = signum
         workers = self._workers
         if workers is None:
+            self._signals.followed = signum
             return
-        for ending in workers.failures() if signum is None else ():
-            say = _say if is_on_console(ending) else _log.error  # as in _report
-            what = f"crashed with exit code {ending.status}" if ending.has_exited else ending.what
-            say(f"Rank {ending.rank} {what}.")
-        try:
+        with self._signals.while_ending(signum):
+            failures = workers.failures() if signum is None else []
+            is_told = bool(failures) and is_on_console(failures[0])
+            if is_told:  # with one line: what the rank wrote itself should stay in sight
+                say(brief(failures[0], self._logs.root_log_dir))
+            for ending in () if is_told else failures:
+                what = f"crashed with exit code {ending.status}" if ending.has_exited else ending.what
+                _log.error("Rank %s %s.", ending.rank, what)
+            is_fine = workers.are_done and not failures and signum is None
             if not workers.are_done:
-                self._ask_to_end(workers, signum)
-        except SignalException:
-            self._ignore_signals()
-            _say("Killing the training processes.")
-            workers.kill()
-        finally:
+                self._ask_to_end(workers, signum, say if not is_told else _log.info)
+            self._leftovers += self._guardian.sweep(spare_detached=is_fine)  # also whoever would write for ever
             self._logs.stop_copies()
+        if self._options.is_elastic:
+            self._signals.catch_up()
 
-    def _ignore_signals(self) -> None:
-        for signum in self._handlers:
-            signal.signal(signum, signal.SIG_IGN)
+    def tell_failure(self) -> None:
+        """Say why an attempt failed that another one follows."""
+        assert self._workers is not None
+        failures = self._workers.failures()
+        if failures:
+            self._has_failed_before = True
+            others = sorted(set(self._workers.ranks) - {ending.rank for ending in failures})
+            say(root_cause(failures[0], others, self._logs.root_log_dir, witness(failures)), "stderr")
 
-    def _ask_to_end(self, workers: Workers, signum: signal.Signals | None) -> None:
+    def _ask_to_end(self, workers: Workers, signum: signal.Signals | None, tell: Callable[[str], None]) -> None:
         """Send the ranks a signal, and wait."""
         timeout_s = self._options.shutdown_timeout
         if signum is None:
@@ -176,12 +191,17 @@ class Launch:
         else:
             timeout_s = SIGNAL_TIMEOUT_S if timeout_s is None else timeout_s
             name = "Ctrl-C" if signum == signal.SIGINT else signum.name
-            _say(f"{name} received; terminating training processes.")
-        _say(
+            tell(f"{name} received; terminating training processes.")
+        tell(
             f"Waiting up to {timeout_s:g} seconds for all training processes to terminate. Press Ctrl-C to exit "
             "immediately."
         )
-        workers.stop(signum or signal.SIGTERM, timeout_s)
+        try:
+            with self._signals.while_interruptible():
+                workers.stop(signum or signal.SIGTERM, timeout_s)
+        except SignalException:
+            say("Killing the training processes.")
+            workers.kill()
 
     def _close(self, *, failed: bool) -> None:
         """Leave nothing behind, and say what happened."""
@@ -189,59 +209,26 @@ class Launch:
         failures = workers.failures() if workers else []
         if workers is not None:
             workers.close()
-        ranks = set(workers.ranks) if workers else set()
-        if self._signal is not None:
-            self.status = 128 + self._signal
+        if self._signals.followed is not None:
+            self.status = 128 + self._signals.followed
         elif not (failed or self._failed):
             self.status = failures[0].status if failures else 0
-        folder = self._logs.close(failed=self.status != 0 and workers is not None)
-        leftovers = self._guardian.close(spare_detached=self.status == 0)
-        if leftovers:
-            _log.warning("Processes that the ranks had left behind were killed: %s.", leftovers)
-        if failures:
-            _report(failures, sorted(ranks - {ending.rank for ending in failures}), folder)
+        self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
+        self._guardian.close()
+        folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
+        if self._leftovers:
+            _log.warning("Processes that the ranks had left behind were killed: %s.", sorted(set(self._leftovers)))
+        if workers is not None and failures:
+            _report(failures, sorted(set(workers.ranks) - {ending.rank for ending in failures}), folder)
         elif folder is not None:
-            _log.log(logging.WARNING if self.status else logging.INFO, "The logs are in %s", folder)
-
-
-def _handlers(names: str) -> dict[signal.Signals, Any]:
-    """Return the handlers of now of those signals that this process is to handle.
-
-    What it was started to ignore, as nohup and shells do for processes in the background, it goes on to ignore.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}  # Python lets no other thread set handlers
-    handlers = {signal.Signals[name.strip()]: signal.SIG_DFL for name in names.split(",")}
-    handlers = {signum: signal.getsignal(signum) or default for signum, default in handlers.items()}
-    return {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
+            level = logging.WARNING if self.status or self._has_failed_before else logging.INFO
+            _log.log(level, "The logs are in %s", folder)
 
 
 def _report(failures: Sequence[Ending], others: Sequence[int], folder: str | None) -> None:
     """Say what is known about failed ranks, so that the root cause's traceback comes last."""
-    _say(crash_report(failures))
-    first = failures[0]
-    stream = sys.stdout if is_on_console(first) else sys.stderr  # its traceback stays the end of stderr
-    with suppress(OSError):
-        stream.write(root_cause(first, others, folder))
-        stream.flush()
-
-
-def _say(text: str) -> None:
-    """Write a line for the user to read at once."""
-    with suppress(OSError):  # the console may be gone
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment for a while."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    other = witness(failures)
+    if is_on_console(failures[0]) and other is None:
+        return  # one line has said so, and more would hide what is above it
+    say(crash_report(failures))
+    say(root_cause(failures[0], others, folder, other).removesuffix("\n"), "stderr")

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from composer_dist.launch.args import Options
 from composer_dist.launch.cluster import ClusterHints, Found, infer
-from composer_dist.launch.guardian import LAUNCH_ID
+from composer_dist.launch.guardian import LAUNCH_ID, is_within
 from composer_dist.ports import get_free_tcp_port
 
-__all__ = ["Topology", "resolve", "resolve_nproc"]
+__all__ = ["FREE_PORT", "Topology", "resolve", "resolve_nproc"]
 
+FREE_PORT = "a free port"
+"""The source of a port that nobody named."""
 _SINGLE_NODE = "single node"
 _OF_LAUNCHERS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,7 +54,7 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
     else:
         base_rank, node_rank = _ranks_of_the_only_node(inputs)
         master_addr = inputs.text("master_addr") or Found("127.0.0.1", _SINGLE_NODE)
-        master_port = inputs.integer("master_port") or Found(get_free_tcp_port(), "a free port")
+        master_port = inputs.integer("master_port") or Found(get_free_tcp_port(), FREE_PORT)
     _check_port(master_port)
     found = {
         "nproc": nproc,
@@ -102,8 +104,9 @@ class _Inputs:
     """Where values are looked for. The cluster is asked only where the rest does not answer."""
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
-        # A rank that launches others begins a run of its own: its variables tell of the run that it is part of.
-        is_nested = bool(environ.get(LAUNCH_ID))
+        # A rank that launches others begins a run of its own: its variables tell of the run that it is part of. Not so
+        # where only the variables got around, as with a job that a rank has submitted.
+        is_nested = is_within(environ.get(LAUNCH_ID, ""))
         cluster = "none" if is_nested and options.cluster == "auto" else options.cluster
         self.options = options
         self.environ = {name: environ[name] for name in environ if not (is_nested and name in _OF_LAUNCHERS)}

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import SubprocessContext, start_p
 from composer_dist.launch.args import Options
 from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.logs import Logs
+from composer_dist.launch.preflight import CannotStartError
 
 __all__ = ["Ending", "Workers"]
 
@@ -82,15 +83,21 @@ class Workers:
             from torch.numa.binding import AffinityMode, NumaOptions  # nobody else needs it
 
             settings["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
-        context = start_processes(
-            name="composer",
-            entrypoint=commands[0][0],
-            args={local_rank: tuple(command[1:]) for local_rank, command in commands.items()},
-            envs=envs,
-            logs_specs=logs,
-            log_line_prefixes=logs.line_prefixes(envs),
-            **settings,
-        )
+        logs.open_targets(envs)
+        try:
+            context = start_processes(
+                name="composer",
+                entrypoint=commands[0][0],
+                args={local_rank: tuple(command[1:]) for local_rank, command in commands.items()},
+                envs=envs,
+                logs_specs=logs,
+                **settings,
+            )
+        except OSError as error:
+            raise CannotStartError(
+                f"{commands[0][0]!r} cannot be started: {error}. A script that is run with -c must be executable, and "
+                "its first line must name its interpreter, such as #!/bin/sh."
+            ) from error
         assert isinstance(context, SubprocessContext)  # the entrypoint is a program
         self._context = context
         guardian.watch(self.pids.values())
@@ -121,7 +128,9 @@ class Workers:
         self._wait(timeout_s)
         self._collect()
         states = self._stopped.look({lr: pid for lr, pid in self.pids.items() if lr not in self._exits})
-        has_raised = self._failed_since is None and any(self._error(lr) for lr in self._envs if lr not in self._exits)
+        has_raised = self._failed_since is None and any(
+            self._own_error(lr) for lr in self._envs if lr not in self._exits
+        )
         has_failed = any(code for code, _ in self._exits.values()) or states
         if (has_raised or has_failed) and self._failed_since is None:
             self._failed_since = time.monotonic()
@@ -152,7 +161,7 @@ class Workers:
 
     def failures(self) -> list[Ending]:
         """Return the ranks that failed by themselves, in the order in which they did."""
-        failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._error(lr)}
+        failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._own_error(lr)}
         endings = (self._ending(local_rank) for local_rank in failed)
         return sorted((ending for ending in endings if ending.by_itself), key=lambda ending: ending.time)
 
@@ -186,8 +195,13 @@ class Workers:
             if code == 0:
                 _log.info("Rank %s finished successfully.", self._envs[local_rank]["RANK"])
 
+    def _own_error(self, local_rank: int) -> Mapping[str, Any] | None:
+        """Return what the rank's own process wrote about the exception that ended it, or is about to."""
+        error = self._error(local_rank)
+        return error if error is not None and error.get("pid") == self.pids[local_rank] else None
+
     def _error(self, local_rank: int) -> Mapping[str, Any] | None:
-        """Return what the rank wrote about the exception that ended it, or is about to."""
+        """Return what the rank wrote, or a process that it had started."""
         try:
             error = json.loads(Path(self._envs[local_rank]["COMPOSER_ERROR_FILE"]).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -196,7 +210,7 @@ class Workers:
 
     def _ending(self, local_rank: int) -> Ending:
         """Return how a rank ended, or why it is about to."""
-        env, error = self._envs[local_rank], self._error(local_rank)
+        env, error = self._envs[local_rank], self._own_error(local_rank)
         stop_time = self._stop_time or time.time()
         code, failed = self._exits.get(local_rank, (None, time.time()))
         was_stopped = code is None or (code < 0 and failed > stop_time)
@@ -210,6 +224,8 @@ class Workers:
             what = _describe(code)
         if error is not None and suspended_s is None:
             failed = float(error["timestamp"])
+        elif code > 0:
+            error = self._error(local_rank)  # a process that the rank waited for may know more
         return Ending(
             rank=int(env["RANK"]),
             local_rank=local_rank,

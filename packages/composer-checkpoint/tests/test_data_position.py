@@ -1,0 +1,194 @@
+"""After a resumption the very same batches come again."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from composer_checkpoint import DataPosition, load_checkpoint, save_checkpoint
+from composer_events import State
+
+NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 3, 10, 2
+
+
+class Augmented(Dataset):
+    """Numbers with noise from all three generators."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        return index + torch.rand(()) + random.random() + np.random.rand()
+
+
+def shuffled(num_workers=0):
+    return DataLoader(Augmented(), BATCH_SIZE, shuffle=True, num_workers=num_workers)
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "one worker": lambda: shuffled(1),
+    "two workers": lambda: shuffled(2),
+    "distributed sampler": lambda: DataLoader(
+        Augmented(), BATCH_SIZE, sampler=DistributedSampler(Augmented(), 1, 0, seed=3)
+    ),
+    "own generator": lambda: DataLoader(
+        Augmented(), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "generator of the sampler": lambda: DataLoader(
+        Augmented(), BATCH_SIZE, sampler=RandomSampler(Augmented(), generator=torch.Generator().manual_seed(6))
+    ),
+    "weighted": lambda: DataLoader(Augmented(), BATCH_SIZE, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+    "list": lambda: [torch.tensor([float(index)]) for index in range(5)],
+}
+
+
+def make_state(loader):
+    state = State(torch.nn.Linear(1, 1), 1, "plum", "cpu", train_dataloader=loader)
+    DataPosition.attach(state)
+    return state
+
+
+def run_epochs(state, path=None):
+    """Read to the end of training as a loop with dropout does, and save after each batch."""
+    seen = {}
+    while state.timestamp.epoch < NUM_EPOCHS:
+        for batch in DataPosition.of(state).open(state):
+            noise = torch.rand(2)  # what dropout draws
+            state.timestamp = state.timestamp.to_next_batch(samples=BATCH_SIZE)
+            seen[int(state.timestamp.batch)] = (batch, noise)
+            if path is not None:
+                save_checkpoint(state, f"{path}/ba{{batch}}.pt")
+        state.timestamp = state.timestamp.to_next_epoch()
+        if path is not None:
+            save_checkpoint(state, f"{path}/ep{{epoch}}.pt")
+    return seen
+
+
+def seed():
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_same_batches_come_again_wherever_a_run_was_left(kind, tmp_path):
+    seed()
+    expected = run_epochs(make_state(LOADERS[kind]()), tmp_path)
+    assert len(expected) == 15
+    stops = ["ba2", "ba8", "ba13", "ep1", "ep2"] if "worker" in kind else [f"ba{n}" for n in range(1, 16)] + ["ep1"]
+    for stop in stops:
+        torch.manual_seed(99)  # whatever was drawn before does not matter
+        state = make_state(LOADERS[kind]())
+        rng = load_checkpoint(tmp_path / f"{stop}.pt", state, None)
+        assert rng is not None
+        for batch, seen in run_epochs(state).items():
+            torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0, msg=f"{stop}, batch {batch}")
+
+
+def test_a_run_that_was_resumed_can_be_resumed(tmp_path):
+    seed()
+    expected = run_epochs(make_state(shuffled()), tmp_path)
+    state = make_state(shuffled())
+    load_checkpoint(tmp_path / "ba7.pt", state, None)
+    (tmp_path / "second").mkdir()
+    run_epochs(state, tmp_path / "second")
+    again = make_state(shuffled())
+    load_checkpoint(tmp_path / "second" / "ba9.pt", again, None)
+    for batch, seen in run_epochs(again).items():
+        torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0)
+
+
+class Stateful:
+    """A dataloader that knows its place, as torchdata's does."""
+
+    def __init__(self):
+        self.next, self.num_read = 0, 0
+
+    def __iter__(self):
+        while self.next < 5:
+            self.next += 1
+            self.num_read += 1
+            yield torch.tensor([float(self.next - 1)])
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def test_a_dataloader_that_knows_its_place_is_not_read_from_the_start(tmp_path):
+    expected = run_epochs(make_state(Stateful()), tmp_path)
+    state = make_state(Stateful())
+    load_checkpoint(tmp_path / "ba8.pt", state, None)
+    seen = run_epochs(state)
+    assert [float(batch) for batch, _ in seen.values()] == [3, 4, 0, 1, 2, 3, 4]
+    assert state.train_dataloader.num_read == 7
+    for batch, values in seen.items():
+        torch.testing.assert_close(values, expected[batch], rtol=0, atol=0)
+
+
+class Resumable(Augmented):
+    """A dataset that goes to its place by itself."""
+
+    def __init__(self):
+        self.skipped = 0
+
+    def __getitem__(self, index):
+        return float(index + self.skipped)
+
+    def __len__(self):
+        return NUM_SAMPLES - self.skipped
+
+    def state_dict(self, num_samples, from_beginning):
+        return {"num_samples": num_samples}
+
+    def load_state_dict(self, state):
+        self.skipped = state["num_samples"]
+
+
+def test_a_dataset_that_knows_its_place_is_not_read_from_the_start(tmp_path):
+    state = make_state(DataLoader(Resumable(), BATCH_SIZE))
+    state.timestamp = state.timestamp.to_next_batch(samples=2).to_next_batch(samples=2)
+    path = save_checkpoint(state, str(tmp_path / "ba2.pt"))
+    again = make_state(DataLoader(Resumable(), BATCH_SIZE))
+    load_checkpoint(path, again, None)
+    assert next(DataPosition.of(again).open(again)).tolist() == [4.0, 5.0]
+
+
+def test_without_spinning_nothing_is_read_twice(tmp_path):
+    seed()
+    run_epochs(make_state(shuffled()), tmp_path)
+    state = make_state([1, 2, 3])
+    DataPosition.attach(state, spin=False)
+    load_checkpoint(tmp_path / "ba2.pt", state, None)
+    assert list(DataPosition.of(state).open(state)) == [1, 2, 3]
+
+
+def test_checkpoints_that_do_not_say_how_the_epoch_began_are_replayed_from_the_seed(tmp_path):
+    # As Composer writes them. Without dropout, an epoch draws what it draws before its first batch.
+    class Plain(Augmented):
+        def __getitem__(self, index):
+            return index
+
+    def epochs(state):
+        while state.timestamp.epoch < NUM_EPOCHS:
+            for batch in DataPosition.of(state).open(state):
+                state.timestamp = state.timestamp.to_next_batch(samples=BATCH_SIZE)
+                yield int(state.timestamp.batch), batch.tolist()
+                if state.timestamp.batch == 8:
+                    save_checkpoint(state, f"{tmp_path}/ba8.pt", ignore_keys=["rng/0/epoch_start"])
+            state.timestamp = state.timestamp.to_next_epoch()
+
+    seed()
+    expected = dict(epochs(make_state(DataLoader(Plain(), BATCH_SIZE, shuffle=True))))
+    seed()
+    state = make_state(DataLoader(Plain(), BATCH_SIZE, shuffle=True))
+    load_checkpoint(tmp_path / "ba8.pt", state, None)
+    resumed = dict(epochs(state))
+    assert resumed == {batch: expected[batch] for batch in range(9, 16)}

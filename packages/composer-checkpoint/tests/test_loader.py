@@ -1,0 +1,228 @@
+"""Loading a checkpoint into a training state."""
+
+import warnings
+
+import pytest
+import torch
+
+from composer_checkpoint import (
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    LoadCheckpoint,
+    NoCheckpointError,
+    UnsafeCheckpointError,
+    glob_filter,
+    load_checkpoint,
+    load_file,
+    save_checkpoint,
+    save_file,
+)
+from composer_dist.reproducibility import load_rng_state
+from composer_events import Callback, Event
+
+
+@pytest.fixture
+def trained(loop):
+    run = loop(max_duration="2ep")
+    run.fit()
+    return run
+
+
+@pytest.fixture
+def path(trained, tmp_path):
+    return save_checkpoint(trained.state, str(tmp_path / "{run_name}-ba{batch}.pt"))
+
+
+def weights(run):
+    return [parameter.detach().clone() for parameter in run.layer.parameters()]
+
+
+def moments(run):
+    return [state["exp_avg"].clone() for state in run.state.optimizers[0].state.values()]
+
+
+def test_saving_and_loading_is_the_identity(loop, trained, path):
+    run = loop(max_duration="3ep")
+    load_checkpoint(path, run.state, run.engine.logger)
+    torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
+    torch.testing.assert_close(moments(run), moments(trained), rtol=0, atol=0)
+    assert run.state.timestamp == trained.state.timestamp
+    assert run.state.load_path == path
+
+
+def test_what_is_loaded_can_be_trained_on_and_saved_to_the_same_file(loop, trained, path):
+    run = loop(max_duration="3ep")
+    load_checkpoint(path, run.state, run.engine.logger)
+    run.state.timestamp = run.state.timestamp.copy(epoch=2, batch_in_epoch=0)
+    save_checkpoint(run.state, path)
+    run.fit()
+    assert not torch.equal(weights(run)[0], weights(trained)[0])
+
+
+def test_the_name_of_the_run_is_that_of_now(loop, path):
+    run = loop()
+    run.state.run_name = "pear"
+    load_checkpoint(path, run.state, None)
+    assert run.state.run_name == "pear"
+
+
+def test_the_path_may_have_the_name_of_the_run_and_the_rank(loop, trained, tmp_path):
+    save_checkpoint(trained.state, str(tmp_path / "plum-rank{rank}.pt"))
+    run = loop()
+    load_checkpoint(str(tmp_path / "{run_name}-rank{rank}.pt"), run.state, None)
+    assert run.state.timestamp.batch == 4
+
+
+def test_random_numbers_go_on_where_they_were(loop, trained, tmp_path):
+    torch.manual_seed(7)
+    path = save_checkpoint(trained.state, str(tmp_path / "now.pt"))
+    expected = torch.rand(3)
+    torch.manual_seed(8)
+    load_rng_state(load_checkpoint(path, loop().state, None))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_weights_alone_leave_the_rest_as_it_is(loop, trained, path):
+    run = loop()
+    assert load_checkpoint(path, run.state, None, load_weights_only=True) is None
+    torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
+    assert run.state.timestamp.batch == 0
+    assert not run.state.optimizers[0].state
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_weights_of_no_training_run_are_loaded_too(loop, trained, tmp_path, name):
+    save_file(trained.layer.state_dict(), tmp_path / name)
+    run = loop()
+    load_checkpoint(tmp_path / name, run.state, None, load_weights_only=True)
+    torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
+    with pytest.raises(IncompatibleCheckpointError, match="load_weights_only=True"):
+        load_checkpoint(tmp_path / name, run.state, None)
+
+
+def test_unfitting_weights_are_an_error_only_where_asked_for(loop, trained, tmp_path, caplog):
+    content = {"state": {"model": {"weight": trained.layer.weight.detach(), "scale": torch.ones(1)}}}
+    save_file(content, tmp_path / "other.pt")
+    run = loop()
+    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict"):
+        load_checkpoint(tmp_path / "other.pt", run.state, None, load_weights_only=True)
+    load_checkpoint(tmp_path / "other.pt", run.state, None, load_weights_only=True, strict_model_weights=False)
+    assert "bias" in caplog.text
+    assert "scale" in caplog.text
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_changed(loop, path):
+    run = loop(model=torch.nn.Sequential(torch.nn.Linear(2, 1)), optimizers=None)
+    run.state.optimizers = torch.optim.SGD(run.state.model.parameters(), lr=0.1)
+    with pytest.raises(IncompatibleCheckpointError, match="another model"):
+        load_checkpoint(path, run.state, None)
+    assert run.state.timestamp.batch == 0
+
+
+def test_a_missing_file_is_named(loop, tmp_path):
+    with pytest.raises(NoCheckpointError, match=r"Local path .*nothing\.pt does not exist"):
+        load_checkpoint(tmp_path / "nothing.pt", loop().state, None)
+
+
+def test_a_damaged_file_changes_nothing(loop, path):
+    with open(path, "rb+") as file:
+        content = file.read()
+        weight = load_file(path)["state"]["model"]["weight"].numpy().tobytes()
+        file.seek(content.index(weight))
+        file.write(bytes([weight[0] ^ 1]))
+    run = loop()
+    before = weights(run)
+    with pytest.raises(CorruptCheckpointError, match="state/model/weight"):
+        load_checkpoint(path, run.state, None)
+    torch.testing.assert_close(weights(run), before, rtol=0, atol=0)
+    assert run.state.timestamp.batch == 0
+
+
+def test_a_file_that_would_run_code_is_refused_unless_trusted(loop, trained, tmp_path, caplog):
+    state = {"model": trained.layer.state_dict(), "note": frozenset([1]), "kind": torch.nn.Linear}
+    torch.save({"state": state}, tmp_path / "evil.pt")
+    run = loop()
+    with pytest.raises(UnsafeCheckpointError, match="Linear"):
+        load_checkpoint(tmp_path / "evil.pt", run.state, None)
+    load_checkpoint(tmp_path / "evil.pt", run.state, None, trusted=True, load_weights_only=True)
+    assert "trusted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["*"], {}),
+        (["b"], {"a": {"x": 1, "y": [1, {"z": 2}, 3]}}),
+        (["a/*"], {"a": {}, "b": (1, 2)}),
+        (["a/y/0", "a/y/2"], {"a": {"x": 1, "y": [{"z": 2}]}, "b": (1, 2)}),
+        (["a/y/1/z"], {"a": {"x": 1, "y": [1, {}, 3]}, "b": (1, 2)}),
+        (["*/z", "a/x"], {"a": {"y": [1, {}, 3]}, "b": (1, 2)}),
+        (["b/0"], {"a": {"x": 1, "y": [1, {"z": 2}, 3]}, "b": (2,)}),
+        (["a/y", "a/y/1"], {"a": {"x": 1}, "b": (1, 2)}),
+    ],
+)
+def test_patterns_name_paths_of_keys_and_places(patterns, expected):
+    content = {"a": {"x": 1, "y": [1, {"z": 2}, 3]}, "b": (1, 2)}
+    with warnings.catch_warnings(action="error"):
+        glob_filter(patterns)(content)
+    assert content == expected
+
+
+def test_a_pattern_that_matches_nothing_is_warned_about():
+    with pytest.warns(UserWarning, match="were ignored by load_ignore_key state/c"):
+        glob_filter(["state/c"])({"state": {"a": 1}})
+
+
+def test_what_is_ignored_stays_as_it_is(loop, trained, path):
+    run = loop()
+    before = weights(run)
+    assert load_checkpoint(path, run.state, None, ignore_keys=["state/model/*", "rng"]) is None
+    torch.testing.assert_close(weights(run), before, rtol=0, atol=0)
+    assert run.state.timestamp.batch == 4
+
+
+def test_everything_can_be_ignored(loop, path):
+    run = loop()
+    load_checkpoint(path, run.state, None, ignore_keys=["*"])
+    assert run.state.timestamp.batch == 0
+
+
+def test_a_function_may_say_what_is_ignored(loop, path):
+    run = loop()
+    load_checkpoint(path, run.state, None, ignore_keys=lambda content: content["state"].pop("timestamp"))
+    assert run.state.timestamp.batch == 0
+    assert run.state.optimizers[0].state
+
+
+def test_what_is_ignored_must_be_patterns_or_a_function(loop, path):
+    with pytest.raises(TypeError, match="load_ignore_keys='state'"):
+        load_checkpoint(path, loop().state, None, ignore_keys="state")
+
+
+class Counter(Callback):
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_callbacks_of_one_class_get_their_own_states_back(loop, tmp_path):
+    first, second = Counter(), Counter()
+    first.count, second.count = 3, 5
+    path = save_checkpoint(loop([first, second]).state, str(tmp_path / "two.pt"))
+    run = loop([Counter(), Counter()])
+    load_checkpoint(path, run.state, None)
+    assert [callback.count for callback in run.state.callbacks] == [3, 5]
+
+
+def test_a_callback_loads_one_more_checkpoint_at_its_event(loop, trained, path):
+    run = loop([LoadCheckpoint(path, load_weights_only=True, event="after_load")])
+    run.engine.run_event(Event.BEFORE_LOAD)
+    assert not torch.equal(weights(run)[0], weights(trained)[0])
+    run.engine.run_event(Event.AFTER_LOAD)
+    torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
+    assert run.state.load_path is None

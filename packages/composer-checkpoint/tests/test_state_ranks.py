@@ -1,0 +1,222 @@
+"""Saving and loading a training state that several ranks hold together."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint, verify
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+from composer_events import Engine, Event, State
+
+
+def make_state(kind, callbacks=()):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    parallelism = None
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind != "none":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        parallelism = SimpleNamespace(fsdp=SimpleNamespace(state_dict_type=kind), fsdp2=None, tp=None)
+    return State(
+        model,
+        1,
+        "plum",
+        "cpu",
+        max_duration="3ba",
+        optimizers=torch.optim.AdamW(model.parameters(), lr=0.1),
+        parallelism_config=parallelism,
+        dataloader=[torch.full((2, 3), float(index + dist.get_global_rank())) for index in range(4)],
+        dataloader_label="train",
+        callbacks=list(callbacks),
+    )
+
+
+def train(state, engine):
+    """Train to the end, from where the state is, and return the weights."""
+    engine.run_event(Event.FIT_START)
+    for batch in list(state.dataloader)[int(state.timestamp.batch) :]:
+        if not state.timestamp < state.max_duration:
+            break
+        state.optimizers[0].zero_grad()
+        state.model(batch).sum().backward()
+        engine.run_event(Event.AFTER_TRAIN_BATCH)
+        state.optimizers[0].step()
+        state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=2)
+        engine.run_event(Event.BATCH_END)
+        engine.run_event(Event.BATCH_CHECKPOINT)
+    engine.run_event(Event.FIT_END)
+    return weights(state)
+
+
+def weights(state):
+    whole = {}
+    for name, value in state.get_model_state_dict().items() if state.fsdp_config is None else full(state):
+        whole[name] = value.detach().clone()
+    return whole
+
+
+def full(state):
+    return [
+        (name, value.full_tensor() if isinstance(value, DTensor) else value)
+        for name, value in state.model.state_dict().items()
+    ]
+
+
+def save_and_resume(folder, kind, filename, is_async):
+    saver = CheckpointSaver(folder, filename, save_interval="1ba", async_save=is_async)
+    state = make_state(kind, [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    expected = train(state, engine)
+    saved = [os.path.basename(path) for path in saver.saved_checkpoints]
+    engine.close()
+    dist.barrier()
+    listing = sorted(os.listdir(folder))
+    dist.barrier()
+
+    again = make_state(kind, [CheckpointSaver(folder, filename, save_interval="1ba", overwrite=True)])
+    engine = Engine(again)
+    engine.run_event(Event.INIT)
+    prefix = "ep0-ba2" if kind == "sharded" else "ba2-rank{rank}.pt"
+    rng = load_checkpoint(f"{folder}/{prefix}", again, engine.logger)
+    at_two = int(again.timestamp.batch)
+    resumed = train(again, engine)
+    with checkpoint_to_resume(again.callbacks[0], again, engine.logger) as path:
+        found = os.path.basename(path)
+    engine.close()
+    same = all(torch.equal(resumed[name], expected[name]) for name in expected)
+    return {"saved": saved, "listing": listing, "batch": at_two, "same": same, "rngs": len(rng), "found": found}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ranks_of_ddp_write_one_file(tmp_path, is_async):
+    folder = str(tmp_path / "checkpoints")
+    seen = run_ranks(save_and_resume, folder, "ddp", "ba{batch}-rank{rank}.pt", is_async, store=tmp_path / "store")
+    files = [f"ba{batch}-rank0.pt" for batch in (1, 2, 3)]
+    for rank, result in enumerate(seen):
+        assert result["listing"] == [*files, "latest-rank0.pt"]
+        assert result["saved"] == ([] if rank else files)
+        assert (result["batch"], result["same"], result["rngs"]) == (2, True, 2)
+        assert result["found"] == "ba3-rank0.pt"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_sharded_ranks_write_one_folder(tmp_path, is_async):
+    folder = str(tmp_path / "checkpoints")
+    seen = run_ranks(save_and_resume, folder, "sharded", "ba{batch}-rank{rank}.pt", is_async, store=tmp_path / "store")
+    folders = [f"ep0-ba{batch}" for batch in (1, 2, 3)]
+    for result in seen:
+        assert result["listing"] == [*folders, "latest-rank0.pt"]
+        assert result["saved"] == folders
+        assert (result["batch"], result["same"], result["rngs"]) == (2, True, 2)
+        assert result["found"] == "ep0-ba3"
+    verify(f"{folder}/ep0-ba2")
+
+
+def test_sharded_ranks_may_write_one_whole_file(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    seen = run_ranks(save_and_resume, folder, "full", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    for result in seen:
+        assert result["listing"] == [*(f"ba{batch}-rank0.pt" for batch in (1, 2, 3)), "latest-rank0.pt"]
+        assert (result["batch"], result["same"]) == (2, True)
+
+
+def test_with_the_local_type_each_rank_writes_its_own_shards(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    seen = run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    files = [f"ba{batch}-rank{rank}.pt" for batch in (1, 2, 3) for rank in (0, 1)]
+    for rank, result in enumerate(seen):
+        assert result["listing"] == [*files, "latest-rank0.pt", "latest-rank1.pt"]
+        assert result["saved"] == [f"ba{batch}-rank{rank}.pt" for batch in (1, 2, 3)]
+        assert (result["batch"], result["same"]) == (2, True)
+        assert result["found"] == "ba3-rank{rank}.pt"
+
+
+def load_with_one_rank_less(folder):
+    state = make_state("local")
+    with pytest.raises(ValueError, match="not elastic") as refusal:
+        load_checkpoint(f"{folder}/ba2-rank{{rank}}.pt", state, None)
+    return str(refusal.value)
+
+
+def test_per_rank_files_are_loaded_by_as_many_ranks_as_saved_them(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    (said,) = run_ranks(load_with_one_rank_less, folder, store=tmp_path / "one", world_size=1)
+    assert "files of 2 ranks, and 1 load them" in said
+
+
+def name_without_rank(folder):
+    saver = CheckpointSaver(folder, "ba{batch}.pt", save_interval="1ba")
+    state = make_state("local", [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    with pytest.raises(ValueError, match=r"Put \{rank\} into it"):
+        engine.run_event(Event.FIT_START)
+    with pytest.raises(ValueError, match=r"Put \{rank\} into it"):
+        load_checkpoint(f"{folder}/ba2.pt", state, None)
+    engine.close()
+
+
+def test_per_rank_files_need_the_rank_in_their_name(tmp_path):
+    run_ranks(name_without_rank, str(tmp_path / "checkpoints"), store=tmp_path / "store")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def fail_on_one_rank(folder):
+    state = make_state("ddp")
+    path = f"{folder}/missing.pt"
+    with pytest.raises(FileNotFoundError) as missing:
+        load_checkpoint(path, state, None)
+    return str(missing.value)
+
+
+def test_a_missing_file_is_an_error_on_every_rank(tmp_path):
+    first, second = run_ranks(fail_on_one_rank, str(tmp_path), store=tmp_path / "store")
+    assert "Local path" in first
+    assert "does not exist" in first
+    assert "This likely implies a download failed on local rank 0, which is global rank 0" in second
+
+
+def save_where_only_rank_zero_finds_out(folder):
+    saver = CheckpointSaver(folder, "ba{batch}.pt", save_interval="1ba")
+    state = make_state("ddp", [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    with pytest.raises(FileExistsError, match="may conflict with a future checkpoint"):
+        engine.run_event(Event.FIT_START)
+    engine.close()
+
+
+def test_a_conflict_that_rank_zero_sees_is_an_error_on_every_rank(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ba7.pt").touch()
+    run_ranks(save_where_only_rank_zero_finds_out, str(tmp_path / "checkpoints"), store=tmp_path / "store")
+
+
+def resume_elastically(folder, kind):
+    """Load what two ranks have saved, and return the weights and how long the optimizer has trained."""
+    state = make_state(kind)
+    path = f"{folder}/ep0-ba3" if os.path.isdir(f"{folder}/ep0-ba3") else f"{folder}/ba3-rank0.pt"
+    load_checkpoint(path, state, None)
+    steps = {float(values["step"]) for values in state.optimizers[0].state.values()}
+    return {name: value.tolist() for name, value in weights(state).items()}, steps
+
+
+@pytest.mark.filterwarnings("ignore:the random state of")
+@pytest.mark.parametrize(("saved", "loaded"), [("sharded", "none"), ("sharded", "sharded"), ("full", "none")])
+def test_another_number_of_ranks_loads_the_same_weights(tmp_path, saved, loaded):
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(save_and_resume, folder, saved, "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    ((expected, steps), _) = run_ranks(resume_elastically, folder, saved, store=tmp_path / "two")
+    ((alone, steps_alone),) = run_ranks(resume_elastically, folder, loaded, store=tmp_path / "one", world_size=1)
+    assert alone == expected
+    assert steps == steps_alone == {3.0}

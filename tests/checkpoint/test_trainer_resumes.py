@@ -1,0 +1,265 @@
+"""A run of the Trainer that is stopped anywhere goes on as if it had not been."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from composer import Callback, Trainer
+from composer.models import ComposerClassifier
+from composer.utils import dist
+from composer_checkpoint import verify
+from composer_dist.testing import run_ranks
+
+
+class Augmented(Dataset):
+    """Points that look different each time, by the noise of all three generators."""
+
+    def __init__(self):
+        self.points = torch.randn(22, 2, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        noise = torch.tensor([random.random(), np.random.rand()], dtype=torch.float32) + torch.randn(2)
+        return self.points[index] + 0.1 * noise, (self.points[index].sum() > 0).long()
+
+
+class Losses(Callback):
+    """Keeps the loss of each batch, to the last bit."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def batch_end(self, state, logger):
+        self.seen[int(state.timestamp.batch)] = float(state.loss.detach()).hex()
+
+
+def make_loader(num_workers, is_distributed):
+    dataset = Augmented()
+    sampler = dist.get_sampler(dataset, shuffle=True) if is_distributed else None
+    return DataLoader(dataset, 4, shuffle=sampler is None, sampler=sampler, num_workers=num_workers)
+
+
+def train(num_workers=0, is_distributed=False, callbacks=(), optimizer=torch.optim.AdamW, **settings):
+    """Train a model with dropout and batch norm, and return the losses and the weights at the end."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+    model = ComposerClassifier(network, num_classes=2)
+    losses = Losses()
+    settings = {"max_duration": "3ep", "save_interval": "1ba", **settings}
+    with Trainer(
+        model=model,
+        train_dataloader=make_loader(num_workers, is_distributed),
+        optimizers=optimizer(model.parameters(), lr=0.05),
+        callbacks=[losses, *callbacks],
+        device="cpu",
+        progress_bar=False,
+        seed=5,
+        run_name="plum",
+        **settings,
+    ) as trainer:
+        trainer.fit()
+        weights = {name: value.clone() for name, value in trainer.state.get_model_state_dict().items()}
+    return losses.seen, weights
+
+
+def batches_saved(folder):
+    """Return each checkpoint's path by its batch."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        match = re.fullmatch(r"ep\d+-ba(\d+)-rank0.pt", name)
+        if match:
+            found[int(match[1])] = os.path.join(folder, name)
+    return found
+
+
+def assert_same(resumed, expected, where):
+    losses, weights = resumed
+    all_losses, all_weights = expected
+    assert losses == {batch: all_losses[batch] for batch in losses}, where
+    assert losses or where == max(all_losses), where
+    for name, value in weights.items():
+        assert torch.equal(value, all_weights[name]), (where, name)
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_every_later_loss_is_the_same_to_the_last_bit_wherever_a_run_is_resumed(tmp_path, num_workers, is_distributed):
+    folder = str(tmp_path / "checkpoints")
+    expected = train(num_workers, is_distributed, save_folder=folder)
+    saved = batches_saved(folder)
+    assert len(saved) == 18
+    # Starting workers takes its time: there, the first and the last batch of an epoch and one between.
+    stops = saved if num_workers == 0 else [1, 6, 8, 12, 15]
+    for batch in stops:
+        if batch == 18:
+            continue
+        assert_same(train(num_workers, is_distributed, load_path=saved[batch]), expected, batch)
+
+
+def test_a_run_that_is_saved_between_epochs_is_resumed_there(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    expected = train(save_folder=folder, save_interval="1ep")
+    for batch, path in batches_saved(folder).items():
+        if batch < 18:
+            assert_same(train(load_path=path), expected, batch)
+
+
+@pytest.mark.parametrize("settings", [{"save_async": True}, {"schedulers": "cosine"}, {"algorithms": "ema"}])
+def test_what_else_takes_part_goes_on_as_well(tmp_path, settings):
+    from composer.algorithms import EMA
+    from composer.optim import CosineAnnealingScheduler
+
+    def made():
+        kinds = {"cosine": CosineAnnealingScheduler, "ema": lambda: EMA(half_life="4ba")}
+        return {name: kinds[value]() if value in kinds else value for name, value in settings.items()}
+
+    folder = str(tmp_path / "checkpoints")
+    expected = train(save_folder=folder, **made())
+    plain = {name: value for name, value in settings.items() if not name.startswith("save_")}
+    for batch in (3, 6, 10, 17):
+        again = {name: value for name, value in made().items() if name in plain}
+        assert_same(train(load_path=batches_saved(folder)[batch], **again), expected, batch)
+
+
+def resume_on_two_ranks(folder, num_workers):
+    expected = train(num_workers, True, save_folder=folder)
+    dist.barrier()
+    saved = batches_saved(folder)
+    stops = sorted(saved)[:-1] if num_workers == 0 else [2, 5]
+    for batch in stops:
+        assert_same(train(num_workers, True, load_path=saved[batch]), expected, batch)
+    return expected[0], len(stops)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_ranks_are_resumed_to_the_last_bit(tmp_path, num_workers):
+    folder = str(tmp_path / "checkpoints")
+    first, second = run_ranks(resume_on_two_ranks, folder, num_workers, store=tmp_path / "store", timeout_s=300)
+    assert first[0] != second[0]  # each rank has losses of its own
+    assert first[1] == second[1] >= 2
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from test_module import Callback, train
+import time
+
+class Slow(Callback):
+    def batch_end(self, state, logger):
+        print("batch", int(state.timestamp.batch), flush=True)
+        time.sleep(0.02)
+
+train(callbacks=[Slow()], save_folder={checkpoints!r}, autoresume=True, save_async={is_async}, max_duration="20ep")
+print("done", flush=True)
+"""
+
+
+def start(tmp_path, is_async):
+    shutil.copyfile(__file__, tmp_path / "test_module.py")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=str(tmp_path), checkpoints=str(tmp_path / "checkpoints"), is_async=is_async))
+    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_run_that_is_killed_at_any_instant_loses_at_most_the_save_in_flight(tmp_path, is_async):
+    chosen = random.Random(3)
+    reached = 0
+    for _ in range(4):
+        with start(tmp_path, is_async) as process:
+            first = None
+            for line in process.stdout:
+                batch = int(line.split()[1])
+                if first is None:
+                    # The one that was being saved when the run was killed may be lost, or with it the one before,
+                    # which an asynchronous save had yet to begin with.
+                    assert reached == 0 or batch >= reached - (1 if is_async else 0), (batch, reached)
+                    first = batch
+                reached = max(reached, batch)
+                if batch >= first + 6:
+                    break
+            time.sleep(chosen.random() * 0.05)
+            process.send_signal(signal.SIGKILL)
+            process.stdout.close()
+            process.wait()
+        whole = list(batches_saved(tmp_path / "checkpoints").values())
+        assert whole
+        for path in whole:
+            verify(path)
+    expected, _ = train(max_duration="20ep")
+    resumed, _ = train(save_folder=str(tmp_path / "checkpoints"), autoresume=True, max_duration="20ep")
+    assert len(resumed) < len(expected) - 20
+    assert resumed == {batch: expected[batch] for batch in resumed}
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, caplog):
+    folder = tmp_path / "checkpoints"
+    expected, _ = train(save_folder=str(folder), autoresume=True)
+    saved = batches_saved(folder)
+    for batch in (18, 17, 16):
+        os.unlink(saved[batch])
+    with open(saved[15], "rb+") as file:  # newer than what is found, and to be replaced
+        file.truncate(1000)
+    resumed, _ = train(save_folder=str(folder), autoresume=True)
+    assert resumed == {batch: expected[batch] for batch in (15, 16, 17, 18)}
+    assert f"Skipped {saved[15]}" in caplog.text
+    verify(saved[15])
+
+
+def test_a_run_that_begins_again_where_checkpoints_are_needs_to_say_so(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    train(save_folder=folder)
+    with pytest.raises(FileExistsError, match="may conflict with a future checkpoint"):
+        train(save_folder=folder)
+    train(save_folder=folder, save_overwrite=True)
+
+
+def test_algorithms_that_the_weights_depend_on_are_applied_again(tmp_path):
+    from composer.algorithms import BlurPool
+
+    def run(**settings):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Conv2d(4, 16, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        model = ComposerClassifier(network, num_classes=16)
+        images = torch.rand(8, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+        data = [(images[:4], torch.arange(4)), (images[4:], torch.arange(4))]
+        with Trainer(
+            model=model,
+            train_dataloader=data,
+            device_train_microbatch_size=4,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            device="cpu",
+            progress_bar=False,
+            **settings,
+        ) as trainer:
+            if trainer.state.timestamp < trainer.state.max_duration:
+                trainer.fit()
+            return {name: value.clone() for name, value in trainer.state.model.state_dict().items()}
+
+    saved = run(algorithms=BlurPool(min_channels=4), save_folder=str(tmp_path), max_duration="1ep")
+    with pytest.warns(UserWarning, match="Automatically adding required_on_load algorithm BlurPool"):
+        loaded = run(load_path=str(tmp_path / "latest-rank0.pt"), max_duration="1ep")
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    with pytest.raises((RuntimeError, KeyError)):
+        run(
+            load_path=str(tmp_path / "latest-rank0.pt"),
+            load_exclude_algorithms=["BlurPool"],
+            load_weights_only=True,
+            max_duration="1ep",
+        )
