@@ -19,7 +19,7 @@ RUNS = {
     "composer-events": ["", "torch"],
     "composer-models": ["", "vision,coco"],
 }
-RUNNERS = ["pytest", "hypothesis"]
+RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
 
 
 def closure(name: str, projects: dict[str, dict]) -> list[str]:
@@ -47,7 +47,9 @@ def test_alone(name: str, extra: str, wheels: Path, uv: str, pins: Path) -> bool
         subprocess.run(install, check=True)
         print(f"== {name}{f'[{extra}]' if extra else ''} alone", flush=True)
         folder = next(ROOT.glob(f"*/{name}"))
-        run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "tests")]
+        # What is slow has nothing to find out here that `make test` does not.
+        options = ["-n", "2", "--dist", "loadfile", "-m", "not slow", "-p", "no:cacheprovider"]
+        run = [python, "-m", "pytest", "-q", *options, str(folder / "tests")]
         # Only the wheel may answer: a PYTHONPATH would let the checkout's sources in.
         return subprocess.run(run, env={**os.environ, "PYTHONPATH": ""}, check=False).returncode == 0
 

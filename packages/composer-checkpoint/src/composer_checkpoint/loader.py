@@ -21,6 +21,7 @@ from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.spread_state import as_spread, read_sharded
 from composer_checkpoint.state_io import Layout, as_sharded, layout_of
 from composer_checkpoint.stores.addresses import is_uri
+from composer_checkpoint.strategy_state import PARTS, load_parts, owner_of
 from composer_dist import dist
 
 if TYPE_CHECKING:
@@ -85,18 +86,7 @@ def load_checkpoint(
         content = without_keys(content, ignore_keys, "load_ignore_key")
         saved: dict[str, Any] = content["state"]
         _refuse_another_model(state, saved, local_path)
-        is_sharded = layout_of(state) is not Layout.MONOLITHIC
-        with as_sharded(state):
-            if not load_weights_only:
-                state.load_state_dict(
-                    saved,
-                    logger,
-                    strict=strict_model_weights and is_sharded,
-                    exclude_algorithms=exclude_algorithms,
-                    algorithm_passes=algorithm_passes,
-                )
-            elif "model" in saved:
-                state.load_model_state(saved, logger, strict_model_weights, exclude_algorithms, algorithm_passes)
+        _put_into(state, saved, logger, load_weights_only, strict_model_weights, exclude_algorithms, algorithm_passes)
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
     log.info("Loaded %s.", path)
@@ -105,6 +95,29 @@ def load_checkpoint(
     if position is not None and not load_weights_only:
         position.resume(rng, state)
     return rng
+
+
+def _put_into(
+    state: "State",
+    saved: dict[str, Any],
+    logger: "Logger | None",
+    load_weights_only: bool,
+    strict: bool,
+    exclude_algorithms: Sequence[str] | None,
+    algorithm_passes: Sequence[Any] | None,
+) -> None:
+    # The weights of a whole run need not fit exactly where they are in one file.
+    strict = strict and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
+    strategy = owner_of(state)
+    if strategy is not None:
+        parts = {name: saved[name] for name in PARTS if name in saved and not (load_weights_only and name != "model")}
+        load_parts(state, strategy, parts, strict=strict)
+        saved = {name: value for name, value in saved.items() if name not in PARTS}
+    with as_sharded(state):
+        if not load_weights_only:
+            state.load_state_dict(saved, logger, strict, exclude_algorithms, algorithm_passes)
+        elif "model" in saved:
+            state.load_model_state(saved, logger, strict, exclude_algorithms, algorithm_passes)
 
 
 @contextmanager
@@ -229,6 +242,8 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
 def _refuse_another_model(state: "State", saved: dict[str, Any], path: str) -> None:
     """Refuse weights of which not one is the model's, unless algorithms will change the model."""
     weights = saved.get("model")
+    if state.deepspeed_enabled:
+        return  # its engine compares them
     if not isinstance(weights, dict) or not weights or saved.get("algorithms") or not hasattr(state.model, "modules"):
         return
     with as_sharded(state):

@@ -16,6 +16,7 @@ from composer_checkpoint.local_files import save_local
 from composer_checkpoint.names import PartialFilePath, sharded_folder
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.strategy_state import PARTS, collect_parts, owner_of
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
 
@@ -102,13 +103,17 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
         weights_only: Leave out all but the model and what describes it.
         ignore_keys: What else to leave out.
     """
-    with as_sharded(state):
-        if weights_only:
-            with _only_model(state):
-                content: dict[str, Any] = {"state": state.state_dict()}
-        else:
-            content = {"state": state.state_dict(), "rng": _rng(state)}
-            _add_loader_state(state, content["state"])
+    strategy = owner_of(state)
+    attributes = ["model"] if weights_only else list(state.serialized_attributes)
+    if strategy is not None:
+        attributes = [name for name in attributes if name not in PARTS]
+    with as_sharded(state), _only(state, attributes):
+        content: dict[str, Any] = {"state": state.state_dict()}
+    if strategy is not None:
+        content["state"].update(collect_parts(state, strategy, weights_only=weights_only))
+    if not weights_only:
+        content["rng"] = _rng(state)
+        _add_loader_state(state, content["state"])
     return without_keys(content, ignore_keys, "save_ignore_keys")
 
 
@@ -210,13 +215,13 @@ def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _only_model(state: "State") -> Iterator[None]:
-    """Let `state.state_dict` collect the model, integrations and metadata, and nothing that others must gather."""
-    attributes, state.serialized_attributes = state.serialized_attributes, ["model"]
+def _only(state: "State", attributes: list[str]) -> Iterator[None]:
+    """Let `state.state_dict` collect some attributes, and nothing else that ranks would have to gather."""
+    all_attributes, state.serialized_attributes = state.serialized_attributes, attributes
     try:
         yield
     finally:
-        state.serialized_attributes = attributes
+        state.serialized_attributes = all_attributes
 
 
 @contextmanager

@@ -101,6 +101,8 @@ def _sync_afterwards(model: DistributedDataParallel) -> Iterator[None]:
     with model.no_sync():
         yield
     average_gradients(model.parameters(), model.process_group)
+    # Without a synchronised backward pass DDP would not broadcast the buffers before the next forward pass.
+    model.require_forward_param_sync = True
 
 
 class DDP(SingleDevice):

@@ -106,6 +106,16 @@ def check_environment(environ: Mapping[str, str]) -> None:
         ValueError: If one of the variables is no integer.
     """
     known = {variable: _integer(variable, environ[variable]) for variable in SINGLE_RANK if variable in environ}
+    if known.get("RANK", 0) > 0 and "WORLD_SIZE" not in known:
+        raise RuntimeError(
+            f"the environment variable RANK={environ['RANK']!r} says that this is one of several processes, but "
+            "WORLD_SIZE is not set. Set it to their number in every process, or unset RANK to train in a single one."
+        )
+    if known.get("WORLD_SIZE", 1) < 1:
+        raise RuntimeError(
+            f"the environment variable WORLD_SIZE={environ['WORLD_SIZE']!r} is no number of processes. Set it to 1 or "
+            "more, or unset it to train in a single process."
+        )
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in known and size in known and not 0 <= known[rank] < known[size]:
             raise RuntimeError(

@@ -60,9 +60,8 @@ def started():
 
     def start(*arguments, **settings):
         command = [sys.executable, "-m", "composer_dist.launch", *map(str, arguments)]
-        launcher = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **settings
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        launcher = subprocess.Popen(command, text=True, start_new_session=True, **(streams | settings))
         launchers.append(launcher)
         return launcher
 
@@ -72,8 +71,8 @@ def started():
             os.killpg(launcher.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # ranks that outlive it hold the pipes
             launcher.communicate(timeout=20)
-        launcher.stdout.close()
-        launcher.stderr.close()
+        for stream in filter(None, (launcher.stdout, launcher.stderr)):
+            stream.close()
 
 
 @pytest.fixture

@@ -44,7 +44,6 @@ PLACES = [
     ("NODE_RANK=0 BASE_RANK=0", "-n 2", (2, 2, 0, 0, HERE)),
     ("NODE_RANK=1", f"-n 2 --world_size 4 --node_rank 0 {MEET}", (2, 4, 0, 0, "h")),
     ("LOCAL_WORLD_SIZE= WORLD_SIZE=", "-n 2", (2, 2, 0, 0, HERE)),
-    (f"COMPOSER_LAUNCH_ID={new_launch_id()} LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h", "", (1, 1, 0, 0, HERE)),
 ]
 
 REFUSED = [
@@ -129,6 +128,13 @@ def test_two_dashes_after_the_script_are_the_scripts(rest):
         assert parse_options([*before, "s.py", *rest.split()]).training_script_args == rest.split()
 
 
+def test_a_launch_within_a_launch_begins_a_run_of_its_own(place):
+    topology = place(
+        "", f"COMPOSER_LAUNCH_ID={new_launch_id()} LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h"
+    )
+    assert (topology.nproc, topology.world_size, topology.master_addr) == (1, 1, HERE)
+
+
 def test_a_launch_that_left_its_identity_behind_is_no_launch_around_this_one(place):
     several = "LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 NODE_RANK=1 MASTER_ADDR=h MASTER_PORT=1"
     identity, _, start = new_launch_id().rpartition("-")
@@ -161,8 +167,7 @@ def test_a_command_line_that_cannot_be_followed_ends_with_2_and_a_sentence(argum
 )  # fmt: skip
 def test_what_starts_nothing_does_not_wait_for_torch(arguments, status, words):
     program = (
-        "import sys\nfrom composer_dist.launch.guardian import new_launch_id
-from composer_dist.launch.main import main\ntry:\n    status = main(sys.argv[1:])\n"
+        "import sys\nfrom composer_dist.launch.main import main\ntry:\n    status = main(sys.argv[1:])\n"
         "except SystemExit as request:\n    status = request.code or 0\n"
         "assert 'torch' not in sys.modules\nsys.exit(status)"
     )
@@ -204,10 +209,25 @@ def test_a_dry_run_of_an_elastic_launch_prints_where_the_nodes_would_meet(capsys
     assert (rendezvous["min_nodes"], rendezvous["max_nodes"], rendezvous["endpoint"]) == (1, 4, "h:29400")
 
 
+def test_a_dry_run_with_restarts_on_one_node_prints_the_ranks_too(capsys):
+    assert main(["-n", "2", "--max_restarts", "3", "--master_port", "29511", "--dry_run", "s.py", "$RANK"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["rendezvous"]["endpoint"] == "127.0.0.1:29511"
+    assert plan["topology"]["world_size"] == {"value": 2, "source": "nproc"}
+    assert [rank["argv"][1:] for rank in plan["ranks"]] == [["s.py", "0"], ["s.py", "1"]]
+    env = plan["ranks"][1]["env"]
+    assert (env["RANK"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("1", "3")
+    assert set(plan["env_sources"]) - set(env) == {"MASTER_ADDR", "MASTER_PORT"}  # known when the nodes have met
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("-n 2 --nnodes 2", "Give --rdzv_endpoint HOST:PORT"),
+        ("-n 2 --rdzv_endpoint h:1", "--rdzv_endpoint='h:1' is for runs with a rendezvous"),
+        ("-n 2 --rdzv_id job", "--rdzv_id='job' is for runs with a rendezvous"),
+        ("-n 2 --nnodes 1 --master_port 1", "--master_port=1 and --nnodes exclude each other"),
+        ("-n 2 --max_restarts 1 --rdzv_endpoint h:1 --master_addr h", "--master_addr='h' and --rdzv_endpoint exclude"),
         ("-n 2 --nnodes 1 --rdzv_conf join_timeout", "'join_timeout' is not KEY=VALUE"),
         (
             "-n 2 --max_restarts 1 --world_size 3 --node_rank 0 --base_rank 0 --master_addr h --master_port 1",

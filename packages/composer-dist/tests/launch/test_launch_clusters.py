@@ -69,6 +69,16 @@ def test_options_and_classic_variables_come_before_the_cluster(dry_run):
     assert topology["node_rank"]["source"] == "NODE_RANK"
 
 
+def test_a_clusters_variables_are_read_only_for_what_is_not_known(dry_run):
+    broken = {"SLURM_JOB_NODELIST": "n[1-", "SLURM_NODEID": "two", "SLURM_LOCALID": "1"}
+    everything = "-n 2 --world_size 4 --node_rank 1 --master_addr h --master_port 9"
+    assert dry_run(SLURM | broken, everything)["topology"]["base_rank"]["value"] == 2
+    known = {"WORLD_SIZE": "8", "NODE_RANK": "1", "MASTER_ADDR": "h"}
+    broken = {"SLURM_JOB_NODELIST": "n[1-", "SLURM_NODEID": "two", "SLURM_LOCALID": "0"}
+    topology = dry_run(SLURM | broken | known, "-n 2")["topology"]
+    assert [entry["value"] for entry in topology.values()] == [2, 8, 2, 1, "h", 21234]
+
+
 def test_a_step_may_have_fewer_nodes_than_its_job(dry_run):
     step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[04-05]", "SLURM_NODEID": "1"}
     topology = dry_run(SLURM | step, "-n 2")["topology"]
@@ -88,7 +98,7 @@ def test_a_run_on_one_node_of_a_cluster_stays_possible(dry_run, arguments):
 
 @pytest.mark.parametrize("word", ["auto", "gpu"])
 def test_an_operator_that_leaves_the_number_of_processes_open_is_followed(word):
-    assert infer("auto", OPERATOR | {"PET_NPROC_PER_NODE": word}).nproc is None
+    assert infer("auto", OPERATOR | {"PET_NPROC_PER_NODE": word}).nproc() is None
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

@@ -1,6 +1,10 @@
 """Restarts, with ranks that meet over gloo in each attempt."""
 
+from pathlib import Path
+
 import pytest
+
+from composer_dist import get_free_tcp_port
 
 REDUCE = """
 import torch, torch.distributed as tdist
@@ -38,6 +42,41 @@ def test_restarts_that_are_used_up_end_with_the_last_attempts_failure(launch, sc
     assert status == 4
     assert out.count("(root cause)") == 1
     assert "starting all ranks again" in err
+
+
+def test_each_failed_attempt_tells_its_root_cause_and_keeps_its_logs(launch, script):
+    fail = script("if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == '1': raise ValueError('first boom')")
+    status, _, err = launch("-n", 2, "--max_restarts", 1, fail)
+    assert status == 0
+    assert "composer: error: rank 1 (PID " in err
+    assert "ValueError: first boom\n" in err
+    folder = Path(err.partition("the logs are in ")[2].splitlines()[0])
+    assert "first boom" in (folder / "attempt_0/1/stderr.log").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through Linux's /proc")
+def test_nothing_of_a_failed_attempt_runs_in_the_next(launch, script, running):
+    leave = script(
+        """
+        import subprocess
+        if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+            if rank == '0':
+                subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(62.5)'], start_new_session=True)
+            else:
+                time.sleep(0.5)
+            sys.exit(int(rank))
+        commands = [open(f'/proc/{pid}/cmdline').read() for pid in os.listdir('/proc') if pid.isdecimal()]
+        sys.exit(5 if any('time.sleep(62.5)' in command for command in commands) else 0)
+        """
+    )
+    status, _, err = launch("-n", 2, "--max_restarts", 1, leave)
+    assert status == 0, err
+
+
+def test_the_rendezvous_of_one_node_is_at_the_port_that_was_named(launch, script):
+    port = get_free_tcp_port()
+    call = script("import socket; socket.create_connection(('127.0.0.1', int(sys.argv[1])), timeout=5).close()")
+    assert launch("-n", 1, "--max_restarts", 1, "--master_port", port, call, port)[0] == 0
 
 
 def test_a_rendezvous_gives_out_the_ranks(launch, script):

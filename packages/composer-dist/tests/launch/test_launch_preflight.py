@@ -31,6 +31,19 @@ def test_a_host_without_address_is_refused_with_its_origin(launch, script):
     assert "master_addr='no-such-host.invalid' (from --master_addr) cannot be resolved" in err
 
 
+def test_a_rendezvous_at_a_host_without_address_is_refused(launch, script):
+    endpoint = ["--rdzv_endpoint", "no-such-host.invalid:29400"]
+    status, _, err = launch("-n", 1, "--max_restarts", 1, *endpoint, script(""))
+    assert status == 2
+    assert "--rdzv_endpoint='no-such-host.invalid:29400' cannot be resolved" in err
+
+
+def test_a_rendezvous_that_torch_does_not_know_is_refused(launch, script):
+    status, _, err = launch("-n", 1, "--nnodes", 1, "--rdzv_backend", "pigeons", script(""))
+    assert status == 2
+    assert "composer: error: --rdzv_backend='pigeons'" in err
+
+
 def test_a_host_that_is_not_this_one_is_refused_on_a_single_node(launch, script, environ):
     environ["MASTER_ADDR"] = "192.0.2.7"  # an address of nobody's, RFC 5737
     status, _, err = launch("-n", 2, script(""))

@@ -72,6 +72,12 @@ class DataSpec:
             if num_samples is None:
                 self.num_samples = _length_or_none(cast(Any, dataloader).dataset)
 
+    @property
+    def counts_by_default(self) -> bool:
+        """Whether batches are taken, cut and counted as they come, by none of the user's own functions."""
+        given = (self.batch_transforms, self.microbatch_transforms, self.split_batch, self.get_num_samples_in_batch)
+        return given == (_unchanged, _unchanged, default_split_batch, count_samples)
+
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = "total") -> int:
         """Count the tokens of one kind in a batch.
 

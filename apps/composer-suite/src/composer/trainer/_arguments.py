@@ -51,6 +51,19 @@ def choose_precision(precision: Any, device: Device) -> Precision:
     return chosen
 
 
+def check_same_precision(asked: Precision, present: Precision) -> None:
+    """Refuse another precision than the one in which the model was made ready.
+
+    Raises:
+        ValueError: If it is another.
+    """
+    if asked is not present:
+        raise ValueError(
+            f"precision={asked.value!r} cannot be set by fit(): DeepSpeed's engine was made for {present.value!r}. "
+            "Give it to the constructor."
+        )
+
+
 def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
     """Return the one optimizer, in a list; without any, plain decoupled SGD over all parameters.
 

@@ -74,9 +74,7 @@ class BatchTrainer:
         if self._needs_closure[optimizer]:
 
             def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor:
-                seen = (
-                    losses if loss_dict is None else loss_dict
-                )  # the optimizer says which look is logged
+                seen = losses if loss_dict is None else loss_dict  # the optimizer says which look is logged
                 seen.clear()
                 self._compute_gradients(seen, sync=ddp_sync)
                 if ddp_sync:
@@ -154,7 +152,7 @@ class BatchTrainer:
         run_event(Event.BEFORE_BACKWARD)
         named = name_losses(state.loss)
         for name, value in named.items():
-            weighted = value.detach() if share == 1.0 else value.detach() * share
+            weighted = _weigh(value.detach(), share)
             losses[name] = losses[name] + weighted if name in losses else weighted
         self._backward(named["loss/train/total"], share)
         run_event(Event.AFTER_BACKWARD)
@@ -173,8 +171,8 @@ class BatchTrainer:
 
     @in_stage("the backward pass")
     def _backward(self, loss: Tensor, share: float) -> None:
-        if share != 1.0:
-            loss = loss * share
+        # A part that weighs nothing may have no loss at all, such as a mean over no tokens, and still must take part.
+        loss = _weigh(loss, share) if share else _zero_over(self._state.outputs)
         if self._state.scaler is not None:
             loss = self._state.scaler.scale(loss)
         self._strategy.backward(loss, create_graph=self._create_graph)
@@ -216,6 +214,20 @@ def name_losses(loss: Tensor | Mapping[str, Tensor] | Sequence[Tensor]) -> dict[
     if "loss/train/total" not in parts:
         parts["loss/train/total"] = torch.stack(list(parts.values())).sum()
     return parts
+
+
+def _weigh(loss: Tensor, share: float) -> Tensor:
+    if share == 1.0:
+        return loss
+    return loss * share if share else torch.zeros_like(loss)
+
+
+def _zero_over(outputs: Any) -> Tensor:
+    """Return a zero whose gradient is zero for everything that the outputs depend on."""
+    if isinstance(outputs, Tensor):
+        return torch.nan_to_num(outputs).sum() * 0
+    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+    return torch.stack([_zero_over(part) for part in parts if isinstance(part, (Tensor, Mapping, list, tuple))]).sum()
 
 
 def _mean(loss: Tensor) -> Tensor:

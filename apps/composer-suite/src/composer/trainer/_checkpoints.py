@@ -105,7 +105,8 @@ def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
     module: Any = sys.modules.get("composer_checkpoint.saver")  # whoever has made one has loaded it
     if module is None:
         return None
-    return next((callback for callback in callbacks if isinstance(callback, module.CheckpointSaver)), None)
+    saver: Any = next((callback for callback in callbacks if isinstance(callback, module.CheckpointSaver)), None)
+    return saver
 
 
 def _make_saver(saving: Saving) -> CheckpointSaver | None:

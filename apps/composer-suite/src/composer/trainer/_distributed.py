@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from composer.trainer._ranks import Ranks, agreed_facts
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed_config import check_deepspeed_fits, parse_deepspeed_config
+from composer_dist.env import check_environment
 from composer_dist.strategy import SingleDevice, Strategy
 from composer_events.logger_destination import LoggerDestination
 from composer_models import MissingConditionalImportError
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_models import ComposerModel
 
+_PLAIN = (bool, int, float, str, Time, type(None))
+
 
 def join(device: Device, timeout_s: float, *, is_needed: bool) -> None:
     """Make the process group if this process is one of several; all of them wait here for each other.
@@ -39,6 +43,7 @@ def join(device: Device, timeout_s: float, *, is_needed: bool) -> None:
         timeout_s: Until a rank gives up waiting for another.
         is_needed: Whether a process that is alone needs a group too.
     """
+    check_environment(os.environ)
     if get_world_size() > 1 or is_needed:
         dist.initialize_dist(device, timeout_s)
 
@@ -56,13 +61,30 @@ def choose_strategy(
         ValueError: If there is no such way to synchronise gradients.
     """
     if deepspeed_config is not None:
+        if sync_strategy is not None or comm_hook is not None:
+            raise ValueError(
+                f"deepspeed_config, ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go together: "
+                "DeepSpeed's engine synchronises the gradients itself. Leave out what you do not need."
+            )
         from composer_dist.deepspeed import DeepSpeed  # its package is asked for only here
 
         return DeepSpeed(device, deepspeed_config)
+    if get_world_size() > 1:
+        _refuse_second_derivatives(algorithms)
     find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
     # Made for a single rank as well, so that a wrong name is an error wherever the script runs.
     ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
     return ddp if get_world_size() > 1 else SingleDevice(device)
+
+
+def _refuse_second_derivatives(algorithms: Iterable[Algorithm]) -> None:
+    for algorithm in algorithms:
+        if algorithm.backwards_create_graph:
+            raise ValueError(
+                f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
+                f"DistributedDataParallel cannot, and WORLD_SIZE is {get_world_size()}. Train in one process, or leave "
+                "the algorithm out."
+            )
 
 
 def complete_deepspeed_config(
@@ -83,6 +105,12 @@ def complete_deepspeed_config(
     """
     if config is None:
         return None
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"deepspeed_config={config!r} is no dict of DeepSpeed's settings. Give one, such as "
+            "{'zero_optimization': {'stage': 2}}, or {} for the defaults."
+        )
+    _refuse_averages(config, algorithms)
     if find_spec("deepspeed") is None:
         raise MissingConditionalImportError("deepspeed", "deepspeed", distribution="composer-suite")
     check_deepspeed_fits(parallelism_config=None, has_train_dataloader=data_spec is not None, callbacks=callbacks)
@@ -95,6 +123,18 @@ def complete_deepspeed_config(
         precision=precision,
         clip=_clipping(algorithms),
     )
+
+
+def _refuse_averages(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) -> None:
+    """Refuse methods that average the weights where no rank has whole weights."""
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    for algorithm in algorithms:
+        if stage == 3 and type(algorithm).__name__ in ("EMA", "SWA"):
+            raise ValueError(
+                f"{type(algorithm).__name__} averages whole weights, of which no rank has any under "
+                "deepspeed_config['zero_optimization']['stage']=3. Use stage 2, or leave the algorithm out."
+            )
 
 
 def _clipping(algorithms: Iterable[Algorithm]) -> tuple[str, float] | None:
@@ -134,11 +174,11 @@ def share_length(state: State) -> None:
             state.dataloader_len = min(lengths)
 
 
-def begin_fit(state: State, ranks: Ranks, dataloader: Any) -> None:
+def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec) -> None:
     """Compare where the ranks stand, and find out what they must tell each other. Every rank must call this.
 
     Raises:
-        ValueError: On every rank, if they stand at different places of training.
+        ValueError: On every rank, if they stand at different places of training or were given different things.
     """
     if get_world_size() > 1:
         agreement.check_agreement(
@@ -148,25 +188,36 @@ def begin_fit(state: State, ranks: Ranks, dataloader: Any) -> None:
                 "epoch": int(state.timestamp.epoch),
                 "device_train_microbatch_size": state.device_train_microbatch_size,
                 "precision": str(state.precision),
+                "batches in an epoch": str(state.dataloader_len),
+                "schedulers": [type(scheduler).__name__ for scheduler in state.schedulers],
+                "train_dataloader": agreed_facts(data_spec.dataloader),
+                "eval_dataloader": _evaluator_facts(state.evaluators),
             }
         )
     follow_clock = any(_may_follow_clock(evaluator.eval_interval) for evaluator in state.evaluators)
     listens = bool(state.callbacks) or follow_clock
     logs = any(isinstance(callback, LoggerDestination) for callback in state.callbacks)
-    ranks.begin(dataloader, listens=listens, logs=logs)
+    ranks.begin(data_spec, listens=listens, logs=logs)
 
 
 def _may_follow_clock(interval: Any) -> bool:
     """Say whether an interval function may ask for the time of day, which the ranks must then agree on."""
+    length = _length_of(interval)
+    return length is None or length.unit is TimeUnit.SECOND
+
+
+def _length_of(interval: Any) -> Time[Any] | None:
+    """Return the length of an interval function that is not the user's own."""
     cells = getattr(interval, "__closure__", None)
     length = cells[-1].cell_contents if cells else None  # where `create_interval_scheduler` keeps it
-    return not isinstance(length, Time) or length.unit is TimeUnit.SECOND
+    return length if isinstance(length, Time) else None
 
 
 def check_agreement(
     model: ComposerModel,
     optimizers: Sequence[Optimizer],
     algorithms: Sequence[Algorithm],
+    schedulers: Sequence[object],
     evaluators: Sequence[Evaluator],
     dataloader: Any,
     arguments: Mapping[str, Any],
@@ -183,13 +234,32 @@ def check_agreement(
     facts: dict[str, Any] = {name: str(value) for name, value in arguments.items()}
     facts["model"] = agreement.describe_model(model)
     facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in optimizers}
-    facts["algorithms"] = [type(algorithm).__name__ for algorithm in algorithms]
-    facts["eval_dataloader"] = {
-        str(index): {"label": evaluator.label, **agreed_facts(evaluator.dataloader.dataloader)}
-        for index, evaluator in enumerate(evaluators)
-    }
+    facts["algorithms"] = [_name(algorithm) for algorithm in algorithms]
+    facts["schedulers"] = [_name(scheduler) for scheduler in schedulers]
+    facts["eval_dataloader"] = _evaluator_facts(evaluators)
     facts["train_dataloader"] = None if dataloader is None else agreed_facts(dataloader)
     agreement.check_agreement(facts)
+
+
+def _evaluator_facts(evaluators: Iterable[Evaluator]) -> dict[str, Any]:
+    return {
+        str(index): {
+            "label": evaluator.label,
+            "eval_interval": str(_length_of(evaluator.eval_interval)),
+            "subset_num_batches": evaluator.subset_num_batches,
+            **agreed_facts(evaluator.dataloader.dataloader),
+        }
+        for index, evaluator in enumerate(evaluators)
+    }
+
+
+def _name(member: object) -> str:
+    """Return a member with its settings if it says them, by a text that is the same in every process."""
+    said = repr(member)
+    if " at 0x" not in said:
+        return said
+    settings = {name: str(value) for name, value in sorted(vars(member).items()) if isinstance(value, _PLAIN)}
+    return f"{type(member).__name__}({settings})"
 
 
 def _settings(optimizer: Optimizer) -> dict[str, str]:

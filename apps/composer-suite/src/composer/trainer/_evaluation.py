@@ -67,7 +67,7 @@ class Evaluation:
                 for metric in metrics.values():
                     state.device.module_to_device(metric).reset()
                 ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)
-                ranks.begin(evaluator.dataloader.dataloader)
+                ranks.begin(evaluator.dataloader)
                 for state.batch in self._batches(evaluator, ranks):
                     self._evaluate_batch(evaluator, metrics, ranks, padding)
                 if int(state.eval_timestamp.batch) > 0:
@@ -97,15 +97,15 @@ class Evaluation:
     @in_stage("an evaluation")
     def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:
         state, run_event, spec = self._state, self._engine.run_event, evaluator.dataloader
-        num_samples = spec.get_num_samples_in_batch(state.batch)
+        batch, num_samples = state.batch, spec.get_num_samples_in_batch(state.batch)
+        num_tokens = spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
-        if has_repeated and num_samples > 1:
-            state.batch = without_last(state.batch, num_samples, spec)
-        # A batch of nothing else is computed all the same, because the other ranks may wait for a part of the model.
-        is_counted = not has_repeated or num_samples > 1
-        batch, num_tokens = state.batch, spec.get_num_tokens_in_batch(state.batch)
         run_event(Event.EVAL_BATCH_START)
-        for microbatch in cut(batch, spec, evaluator.device_eval_microbatch_size):
+        microbatches = cut(state.batch, spec, evaluator.device_eval_microbatch_size)
+        for index, microbatch in enumerate(microbatches, 1):
+            is_counted = True
+            if has_repeated and index == len(microbatches):
+                microbatch, is_counted = without_last(microbatch, spec)
             state.batch = self._strategy.prepare_batch(
                 spec.microbatch_transforms(state.device.batch_to_device(microbatch))
             )

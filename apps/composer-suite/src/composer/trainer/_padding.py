@@ -39,6 +39,13 @@ class Padding:
         return (0, False) if self._num_left > 0 else (self._num_repeated, self._is_own)
 
 
-def without_last(batch: Any, num_samples: int | float, data_spec: DataSpec) -> Any:
-    """Return a batch of two samples or more without its last one."""
-    return data_spec.split_batch(batch, int(num_samples) - 1)[0]
+def without_last(microbatch: Any, data_spec: DataSpec) -> tuple[Any, bool]:
+    """Return a microbatch without its last sample, and whether anything is left that counts.
+
+    A microbatch of one sample is returned as it is: it is computed all the same, because the other ranks may wait for
+    this rank's part of the model.
+    """
+    num_samples = int(data_spec.get_num_samples_in_batch(microbatch))
+    if num_samples <= 1:
+        return microbatch, False
+    return data_spec.split_batch(microbatch, num_samples - 1)[0], True

@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer_dist import get_global_rank
 from composer_dist.strategy import Strategy
+from composer_events.data_spec import DataSpec
 
 
 class Ranks:
@@ -20,7 +21,8 @@ class Ranks:
         strategy: Knows the other ranks.
 
     Attributes:
-        keep_step: Whether every rank has the same number of samples in every batch.
+        keep_length: Whether every rank has as many batches.
+        keep_step: Whether every rank also has as many samples in every batch.
         listen: Whether any rank has somebody who reads the losses or the clock of each batch.
         log: Whether any rank has a destination of the log.
     """
@@ -28,29 +30,39 @@ class Ranks:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.world_size = strategy.world_size
+        self.keep_length = True
         self.keep_step = True
         self.listen = True
         self.log = True
         self._count_tokens: bool | None = None  # known after the first batch
 
-    def begin(self, dataloader: Any, *, listens: bool = False, logs: bool = False) -> None:
+    def begin(self, data_spec: DataSpec, *, listens: bool = False, logs: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this.
 
         Args:
-            dataloader: What this rank is going to read.
+            data_spec: What this rank is going to read.
             listens: Whether somebody on this rank reads the losses or the clock.
             logs: Whether this rank has a destination of the log.
         """
         self._count_tokens = None
-        in_step, listening, logging = self._strategy.sum([int(keeps_step(dataloader)), int(listens), int(logs)])
+        of_length, in_step, listening, logging = self._strategy.sum(
+            [int(keeps_length(data_spec.dataloader)), int(keeps_step(data_spec)), int(listens), int(logs)]
+        )
+        self.keep_length = of_length == self.world_size or self.world_size == 1
         self.keep_step = in_step == self.world_size or self.world_size == 1
         self.listen, self.log = listening > 0, logging > 0
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
         """Say whether every rank still has a batch; the rank that runs out first ends the epoch of all."""
-        if self.keep_step:
+        if self.keep_length:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
+
+    def any_stops(self, stops: bool) -> bool:
+        """Say whether any rank wants training to end here; only somebody who listens can have asked for it."""
+        if self.world_size == 1 or not self.listen:
+            return stops
+        return self._strategy.sum([int(stops)])[0] > 0
 
     def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
         """Return the samples and tokens of a batch on all ranks together, and rank 0's duration of it.
@@ -97,18 +109,23 @@ class Ranks:
             )
 
 
-def keeps_step(dataloader: Any) -> bool:
-    """Say whether a dataloader gives its rank as many samples in each batch as those of the other ranks give theirs.
+def keeps_length(dataloader: Any) -> bool:
+    """Say whether a dataloader gives its rank as many batches as those of the other ranks give theirs.
 
-    That is known of a DataLoader over a DistributedSampler that collates as PyTorch does by default.
+    That is known of a DataLoader that cuts what a DistributedSampler deals out.
     """
     return (
         isinstance(dataloader, DataLoader)
         and type(dataloader.batch_sampler) is BatchSampler
         and type(dataloader.batch_sampler.sampler) is DistributedSampler
-        and dataloader.collate_fn is default_collate
         and not isinstance(dataloader.dataset, IterableDataset)
     )
+
+
+def keeps_step(data_spec: DataSpec) -> bool:
+    """Say whether the batches have as many samples on every rank too: nothing but PyTorch itself makes them."""
+    loader = data_spec.dataloader
+    return keeps_length(loader) and loader.collate_fn is default_collate and data_spec.counts_by_default
 
 
 def agreed_facts(dataloader: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Report:
 
     def train_metrics(self) -> None:
         """Compute and log the metrics of the latest batch, if anybody on any rank takes them."""
-        if self._ranks.log:
+        if self._ranks.listen:
             values = self._metrics.compute()
             self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
 

@@ -64,7 +64,7 @@ class Loop:
                 run_event(Event.BATCH_END)
                 self.evaluate(Event.BATCH_END)
                 run_event(Event.BATCH_CHECKPOINT)
-                if not self._is_training():
+                if not self._goes_on():
                     break
 
             if self.batches.epoch_is_complete():
@@ -88,6 +88,13 @@ class Loop:
     def _is_training(self) -> bool:
         max_duration = self.state.max_duration
         return max_duration is not None and self.state.timestamp < max_duration
+
+    def _goes_on(self) -> bool:
+        """Say whether training goes on after this batch, on all ranks alike: one of them may have been stopped."""
+        is_over = not self._is_training()
+        if self.ranks.any_stops(is_over) and not is_over:
+            self.state.stop_training()
+        return self._is_training()
 
     def _batches_of_this_epoch(self) -> Iterator[Any]:
         self.clock.start_batch()

@@ -14,9 +14,9 @@ from composer.trainer import _schedules as schedules
 from composer.trainer._autocast import make_autocast
 from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
-from composer.trainer._data import TrainBatches
-from composer.trainer._evaluation import Evaluation, FitEvaluation, restore_dataloader
+from composer.trainer._evaluation import Evaluation, FitEvaluation
 from composer.trainer._evaluators import make_evaluators, metrics_of, warn_of_known_labels
+from composer.trainer._plan import Plan, check_data
 from composer.trainer._ranks import Ranks
 from composer.trainer._report import Report, log_run_facts
 from composer.trainer._schedules import Schedule
@@ -29,7 +29,6 @@ from composer_dist.devices import get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
-from composer_events.data_spec import ensure_data_spec
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.logger import Logger
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from composer.trainer._data import TrainBatches
     from composer_checkpoint.ignore_keys import IgnoreKeys
     from composer_dist.ddp import DDPSyncStrategy
     from composer_dist.devices import Device
     from composer_dist.precision import Precision
-    from composer_events.data_spec import DataSpec
     from composer_events.evaluator import Evaluator
     from composer_events.logger_destination import LoggerDestination
     from composer_models import ComposerModel
@@ -65,6 +64,8 @@ class Trainer:
             be given to `fit` instead.
         train_dataloader_label: Names the training metrics in the log.
         train_subset_num_batches: At most so many batches an epoch; -1 for all.
+        spin_dataloaders: After loading a checkpoint from the middle of an epoch, whether to read and drop what was
+            trained on, so that the very same batches follow.
         max_duration: How long to train: `'10ep'`, `'500ba'`, `Time(...)`; a bare number counts epochs.
         eval_dataloader: Batches to evaluate on: as `train_dataloader`, an `Evaluator`, or several of one kind.
         eval_interval: How often evaluators that do not say so themselves run during `fit`; 0 for never.
@@ -74,12 +75,39 @@ class Trainer:
         optimizers: One optimizer. Without it `DecoupledSGDW(model.parameters(), lr=0.1)`, with a warning.
         schedulers: PyTorch schedulers, Composer schedulers, or functions of the state.
         scale_schedule_ratio: Stretches `max_duration` and all schedules; 0.5 trains half as long.
-        step_schedulers_every_batch: By default Composer schedulers step every batch, PyTorch's every epoch.
+        step_schedulers_every_batch: By default every epoch if one of them is PyTorch's, else every batch.
         callbacks: One or several listeners.
         loggers: One or several destinations of the log.
         run_name: Names the run; made up by default, also from `COMPOSER_RUN_NAME` or `RUN_NAME`.
         progress_bar: Whether to show one.
         console_stream: Where to: `'stderr'`, `'stdout'` or a text stream.
+        load_path: A checkpoint to go on from: a path or an address, in which `{run_name}` and `{rank}` are filled in.
+        load_object_store: Where `load_path` is: an `ObjectStore`, or a logger that can download.
+        load_weights_only: Load the model, and nothing else.
+        load_strict_model_weights: Whether weights that are missing or too many are an error, with `load_weights_only`
+            or a sharded checkpoint.
+        load_progress_bar: Whether to show the progress of a download.
+        load_ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from
+            the checkpoint's dict.
+        load_exclude_algorithms: Class names of algorithms not to apply, although the saved weights depend on them.
+        load_trusted: Let the checkpoint run code of its own while it is loaded. Only for files of old releases, from
+            whom you trust.
+        save_folder: Where to save checkpoints; a path or an address. `None` saves none, unless a `CheckpointSaver` is
+            among the callbacks, which comes before all arguments that begin with `save_`.
+        save_filename: What each is called there, with placeholders for run, ranks and time.
+        save_latest_filename: What the link to the latest is called; `None` for no link.
+        save_overwrite: Whether to replace later checkpoints of another run.
+        save_interval: How often: epochs, a time, or a function of the state and the event. Also at the end.
+        save_weights_only: Save only the model and what describes it.
+        save_ignore_keys: What to leave out, as `load_ignore_keys`.
+        save_num_checkpoints_to_keep: How many of the newest stay on the disk; -1 for all.
+        save_keep: What else stays: `{'last': 3, 'every': '10ep', 'best': ('metrics/eval/MulticlassAccuracy', 'max',
+            2)}`, or some of these.
+        save_metrics: Whether checkpoints have the metrics, too.
+        save_async: Whether training goes on while a checkpoint is written.
+        save_async_policy: What a save does while the one before is being written: `'wait'` for it, or `'skip'`.
+        autoresume: Go on from the newest whole checkpoint in `save_folder`, if there is any, whatever `load_path` says.
+            Needs a `run_name`.
         device: `'cpu'`, `'gpu'`, ... or a `Device`; by default the best of this machine.
         precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
         precision_config: Settings of an 8-bit precision.
@@ -95,6 +123,8 @@ class Trainer:
             they are by default.
         deepspeed_config: Settings of DeepSpeed, which then trains the model. What follows from the other arguments
             may be left out; `{}` leaves out everything.
+        **older_names: Arguments of older releases: `load_strict`, `load_chunk_size`, `save_artifact_name` and
+            `save_latest_artifact_name`.
 
     Attributes:
         state: Where training stands; what algorithms and callbacks see.
@@ -214,10 +244,9 @@ class Trainer:
             callbacks.append(self._saver)
         destinations = arguments.choose_destinations(loggers, progress_bar, console_stream)
         evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
-        self._microbatch_size = device_train_microbatch_size
         self._by_tokens = accumulate_train_batch_on_tokens
         arguments.check_subset("train_subset_num_batches", train_subset_num_batches)
-        data_spec = None if train_dataloader is None else self._check_data(train_dataloader)
+        data_spec = None if train_dataloader is None else check_data(train_dataloader, device_train_microbatch_size)
         arguments.check_seed(seed)
         optimizers = arguments.choose_optimizers(optimizers, self._model)
         deepspeed_config = distributed.complete_deepspeed_config(
@@ -238,6 +267,7 @@ class Trainer:
             self._model,
             optimizers,
             algorithms,
+            schedule.schedulers,
             evaluators,
             None if data_spec is None else data_spec.dataloader,
             {
@@ -247,7 +277,14 @@ class Trainer:
                 "device_train_microbatch_size": device_train_microbatch_size,
                 "train_subset_num_batches": train_subset_num_batches,
                 "scale_schedule_ratio": scale_schedule_ratio,
+                "step_schedulers_every_batch": step_schedulers_every_batch,
+                "accumulate_train_batch_on_tokens": accumulate_train_batch_on_tokens,
+                "ddp_sync_strategy": ddp_sync_strategy,
+                "ddp_comm_hook": ddp_comm_hook,
                 "deepspeed_config": deepspeed_config,
+                "load_path": load_path,
+                "autoresume": autoresume,
+                "CheckpointSaver": None if self._saver is None else self._saver.filename.filename,
             },
         )
         self._ranks = Ranks(self.strategy)
@@ -272,6 +309,7 @@ class Trainer:
             callbacks=[*destinations, *callbacks],
         )
         self.state.run_name = distributed.share_run_name(self.state.run_name)
+        vars(self.state)["strategy"] = self.strategy  # for whoever saves: it has the whole weights
         self._position = DataPosition.attach(self.state, spin_dataloaders)
         self.logger = Logger(self.state, destinations)
         self.engine = Engine(self.state, self.logger, algorithm_passes)
@@ -280,9 +318,7 @@ class Trainer:
         self._report = Report(self.state, self.logger, self._train_metrics, self.strategy, self._ranks)
         self._clock = Clock()
         self._has_failed = False
-        self._batches: TrainBatches | None = None
-        self._schedule: Schedule | None = None  # what waits for a duration and a dataloader
-        self._steps_every_batch = True
+        self._plan = Plan(self.state, self.engine, self._ranks, self._position, device_train_microbatch_size)
 
         try:
             self.engine.run_event(Event.INIT)
@@ -291,9 +327,9 @@ class Trainer:
             self.state.train_metrics = {name: device.module_to_device(metric) for name, metric in metrics.items()}
             self._set_evaluators(evaluators)
             if data_spec is not None:
-                self._set_data(data_spec, train_dataloader_label, train_subset_num_batches)
+                self._plan.set_data(data_spec, train_dataloader_label, train_subset_num_batches)
             self.state.max_duration = duration
-            self._set_schedule(schedule)
+            self._plan.set_schedule(schedule)
             if self.strategy.prepares_before_load:
                 self._prepare_model()
             self.engine.run_event(Event.BEFORE_LOAD)
@@ -357,30 +393,30 @@ class Trainer:
         schedule = Schedule.of(schedulers, scale_schedule_ratio, step_schedulers_every_batch)
         evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
         new_precision = arguments.choose_precision(precision or state.precision, state.device)
+        if self.strategy.has_own_precision:
+            arguments.check_same_precision(new_precision, state.precision)
         scaler = arguments.make_scaler(new_precision, state.device, state.optimizers)
-        with self._undone_if_refused():
+        with self._plan.undone_if_refused():
             if device_train_microbatch_size is not None:
-                self._microbatch_size = device_train_microbatch_size
-            batches = self._choose_batches(train_dataloader, train_dataloader_label, train_subset_num_batches)
+                self._plan.microbatch_size = device_train_microbatch_size
+            batches = self._plan.choose_batches(train_dataloader, train_dataloader_label, train_subset_num_batches)
             if reset_time:
                 state.timestamp = Timestamp()
             if longer is not None:
                 state.max_duration = state.timestamp.get(longer.unit) + longer
-            self._set_schedule(schedule)
+            self._plan.set_schedule(schedule)
             schedules.check_time_left(state)
         if reset_time:
-            batches.restart()
-            self._position.forget()
+            self._plan.begin_again(batches)
         if spin_dataloaders is not None:
             self._position.spin = spin_dataloaders
         if eval_dataloader is not None:
             self._set_evaluators(evaluators)
         if new_precision is not state.precision:
             state.precision, state.scaler = new_precision, scaler
-        distributed.begin_fit(state, self._ranks, batches.data_spec.dataloader)
-        self._has_failed = True  # until this is over
-        self._make_loop(batches).fit()
-        self._has_failed = False
+        with self._failing_alone():
+            distributed.begin_fit(state, self._ranks, batches.data_spec)
+            self._make_loop(batches).fit()
         for optimizer in state.optimizers:
             self.strategy.zero_grad(optimizer)
 
@@ -407,9 +443,10 @@ class Trainer:
         state.evaluators = [*state.evaluators, *(e for e in evaluators if e not in state.evaluators)]
         try:
             evaluation = self._make_evaluation()
-            for evaluator in evaluators:
-                subset = evaluator.subset_num_batches if subset_num_batches == -1 else subset_num_batches
-                evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
+            with self._failing_alone():
+                for evaluator in evaluators:
+                    subset = evaluator.subset_num_batches if subset_num_batches == -1 else subset_num_batches
+                    evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
         finally:
             if eval_dataloader is not None:
                 state.evaluators = [e for e in state.evaluators if e not in evaluators]
@@ -465,42 +502,18 @@ class Trainer:
         self._has_failed |= error is not None
         self.close()
 
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Remember that this rank has failed, so that it does not wait for others that may wait for it."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise
+
     def _prepare_model(self) -> None:
         state = self.state
         state.model, state.optimizers = self.strategy.prepare(state.model, list(state.optimizers))
-
-    def _check_data(self, dataloader: Any) -> DataSpec:
-        data_spec = ensure_data_spec(dataloader)
-        arguments.check_iterable("train_dataloader", data_spec.dataloader)
-        arguments.choose_microbatch_size(self._microbatch_size, data_spec)
-        return data_spec
-
-    def _set_data(self, data_spec: DataSpec, label: str, subset_num_batches: int) -> TrainBatches:
-        state = self.state
-        state.set_dataloader(data_spec.dataloader, label, subset_num_batches)
-        distributed.share_length(state)
-        state.train_dataloader = data_spec.dataloader
-        state.device_train_microbatch_size = arguments.choose_microbatch_size(self._microbatch_size, data_spec)
-        self._batches = TrainBatches(data_spec, state, self.engine, self._ranks, self._position)
-        return self._batches
-
-    def _choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
-        """Return the batches of a new dataloader, or of the one there is."""
-        if subset_num_batches is not None:
-            arguments.check_subset("train_subset_num_batches", subset_num_batches)
-        if dataloader is not None:
-            subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
-            return self._set_data(self._check_data(dataloader), label, subset_num_batches)
-        if self._batches is None:
-            raise ValueError(
-                "train_dataloader is a required argument and must be specified when constructing the Trainer or when "
-                "calling Trainer.fit(). Give an iterable of batches, such as a torch DataLoader."
-            )
-        data_spec = self._batches.data_spec
-        self.state.device_train_microbatch_size = arguments.choose_microbatch_size(self._microbatch_size, data_spec)
-        if subset_num_batches is not None:
-            self.state.dataloader_len = subset_num_batches
-        return self._batches
 
     def _set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
         self.state.eval_metrics = {}
@@ -510,36 +523,6 @@ class Trainer:
     def _add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
         for evaluator in evaluators:
             self.state.eval_metrics[evaluator.label] = metrics_of(evaluator, self._model)
-
-    def _set_schedule(self, schedule: Schedule) -> None:
-        """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known."""
-        state = self.state
-        if schedule.schedulers:
-            self._schedule = schedule
-        if self._schedule is None or state.max_duration is None or state.dataloader is None:
-            return
-        state.schedulers = self._schedule.compile(state)
-        self._steps_every_batch = self._schedule.steps_every_batch()
-        self._schedule = None
-
-    @contextmanager
-    def _undone_if_refused(self) -> Iterator[None]:
-        """Put back what a fit was about to change, should it turn out that it cannot begin."""
-        state = self.state
-        own = {
-            name: getattr(self, name) for name in ("_batches", "_microbatch_size", "_schedule", "_steps_every_batch")
-        }
-        names = ("train_dataloader", "device_train_microbatch_size", "max_duration", "timestamp")
-        shared = {name: getattr(state, name) for name in names} | {"schedulers": list(state.schedulers)}
-        data = (state.dataloader, state.dataloader_label, state.dataloader_len)
-        try:
-            yield
-        except BaseException:
-            for holder, values in ((self, own), (state, shared)):
-                for name, value in values.items():
-                    setattr(holder, name, value)
-            restore_dataloader(state, *data)
-            raise
 
     def _make_loop(self, batches: TrainBatches) -> Loop:
         state = self.state
@@ -560,7 +543,7 @@ class Trainer:
             engine=self.engine,
             batches=batches,
             train_batch=train_batch,
-            schedulers=schedules.SchedulerSteps(state, self._steps_every_batch),
+            schedulers=schedules.SchedulerSteps(state, self._plan.steps_every_batch),
             evaluate=FitEvaluation(state, self.engine, self._make_evaluation(), self._clock),
             report=self._report,
             clock=self._clock,

@@ -1,6 +1,7 @@
 """Loading an optimizer's state by the names of parameters, however they are spread."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def load_optimizer(
     if source.is_sharded:
         saved = _read_folder(source, type(optimizer).__qualname__, make, options)
     else:
-        prepare = lambda content: _state_of(content, source, type(optimizer).__qualname__)  # noqa: E731
+        prepare = partial(_state_of, source=source, class_name=type(optimizer).__qualname__)
         with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
             saved = _receive(TensorSender(own), make)
     if "state" in saved:

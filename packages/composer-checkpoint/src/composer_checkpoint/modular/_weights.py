@@ -1,6 +1,7 @@
 """Loading weights into a model, whatever it is spread over."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -38,7 +39,8 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
     if source.is_sharded:
         _load_folder(model, source, options)
         return
-    with read_on_rank_zero(source.path, lambda content: _prepared(content, source, options), trusted=trusted) as own:
+    prepare = partial(_prepared, source=source, options=options)
+    with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
         if Ranks().world_size == 1 and not is_sharded(model):
             _load_plain(model, own, options.strict)
         else:

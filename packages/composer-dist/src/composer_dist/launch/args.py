@@ -121,6 +121,7 @@ def _check(options: Options) -> None:
         )
     if options.nnodes is not None:
         _check_nnodes(options)
+    _check_rendezvous(options)
     for stream in ("stdout", "stderr"):
         _check_format(stream, getattr(options, stream))
     _check_signals(options.signals_to_handle)
@@ -141,6 +142,23 @@ def _check_nnodes(options: Options) -> None:
         raise ValueError(
             f"--nnodes and --{fixed[0]} exclude each other: with --nnodes the nodes agree on their ranks when they "
             "meet. Leave one of them out."
+        )
+
+
+def _check_rendezvous(options: Options) -> None:
+    """Raise if what is said about where the nodes meet is said twice, or would not be used."""
+    rendezvous = [name for name in ("rdzv_endpoint", "rdzv_id", "rdzv_conf") if getattr(options, name)]
+    if rendezvous and not options.is_elastic:
+        raise ValueError(
+            f"--{rendezvous[0]}={getattr(options, rendezvous[0])!r} is for runs with a rendezvous, and this one has "
+            "none. Give --nnodes or --max_restarts as well, or leave it out."
+        )
+    addresses = [name for name in ("master_addr", "master_port") if getattr(options, name) is not None]
+    if addresses and (options.nnodes is not None or options.rdzv_endpoint is not None):
+        other = "nnodes" if options.rdzv_endpoint is None else "rdzv_endpoint"
+        raise ValueError(
+            f"--{addresses[0]}={getattr(options, addresses[0])!r} and --{other} exclude each other: ranks meet where "
+            "the rendezvous is. Give --rdzv_endpoint HOST:PORT only."
         )
 
 

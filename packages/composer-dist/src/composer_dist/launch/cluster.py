@@ -26,28 +26,35 @@ class Found(Generic[T]):
     source: str
 
 
+def _says_nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterHints:
-    """What a cluster says. `None` stands for what it does not say."""
+    """How to find out what a cluster says: variables are read, and may be wrong, only where somebody asks.
+
+    `None` stands for what it does not say.
+    """
 
     cluster: str
-    num_nodes: Found[int]
-    node_rank: Found[int]
-    nproc: Found[int] | None = None
-    master_addr: Found[str] | None = None
-    master_port: Found[int] | None = None
+    num_nodes: Callable[[], Found[int]]
+    node_rank: Callable[[], Found[int]]
+    nproc: Callable[[], Found[int] | None] = _says_nothing
+    master_addr: Callable[[], Found[str] | None] = _says_nothing
+    master_port: Callable[[], Found[int] | None] = _says_nothing
 
 
 def infer(cluster: str, environ: Environment) -> ClusterHints | None:
-    """Return what a cluster's variables say, or `None` where there is no cluster.
+    """Return how to read a cluster's variables, or `None` where there is no cluster.
 
     Args:
         cluster: One of `CLUSTERS`; `'auto'` for the first whose variables are set; `'none'`.
         environ: The variables.
 
     Raises:
-        ValueError: If a variable is not a number that it should be, if the named cluster's variables are missing, or
-            if several launchers were started on this node.
+        ValueError: If the named cluster's variables are missing, or if several launchers were started on this node.
+            What is returned raises it if a variable is not a number that it should be.
     """
     if cluster == "none":
         return None
@@ -107,15 +114,20 @@ def _slurm(environ: Environment) -> ClusterHints:
     in_step = bool(environ.get("SLURM_STEP_NUM_NODES"))
     nodes = "SLURM_STEP_NUM_NODES" if in_step else "SLURM_NNODES"
     hosts = "SLURM_STEP_NODELIST" if in_step and environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-    nodelist, job = environ.get(hosts), environ.get("SLURM_JOB_ID", "")
+    job = environ.get("SLURM_JOB_ID", "")
+
+    def master_addr() -> Found[str] | None:
+        nodelist = environ.get(hosts)
+        return Found(expand_nodelist(nodelist)[0], f"first host of {hosts}={nodelist!r}") if nodelist else None
+
     port = Found(20000 + int(job) % 20000, f"20000 + SLURM_JOB_ID={job!r} mod 20000") if job.isdecimal() else None
     return ClusterHints(
         cluster="slurm",
-        num_nodes=_integer(environ, nodes),
-        node_rank=_integer(environ, "SLURM_NODEID"),
-        nproc=_plain_integer(environ, "SLURM_GPUS_ON_NODE"),
-        master_addr=Found(expand_nodelist(nodelist)[0], f"first host of {hosts}={nodelist!r}") if nodelist else None,
-        master_port=port,
+        num_nodes=lambda: _integer(environ, nodes),
+        node_rank=lambda: _integer(environ, "SLURM_NODEID"),
+        nproc=lambda: _plain_integer(environ, "SLURM_GPUS_ON_NODE"),
+        master_addr=master_addr,
+        master_port=lambda: port,
     )
 
 
@@ -123,10 +135,10 @@ def _kubernetes(environ: Environment) -> ClusterHints:
     """An indexed Job or JobSet; the number of nodes and the first one's name are set by the user."""
     return ClusterHints(
         cluster="kubernetes",
-        num_nodes=_integer(environ, "COMPOSER_NUM_NODES"),
-        node_rank=_integer(environ, "JOB_COMPLETION_INDEX"),
-        master_addr=_text(environ, "COMPOSER_MASTER_ADDR"),
-        master_port=Found(29500, "the default of --cluster kubernetes"),
+        num_nodes=lambda: _integer(environ, "COMPOSER_NUM_NODES"),
+        node_rank=lambda: _integer(environ, "JOB_COMPLETION_INDEX"),
+        master_addr=lambda: _text(environ, "COMPOSER_MASTER_ADDR"),
+        master_port=lambda: Found(29500, "the default of --cluster kubernetes"),
     )
 
 
@@ -134,11 +146,11 @@ def _training_operator(environ: Environment) -> ClusterHints:
     """The variables by which operators speak to torchrun."""
     return ClusterHints(
         cluster="training-operator",
-        num_nodes=_integer(environ, "PET_NNODES"),
-        node_rank=_integer(environ, "PET_NODE_RANK"),
-        nproc=_plain_integer(environ, "PET_NPROC_PER_NODE"),  # 'auto' and 'gpu' leave it to the accelerators
-        master_addr=_text(environ, "PET_MASTER_ADDR"),
-        master_port=_integer(environ, "PET_MASTER_PORT") if environ.get("PET_MASTER_PORT") else None,
+        num_nodes=lambda: _integer(environ, "PET_NNODES"),
+        node_rank=lambda: _integer(environ, "PET_NODE_RANK"),
+        nproc=lambda: _plain_integer(environ, "PET_NPROC_PER_NODE"),  # 'auto' and 'gpu' leave it to the accelerators
+        master_addr=lambda: _text(environ, "PET_MASTER_ADDR"),
+        master_port=lambda: _integer(environ, "PET_MASTER_PORT") if environ.get("PET_MASTER_PORT") else None,
     )
 
 
@@ -147,15 +159,17 @@ def _openmpi(environ: Environment) -> ClusterHints:
     _refuse_second_launcher(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun --map-by ppr:1:node composer ...")
     return ClusterHints(
         cluster="openmpi",
-        num_nodes=_integer(environ, "OMPI_COMM_WORLD_SIZE"),
-        node_rank=_integer(environ, "OMPI_COMM_WORLD_RANK"),
+        num_nodes=lambda: _integer(environ, "OMPI_COMM_WORLD_SIZE"),
+        node_rank=lambda: _integer(environ, "OMPI_COMM_WORLD_RANK"),
     )
 
 
 def _pmi(environ: Environment) -> ClusterHints:
     """MPICH and Intel MPI: one launcher for each node; nothing says where the first one is."""
     _refuse_second_launcher(environ, "MPI_LOCALRANKID", "mpiexec -ppn 1 composer ...")
-    return ClusterHints(cluster="pmi", num_nodes=_integer(environ, "PMI_SIZE"), node_rank=_integer(environ, "PMI_RANK"))
+    return ClusterHints(
+        cluster="pmi", num_nodes=lambda: _integer(environ, "PMI_SIZE"), node_rank=lambda: _integer(environ, "PMI_RANK")
+    )
 
 
 # The variables that must be set, and how they are read. Slurm comes before MPI, whose processes it starts.

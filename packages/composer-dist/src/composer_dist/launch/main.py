@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from composer_dist.launch.args import Options, parse_options
 from composer_dist.launch.console import open_console, release_console, say
 from composer_dist.launch.explain import explain, explain_elastic
-from composer_dist.launch.preflight import CannotStartError, check_command, check_meeting_point
+from composer_dist.launch.preflight import CannotStartError, check_command, check_meeting_point, check_rendezvous
 from composer_dist.launch.rendezvous import Rendezvous, resolve_rendezvous
 from composer_dist.launch.topology import Topology, resolve, resolve_nproc
 
@@ -54,7 +54,9 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
     if options.dry_run:
         return lambda: _show(options, topology, rendezvous)
     check_command(options)
-    if topology is not None and (rendezvous is None or topology.is_multi_node):
+    if rendezvous is not None and (options.rdzv_endpoint or topology is None):
+        check_rendezvous(rendezvous)
+    elif topology is not None:
         check_meeting_point(topology)
     # What follows loads torch, which neither `--help` nor a wrong command line should wait for.
     if rendezvous is not None:
@@ -70,7 +72,7 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
 def _show(options: Options, topology: Topology | None, rendezvous: Rendezvous | None) -> int:
     """Print what would be started."""
     if rendezvous is not None:
-        say(explain_elastic(options, rendezvous, os.environ))
+        say(explain_elastic(options, rendezvous, topology, os.environ))
     else:
         assert topology is not None
         say(explain(options, topology, os.environ))

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from composer_dist.launch.args import Options
-from composer_dist.launch.topology import Topology
+from composer_dist.launch.rendezvous import Rendezvous
+from composer_dist.launch.topology import FREE_PORT, Topology
 
-__all__ = ["CannotStartError", "check_command", "check_meeting_point"]
+__all__ = ["CannotStartError", "check_command", "check_meeting_point", "check_rendezvous"]
 
 _log = logging.getLogger("composer_dist.launch")
 
@@ -54,24 +55,46 @@ def check_meeting_point(topology: Topology) -> None:
     Raises:
         ValueError: If the host's name is unknown, or if this node runs rank 0 and the port is taken.
     """
-    addr, port, sources = topology.master_addr, topology.master_port, topology.sources
-    deadline = time.monotonic() + (_RESOLVE_TIMEOUT_S if topology.is_multi_node else 0)
-    while (problem := _lookup_problem(addr, port)) is not None:
-        if time.monotonic() >= deadline:
-            raise ValueError(
-                f"master_addr={addr!r} (from {sources['master_addr']}) cannot be resolved: {problem}. Give a host "
-                "name or address that every node knows."
-            )
-        _log.info("master_addr=%r cannot be resolved yet: %s", addr, problem)
-        time.sleep(0.5)
+    addr, source = topology.master_addr, topology.sources["master_addr"]
+    _wait_for_address(f"master_addr={addr!r} (from {source})", addr, topology.is_multi_node)
     if topology.base_rank == 0:
         _check_own_address(topology)
-        _check_own_port(topology)
+        if topology.sources["master_port"] != FREE_PORT:  # which is chosen anew when it is needed
+            _check_own_port(topology)
 
 
-def _lookup_problem(addr: str, port: int) -> str | None:
+def check_rendezvous(rendezvous: Rendezvous) -> None:
+    """Raise if the nodes could not meet.
+
+    Args:
+        rendezvous: Where they would.
+
+    Raises:
+        ValueError: If the host's name is unknown.
+    """
+    if rendezvous.backend not in ("c10d", "static") or rendezvous.config.get("store_type") == "file":
+        return  # it need not be a host
+    host, _, _ = rendezvous.endpoint.rpartition(":") if ":" in rendezvous.endpoint else (rendezvous.endpoint, "", "")
+    host = host.strip("[]")  # IPv6
+    if host:
+        _wait_for_address(f"--rdzv_endpoint={rendezvous.endpoint!r}", host, rendezvous.max_nodes > 1)
+
+
+def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
+    """Raise if a host has no address, on several nodes after a while."""
+    deadline = time.monotonic() + (_RESOLVE_TIMEOUT_S if is_multi_node else 0)
+    while (problem := _lookup_problem(host)) is not None:
+        if time.monotonic() >= deadline:
+            raise ValueError(
+                f"{what} cannot be resolved: {problem}. Give a host name or address that every node knows."
+            )
+        _log.info("%s cannot be resolved yet: %s", what, problem)
+        time.sleep(0.5)
+
+
+def _lookup_problem(addr: str) -> str | None:
     try:
-        socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
     except OSError as error:
         return str(error)
     return None

@@ -43,7 +43,7 @@ def resolve_rendezvous(
     min_nodes, max_nodes = int(low), int(high or low)
     config = _parse_config(options.rdzv_conf)
     endpoint = options.rdzv_endpoint
-    if endpoint is None and topology is not None and topology.is_multi_node:
+    if endpoint is None and topology is not None and topology.has_meeting_point:
         endpoint = f"{topology.master_addr}:{topology.master_port}"
         config = {"is_host": str(topology.node_rank == 0).lower()} | config
     if endpoint is None and max_nodes > 1:

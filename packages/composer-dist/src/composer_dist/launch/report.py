@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_dist.launch.workers import Ending
 
-__all__ = ["brief", "crash_report", "is_on_console", "root_cause", "witness"]
+__all__ = ["WITNESS_S", "brief", "crash_report", "is_on_console", "root_cause", "witness"]
 
+WITNESS_S = 1.0
+"""For how long a failure counts as one with the first."""
 _MAX_LINES = 200
 _MAX_BYTES = 64 * 1024
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _LAST_LINES = 20
-_WITNESS_S = 1.0
 
 
 def crash_report(failures: Sequence["Ending"]) -> str:
@@ -76,7 +77,7 @@ def witness(failures: Sequence["Ending"]) -> "Ending | None":
     Args:
         failures: How they ended, in the order in which they failed.
     """
-    soon = [ending for ending in failures[1:] if ending.time - failures[0].time <= _WITNESS_S]
+    soon = [ending for ending in failures[1:] if ending.time - failures[0].time <= WITNESS_S]
     return next((ending for ending in soon if _TRACEBACK in _last_words(ending)), None)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -17,7 +18,7 @@ from composer_dist.launch.console import say
 from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
 from composer_dist.launch.logs import Logs, new_run_id
 from composer_dist.launch.preflight import CannotStartError
-from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, witness
+from composer_dist.launch.report import WITNESS_S, brief, crash_report, is_on_console, root_cause, witness
 from composer_dist.launch.signals import Signals
 from composer_dist.launch.topology import FREE_PORT, Topology
 from composer_dist.launch.workers import Ending, Workers
@@ -159,8 +160,8 @@ class Launch:
             self._signals.followed = signum
             return
         with self._signals.while_ending(signum):
-            failures = workers.failures() if signum is None else []
-            is_told = bool(failures) and is_on_console(failures[0])
+            failures = self._first_failures(workers) if signum is None else []
+            is_told = bool(failures) and is_on_console(failures[0]) and witness(failures) is None
             if is_told:  # with one line: what the rank wrote itself should stay in sight
                 say(brief(failures[0], self._logs.root_log_dir))
             for ending in () if is_told else failures:
@@ -182,6 +183,17 @@ class Launch:
             self._has_failed_before = True
             others = sorted(set(self._workers.ranks) - {ending.rank for ending in failures})
             say(root_cause(failures[0], others, self._logs.root_log_dir, witness(failures)), "stderr")
+
+    def _first_failures(self, workers: Workers) -> Sequence[Ending]:
+        """Return who has failed so far; if the first one did not say why, wait a moment for one that does."""
+        failures = workers.failures()
+        deadline = time.monotonic() + WITNESS_S
+        while failures and is_on_console(failures[0]) and witness(failures) is None and not workers.are_done:
+            if time.monotonic() > deadline:
+                break
+            workers.look(min(self._options.monitor_interval, 0.1))
+            failures = workers.failures()
+        return failures
 
     def _ask_to_end(self, workers: Workers, signum: signal.Signals | None, tell: Callable[[str], None]) -> None:
         """Send the ranks a signal, and wait."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from composer_dist.launch.args import Options
 from composer_dist.launch.cluster import ClusterHints, Found, infer
@@ -33,6 +34,11 @@ class Topology:
     def is_multi_node(self) -> bool:
         """Whether some of the ranks run on other nodes."""
         return self.world_size > self.nproc
+
+    @property
+    def has_meeting_point(self) -> bool:
+        """Whether somebody said where the ranks meet."""
+        return (self.sources["master_addr"], self.sources["master_port"]) != (_SINGLE_NODE, FREE_PORT)
 
 
 def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> Topology:
@@ -89,7 +95,7 @@ def resolve_nproc(options: Options, environ: Mapping[str, str], count_accelerato
     inputs = _Inputs(options, environ)
     nproc = inputs.flag("nproc") or inputs.variable("LOCAL_WORLD_SIZE")
     if nproc is None and inputs.hints is not None:
-        nproc = inputs.hints.nproc
+        nproc = inputs.hints.nproc()
     if nproc is None:
         count = count_accelerators()
         nproc = Found(count, f"{count} visible accelerators")
@@ -110,7 +116,14 @@ class _Inputs:
         cluster = "none" if is_nested and options.cluster == "auto" else options.cluster
         self.options = options
         self.environ = {name: environ[name] for name in environ if not (is_nested and name in _OF_LAUNCHERS)}
-        self.hints: ClusterHints | None = infer(cluster, environ)
+        self._infer = partial(infer, cluster, environ)
+        if cluster not in ("auto", "none"):
+            _ = self.hints  # who names a cluster wants to know that its variables are missing
+
+    @cached_property
+    def hints(self) -> ClusterHints | None:
+        """What the cluster says."""
+        return self._infer()
 
     def flag(self, name: str) -> Found[int] | None:
         """Return the number that was typed."""
@@ -145,14 +158,14 @@ class _Inputs:
 
 def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
     """Return the number of all processes."""
-    environ, hints = inputs.environ, inputs.hints
+    environ = inputs.environ
     world_size = inputs.flag("world_size")
     # Equal numbers describe a single node, whose number of processes --nproc may change.
     if world_size is None and environ.get("WORLD_SIZE") != environ.get("LOCAL_WORLD_SIZE"):
         world_size = inputs.variable("WORLD_SIZE")
-    if world_size is None and hints is not None:
-        source = f"nproc * {hints.num_nodes.source}={hints.num_nodes.value}"
-        world_size = Found(nproc.value * hints.num_nodes.value, source)
+    if world_size is None and inputs.hints is not None:
+        num_nodes = inputs.hints.num_nodes()
+        world_size = Found(nproc.value * num_nodes.value, f"nproc * {num_nodes.source}={num_nodes.value}")
     world_size = world_size or Found(nproc.value, "nproc")
     if world_size.value < nproc.value:
         raise ValueError(
@@ -178,7 +191,7 @@ def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int
     """Return the lowest rank and the number of one node among several."""
     base_rank, node_rank = inputs.integer("base_rank"), inputs.integer("node_rank")
     if base_rank is None and node_rank is None and inputs.hints is not None:
-        node_rank = inputs.hints.node_rank
+        node_rank = inputs.hints.node_rank()
     for name, value in (("base_rank", base_rank), ("node_rank", node_rank)):
         if value is not None and value.value < 0:
             raise ValueError(f"{name}={value.value} (from {value.source}) is below 0. Ranks and nodes count from 0.")
@@ -212,9 +225,8 @@ def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int
 
 def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -> tuple[Found[str], Found[int]]:
     """Return where the ranks of several nodes meet, which all of them must be told alike."""
-    hints = inputs.hints
-    master_addr = inputs.text("master_addr") or (hints and hints.master_addr)
-    master_port = inputs.integer("master_port") or (hints and hints.master_port)
+    master_addr = inputs.text("master_addr") or (inputs.hints and inputs.hints.master_addr())
+    master_port = inputs.integer("master_port") or (inputs.hints and inputs.hints.master_port())
     reason = f"world_size={world_size.value} (from {world_size.source}) is more than nproc={nproc.value}"
     if not master_addr:
         raise ValueError(

@@ -1,0 +1,122 @@
+"""What a fit trains on and how long: the data, how batches are cut, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from composer.trainer import _arguments as arguments
+from composer.trainer import _distributed as distributed
+from composer.trainer._data import TrainBatches
+from composer.trainer._evaluation import restore_dataloader
+from composer_events.data_spec import ensure_data_spec
+
+if TYPE_CHECKING:
+    from composer.trainer._ranks import Ranks
+    from composer.trainer._schedules import Schedule
+    from composer_checkpoint.data_position import DataPosition
+    from composer_events.data_spec import DataSpec
+    from composer_events.engine import Engine
+    from composer_events.state import State
+
+__all__ = ["Plan", "check_data"]
+
+
+def check_data(dataloader: Any, microbatch_size: Any) -> DataSpec:
+    """Return a dataloader as a DataSpec.
+
+    Raises:
+        TypeError, ValueError: If it cannot be read, or its batches cannot be cut.
+    """
+    data_spec = ensure_data_spec(dataloader)
+    arguments.check_iterable("train_dataloader", data_spec.dataloader)
+    arguments.choose_microbatch_size(microbatch_size, data_spec)
+    return data_spec
+
+
+class Plan:
+    """Keeps what the constructor was given until a fit needs it, and what a fit changes.
+
+    Attributes:
+        microbatch_size: As the user gave it; `None` for the dataloader's batch size.
+        steps_every_batch: How often schedulers step; see `SchedulerSteps`.
+    """
+
+    def __init__(
+        self, state: State, engine: Engine, ranks: Ranks, position: DataPosition, microbatch_size: Any
+    ) -> None:
+        self._state = state
+        self._engine = engine
+        self._ranks = ranks
+        self._position = position
+        self._batches: TrainBatches | None = None
+        self._schedule: Schedule | None = None  # what waits for a duration and a dataloader
+        self.microbatch_size = microbatch_size
+        self.steps_every_batch: bool | None = True
+
+    def set_data(self, data_spec: DataSpec, label: str, subset_num_batches: int) -> TrainBatches:
+        """Train on this from now on. Every rank must call this."""
+        state = self._state
+        state.set_dataloader(data_spec.dataloader, label, subset_num_batches)
+        distributed.share_length(state)
+        state.train_dataloader = data_spec.dataloader
+        state.device_train_microbatch_size = arguments.choose_microbatch_size(self.microbatch_size, data_spec)
+        self._batches = TrainBatches(data_spec, state, self._engine, self._ranks, self._position)
+        return self._batches
+
+    def choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
+        """Return the batches of a new dataloader, or of the one there is.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if subset_num_batches is not None:
+            arguments.check_subset("train_subset_num_batches", subset_num_batches)
+        if dataloader is not None:
+            subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
+            return self.set_data(check_data(dataloader, self.microbatch_size), label, subset_num_batches)
+        if self._batches is None:
+            raise ValueError(
+                "train_dataloader is a required argument and must be specified when constructing the Trainer or when "
+                "calling Trainer.fit(). Give an iterable of batches, such as a torch DataLoader."
+            )
+        data_spec = self._batches.data_spec
+        self._state.device_train_microbatch_size = arguments.choose_microbatch_size(self.microbatch_size, data_spec)
+        if subset_num_batches is not None:
+            self._state.dataloader_len = subset_num_batches
+            distributed.share_length(self._state)
+        return self._batches
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known."""
+        state = self._state
+        if schedule.schedulers:
+            self._schedule = schedule
+        if self._schedule is None or state.max_duration is None or state.dataloader is None:
+            return
+        state.schedulers = self._schedule.compile(state)
+        self.steps_every_batch = self._schedule.steps_every_batch()
+        self._schedule = None
+
+    def begin_again(self, batches: TrainBatches) -> None:
+        """Read the data from its start, since the timestamp was set back."""
+        batches.restart()
+        self._position.forget()
+
+    @contextmanager
+    def undone_if_refused(self) -> Iterator[None]:
+        """Put back what a fit was about to change, should it turn out that it cannot begin."""
+        state = self._state
+        own = {name: getattr(self, name) for name in ("_batches", "microbatch_size", "_schedule", "steps_every_batch")}
+        names = ("train_dataloader", "device_train_microbatch_size", "max_duration", "timestamp")
+        shared = {name: getattr(state, name) for name in names} | {"schedulers": list(state.schedulers)}
+        data = (state.dataloader, state.dataloader_label, state.dataloader_len)
+        try:
+            yield
+        except BaseException:
+            for holder, values in ((self, own), (state, shared)):
+                for name, value in values.items():
+                    setattr(holder, name, value)
+            restore_dataloader(state, *data)
+            raise
