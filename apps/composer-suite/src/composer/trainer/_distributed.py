@@ -63,7 +63,7 @@ def choose_strategy(
     if deepspeed_config is not None:
         if sync_strategy is not None or comm_hook is not None:
             raise ValueError(
-                f"deepspeed_config, ddp_sync_strategy={sync_strategy!r}, ddp_comm_hook={comm_hook!r}: they do not go together. "
+                f"ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go with deepspeed_config: "
                 "DeepSpeed's engine synchronises the gradients itself. Leave out what you do not need."
             )
         from composer_dist.deepspeed import DeepSpeed  # its package is asked for only here
