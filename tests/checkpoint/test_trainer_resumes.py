@@ -163,7 +163,7 @@ class Slow(Callback):
         print("batch", int(state.timestamp.batch), flush=True)
         time.sleep(0.02)
 
-train(callbacks=[Slow()], save_folder={checkpoints!r}, autoresume=True, save_async={is_async}, max_duration="20ep")
+train(callbacks=[Slow()], save_folder={checkpoints!r}, autoresume=True, save_async={is_async}, max_duration="8ep")
 print("done", flush=True)
 """
 
@@ -201,9 +201,9 @@ def test_a_run_that_is_killed_at_any_instant_loses_at_most_the_save_in_flight(tm
         assert whole
         for path in whole:
             verify(path)
-    expected, _ = train(max_duration="20ep")
-    resumed, _ = train(save_folder=str(tmp_path / "checkpoints"), autoresume=True, max_duration="20ep")
-    assert len(resumed) < len(expected) - 20
+    expected, _ = train(max_duration="8ep")
+    resumed, _ = train(save_folder=str(tmp_path / "checkpoints"), autoresume=True, max_duration="8ep")
+    assert len(resumed) < len(expected) - 15
     assert resumed == {batch: expected[batch] for batch in resumed}
 
 
@@ -223,10 +223,11 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, caplog):
 
 def test_a_run_that_begins_again_where_checkpoints_are_needs_to_say_so(tmp_path):
     folder = str(tmp_path / "checkpoints")
-    train(save_folder=folder)
+    settings = {"save_folder": folder, "save_interval": "1ep", "max_duration": "2ep"}
+    train(**settings)
     with pytest.raises(FileExistsError, match="may conflict with a future checkpoint"):
-        train(save_folder=folder)
-    train(save_folder=folder, save_overwrite=True)
+        train(**settings)
+    train(**settings, save_overwrite=True)
 
 
 def test_algorithms_that_the_weights_depend_on_are_applied_again(tmp_path):
