@@ -264,6 +264,18 @@ def test_older_names_of_arguments_still_work(make_trainer, trained, folder):
     make_trainer(**arguments, load_strict=False)
 
 
+def test_a_run_that_is_resumed_at_the_end_of_an_epoch_has_no_metrics_of_it(make_trainer, folder, recorder):
+    make_trainer(max_duration="2ep", save_folder=str(folder), save_interval="1ba").fit()
+    # Whoever listens has the metrics computed, which warns where they have seen nothing.
+    path = str(folder / "ep0-ba2-rank0.pt")
+    with pytest.warns(UserWarning, match="Recorder is not in the state_dict"):
+        resumed = make_trainer(max_duration="3ba", load_path=path, loggers=recorder)
+    resumed.fit()
+    logged = [entry for entry in recorder.seen if entry[0] == "M" and "metrics/train/MulticlassAccuracy" in entry[2]]
+    assert len(logged) == 1  # those of the third batch
+    assert "MulticlassAccuracy" in resumed.state.train_metric_values
+
+
 def test_begin_again_from_zero_after_loading_reads_the_epoch_from_its_start(make_trainer, make_loader, tmp_path):
     trainer = make_trainer(max_duration="1ba")
     trainer.fit()

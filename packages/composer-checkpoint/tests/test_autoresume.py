@@ -125,3 +125,19 @@ def test_a_remote_folder_is_looked_through_when_nothing_is_here(loop, tmp_path, 
         load_checkpoint(path, run.state, run.engine.logger)
     assert run.state.timestamp.batch == expected
     assert not os.path.exists(path)
+
+
+def test_a_resumed_run_replaces_what_is_damaged_in_the_store(loop, tmp_path):
+    first = loop([remote("replaced")], max_duration="3ba")
+    first.fit()
+    first.engine.close()
+    store = FsspecObjectStore("memory://replaced")
+    (tmp_path / "damaged").write_bytes(b"cut short")
+    store.upload_object("run/ba3.pt", str(tmp_path / "damaged"))
+    checkpoints = remote("replaced")
+    run = loop([checkpoints], max_duration="3ba", num_batches=3)
+    with checkpoint_to_resume(checkpoints, run.state, run.engine.logger) as path:
+        load_checkpoint(path, run.state, run.engine.logger)
+    checkpoints.resumes = True
+    run.fit()
+    assert store.get_object_size("run/ba3.pt") > 100

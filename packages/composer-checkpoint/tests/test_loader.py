@@ -82,6 +82,23 @@ def test_random_numbers_go_on_where_they_were(loop, trained, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_an_epoch_of_other_batches_is_not_gone_on_with(loop, tmp_path):
+    def make(batch_size):
+        return loop(train_dataloader=torch.utils.data.DataLoader(torch.ones(8, 2), batch_size))
+
+    run = make(2)
+    run.state.timestamp = run.state.timestamp.to_next_batch(samples=2)
+    path = save_checkpoint(run.state, str(tmp_path / "ba1.pt"))
+    same = make(2)
+    load_checkpoint(path, same.state, None)
+    assert (same.state.timestamp.epoch, same.state.timestamp.batch_in_epoch) == (0, 1)
+    other = make(4)
+    with pytest.warns(UserWarning, match="batches of 2 samples on 1 ranks, 2 in all, and now a batch has 4"):
+        load_checkpoint(path, other.state, None)
+    assert (other.state.timestamp.epoch, other.state.timestamp.batch_in_epoch) == (1, 0)
+    assert other.state.timestamp.batch == 1
+
+
 def test_weights_alone_leave_the_rest_as_it_is(loop, trained, path):
     run = loop()
     assert load_checkpoint(path, run.state, None, load_weights_only=True) is None

@@ -223,6 +223,15 @@ def test_an_asynchronous_checkpoint_is_the_state_of_its_batch(loop, saver, tmp_p
     assert os.readlink(tmp_path / "checkpoints" / "latest-rank0.pt") == "ba8.pt"
 
 
+def test_a_save_may_be_skipped_while_the_one_before_is_written_but_not_the_last(loop, saver, tmp_path):
+    checkpoints = saver("ba{batch}.pt", save_interval="1ba", async_save=True, save_async_policy="skip")
+    run = loop([checkpoints], max_duration="12ba")
+    run.fit()
+    saved = [os.path.basename(path) for path in checkpoints.saved_checkpoints]
+    assert (saved[0], saved[-1]) == ("ba1.pt", "ba12.pt")
+    assert [name for name in names(tmp_path / "checkpoints") if name.startswith("ba")] == sorted(saved)
+
+
 def test_an_error_in_the_background_is_raised_at_a_later_batch(loop, saver, tmp_path):
     checkpoints = saver("ba{batch}.pt", save_interval="1ba", async_save=True)
     run = loop([checkpoints])
@@ -263,6 +272,14 @@ def test_a_resumed_run_deletes_what_the_one_before_it_has_saved(loop, saver, tmp
     second.state.timestamp = second.state.timestamp.to_next_epoch()
     second.fit()
     assert names(folder) == rank_zero("ep2-ba5", "ep2-ba6")
+
+
+def test_a_second_fit_deletes_what_the_first_has_saved(loop, saver, tmp_path):
+    run = loop([saver(num_checkpoints_to_keep=1)], max_duration="1ep")
+    run.fit()
+    run.state.max_duration = "2ep"
+    run.fit()
+    assert names(tmp_path / "checkpoints") == rank_zero("ep2-ba4")
 
 
 def test_checkpoints_elsewhere_are_never_deleted(loop, saver, tmp_path):

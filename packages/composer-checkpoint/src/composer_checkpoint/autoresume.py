@@ -15,11 +15,12 @@ from composer_checkpoint.conflicts import numbers_in_name
 from composer_checkpoint.discover import Found, find_newest
 from composer_checkpoint.errors import CheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.fetching import get_file
-from composer_checkpoint.names import format_name_with_dist, partial_format, sharded_folder
+from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.pointers import read_pointer
 from composer_checkpoint.publish import SYMLINK_SUFFIX
+from composer_checkpoint.save_names import within_folder
 from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.state_io import Layout, layout_of, prefix_dir_of
+from composer_checkpoint.state_io import Layout, layout_of
 from composer_checkpoint.verify import verify
 from composer_dist import dist
 
@@ -67,9 +68,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
 
 def _search(found: list[str | None], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
     folder = format_name_with_dist(saver.folder, state.run_name)
-    template = saver.filename.filename
-    if layout is Layout.SHARDED:
-        template = sharded_folder(template, prefix_dir_of(state))
+    template = within_folder(state, saver.filename.filename)
 
     def check(path: Path) -> None:
         names = [os.fspath(path)]

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger
@@ -89,6 +90,8 @@ def load_checkpoint(
         _put_into(state, saved, logger, load_weights_only, strict_model_weights, exclude_algorithms, algorithm_passes)
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
+    if not load_weights_only:
+        _leave_epoch_of_other_batches(state, saved.get("metadata"))
     log.info("Loaded %s.", path)
     rng: list[dict[str, Any]] | None = None if load_weights_only else content.get("rng") or None
     position = DataPosition.of(state)
@@ -254,6 +257,26 @@ def _refuse_another_model(state: "State", saved: dict[str, Any], path: str) -> N
             f"{path} is of another model: not one of its {len(theirs)} weights ({', '.join(sorted(theirs)[:5])}, ...) "
             f"is among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that "
             f"it was saved from."
+        )
+
+
+def _leave_epoch_of_other_batches(state: "State", metadata: Any) -> None:
+    """Go on with the next epoch if this one was begun with batches of another size, which no batch count fits."""
+    batch_size = getattr(state.train_dataloader, "batch_size", None)
+    if not isinstance(metadata, dict) or not isinstance(batch_size, int) or state.timestamp.batch_in_epoch == 0:
+        return
+    saved_size, saved_ranks = metadata.get("train_dataloader_batch_size"), metadata.get("world_size")
+    if not isinstance(saved_size, int) or not isinstance(saved_ranks, int):
+        return
+    before, now = saved_size * saved_ranks, batch_size * dist.get_world_size()
+    if before != now:
+        state.timestamp = state.timestamp.to_next_epoch()
+        warnings.warn(
+            f"The checkpoint was saved inside an epoch of batches of {saved_size} samples on {saved_ranks} ranks, "
+            f"{before} in all, and now a batch has {now}. Training goes on with the next epoch, number "
+            f"{int(state.timestamp.epoch)}. To finish the one that was begun, let batch_size times ranks be {before}.",
+            UserWarning,
+            stacklevel=3,
         )
 
 

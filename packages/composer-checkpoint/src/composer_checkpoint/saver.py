@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,15 +11,15 @@ import torch
 
 from composer_checkpoint.archives import check_compressor
 from composer_checkpoint.async_save import AsyncSaver
-from composer_checkpoint.commit import remove_leftovers, replace_pointer
-from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files
+from composer_checkpoint.commit import replace_pointer
+from composer_checkpoint.held_folder import HeldFolder
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.kept_files import KeptFiles, combine_policies
-from composer_checkpoint.lock import FolderLock
-from composer_checkpoint.names import PartialFilePath, check_filename, format_name_with_dist, sharded_folder
+from composer_checkpoint.names import PartialFilePath, check_filename, format_name_with_dist
 from composer_checkpoint.retention import RetentionPolicy
+from composer_checkpoint.save_names import Save, name_save, to_path, within_folder
 from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.state_io import Layout, collect, describe, layout_of, own_file, path_of, prefix_dir_of, write
+from composer_checkpoint.state_io import Layout, collect, describe, layout_of, own_file, path_of, write
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.upload import RemoteUploader
 from composer_checkpoint.uploads import CheckpointUploads
@@ -70,7 +69,7 @@ class CheckpointSaver(Callback):
         saved_checkpoints: The paths of what this process has saved and not deleted, oldest first.
         all_saved_checkpoints_to_timestamp: When in training each path was saved, also before a resumption.
         last_checkpoint_batch: The batch of the latest save.
-        resumes: Set to let a run replace later checkpoints, because what is newer than where it resumes is damaged.
+        resumes: Set it where a run goes on from the newest whole checkpoint: later ones are damaged, and are replaced.
 
     Raises:
         ValueError: If names, intervals or numbers cannot be used, or contradict each other.
@@ -141,19 +140,18 @@ class CheckpointSaver(Callback):
         self._uploads = CheckpointUploads(self.remote_uploader, overwrite, upload_timeout_in_seconds)
         self.folder = folder
         self.filename = PartialFilePath(filename, folder)
-        self.latest_filename = _path(latest_filename, folder)
-        self.remote_file_name = _path(remote_file_name)
-        self.latest_remote_file_name = _path(latest_remote_file_name)
+        self.latest_filename = to_path(latest_filename, folder)
+        self.remote_file_name = to_path(remote_file_name)
+        self.latest_remote_file_name = to_path(latest_remote_file_name)
 
         self.all_saved_checkpoints_to_timestamp: dict[str, Timestamp] = {}
         self.last_checkpoint_batch: Time[int] | None = None
         self.rank_saves_symlinks = False
         self.resumes = False
-        self._lock: FolderLock | None = None
-        self._has_folder = False
+        self._folder = HeldFolder(folder)
         self._async: AsyncSaver | None = None
-        self._saving: _Save | None = None
-        self._committed: list[_Save] = []
+        self._saving: Save | None = None
+        self._committed: list[Save] = []
         self._loaded_kept: Any = ()
         self._metrics: dict[str, Any] = {}
 
@@ -175,9 +173,11 @@ class CheckpointSaver(Callback):
                 "state_dict_type='sharded', or save_async=False."
             )
         path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
-        self._kept.load_state_dict(self._loaded_kept, format_name_with_dist(self.folder, state.run_name))
-        self._loaded_kept = ()
-        self._take_folder(state, is_for_fit=True)
+        if self._loaded_kept:
+            self._kept.load_state_dict(self._loaded_kept, format_name_with_dist(self.folder, state.run_name))
+            self._loaded_kept = ()
+        may_replace = self._uploads.overwrite = self.overwrite or self.resumes
+        self._folder.take(state, None if may_replace else within_folder(state, self.filename.filename))
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is time."""
@@ -216,7 +216,7 @@ class CheckpointSaver(Callback):
         try:
             self.wait(state, logger)
         finally:
-            self._give_folder_back()
+            self._folder.give_back()
 
     def wait(self, state: "State", logger: "Logger") -> None:
         """Return when everything is saved and uploaded. Every rank must call this.
@@ -240,7 +240,7 @@ class CheckpointSaver(Callback):
                 self._async = None
             self._settle(state, logger)
         finally:
-            self._give_folder_back()
+            self._folder.give_back()
 
     def post_close(self) -> None:
         """Wait for uploads, and let go of connections and temporary files."""
@@ -253,15 +253,15 @@ class CheckpointSaver(Callback):
 
     def save(self, state: "State", logger: "Logger") -> None:
         """Save now. Every rank must call this."""
-        if self._has_folder:
+        if self._folder.is_held:
             self._save(state, logger)
             return
-        self._take_folder(state, is_for_fit=False)
+        self._folder.take(state)
         try:
             self._save(state, logger)
             self.wait(state, logger)
         finally:
-            self._give_folder_back()
+            self._folder.give_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints there are, those of before a resumption included."""
@@ -291,7 +291,7 @@ class CheckpointSaver(Callback):
         if self._async is not None and self._skips(state):
             log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
             return
-        job = self._describe_save(state, layout)
+        job = self._name_save(state)
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
         self.last_checkpoint_batch = state.timestamp.batch
         self.all_saved_checkpoints_to_timestamp[own_file(job.path)] = state.timestamp
@@ -315,20 +315,16 @@ class CheckpointSaver(Callback):
         is_last = elapsed is not None and float(elapsed) >= 1.0
         return self.save_async_policy == "skip" and self._async.is_saving and not is_last
 
-    def _describe_save(self, state: "State", layout: Layout) -> "_Save":
-        path = path_of(state, self.filename.filename, self.filename.folder)
-        remote = _remote_name(self.remote_file_name, state, layout)
-        if self._remote_folder is not None and layout is Layout.SHARDED:
-            parsed = parse_uri(self._remote_folder)
-            path = f"{parsed.backend}://{parsed.bucket}/{remote}"  # each rank writes there itself
+    def _name_save(self, state: "State") -> Save:
         keeps_none = self._kept.policy == RetentionPolicy(last=0)
-        return _Save(
-            path=path,
-            timestamp=state.timestamp,
-            metrics=self._measured(state),
-            link=None if keeps_none or self.latest_filename is None else self.latest_filename.format(state),
-            remote_name=remote,
-            remote_pointer=None if self.latest_remote_file_name is None else self.latest_remote_file_name.format(state),
+        return name_save(
+            state,
+            self.filename,
+            None if keeps_none else self.latest_filename,
+            self.remote_file_name,
+            self.latest_remote_file_name,
+            self._remote_folder,
+            self._measured(state),
         )
 
     def _measured(self, state: "State") -> dict[str, float]:
@@ -347,7 +343,7 @@ class CheckpointSaver(Callback):
         return {metric: float(known[metric])}
 
     def _save_in_background(
-        self, state: "State", content: dict[str, Any], job: "_Save", layout: Layout, info: dict[str, Any]
+        self, state: "State", content: dict[str, Any], job: Save, layout: Layout, info: dict[str, Any]
     ) -> None:
         if self._async is None:
             self._async = AsyncSaver(policy="wait")  # who skips has been asked before
@@ -362,7 +358,7 @@ class CheckpointSaver(Callback):
             then=(lambda: self._commit(job)) if writes else None,
         )
 
-    def _commit(self, job: "_Save") -> None:
+    def _commit(self, job: Save) -> None:
         """Let the link lead to what was written; the background thread of an asynchronous save does it, too."""
         if self.rank_saves_symlinks and job.link is not None and not parse_uri(job.path).backend:
             replace_pointer(job.link, own_file(job.path))
@@ -378,58 +374,6 @@ class CheckpointSaver(Callback):
                 upload = self._uploads.send(path, job.remote_name, job.remote_pointer, state, logger)
             self._kept.add(path, job.timestamp, job.metrics, upload)
             self._kept.rotate()
-
-    def _take_folder(self, state: "State", *, is_for_fit: bool) -> None:
-        """Lock the folder on rank 0, and look at what is in it, or fail on all ranks."""
-        ranks = Ranks()
-        ranks.together(lambda: self._lock_folder(state, is_for_fit) if ranks.rank == 0 else None)
-        self._has_folder = True
-
-    def _lock_folder(self, state: "State", is_for_fit: bool) -> None:
-        folder = format_name_with_dist(self.folder, state.run_name)
-        if self._lock is None:
-            self._lock = FolderLock(folder).acquire()
-        try:
-            remove_leftovers(folder, locked=True)
-            if is_for_fit and not self.overwrite and not self.resumes:
-                ensure_folder_has_no_conflicting_files(folder, self._template(state), state.timestamp)
-        except BaseException:
-            self._give_folder_back()
-            raise
-
-    def _template(self, state: "State") -> str:
-        filename = self.filename.filename
-        return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
-
-    def _give_folder_back(self) -> None:
-        self._has_folder = False
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
-
-
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """What a save is called, here and elsewhere, and what it is about."""
-
-    path: str
-    timestamp: Timestamp
-    metrics: dict[str, float]
-    link: str | None
-    remote_name: str | None
-    remote_pointer: str | None
-
-
-def _path(name: str | None, folder: str | None = None) -> PartialFilePath | None:
-    return None if name is None else PartialFilePath(str(name).lstrip("/"), folder)
-
-
-def _remote_name(template: PartialFilePath | None, state: "State", layout: Layout) -> str | None:
-    if template is None:
-        return None
-    if layout is Layout.SHARDED:
-        template = PartialFilePath(sharded_folder(template.filename, prefix_dir_of(state)))
-    return template.format(state)
 
 
 def _unchanged_until_step(state: "State") -> list[torch.Tensor]:

@@ -26,11 +26,14 @@ class CheckpointUploads:
         uploader: Of the remote folder, if there is one.
         overwrite: Whether a whole checkpoint of the same name may be replaced.
         timeout_s: How long `wait` waits.
+
+    Attributes:
+        overwrite: As above.
     """
 
     def __init__(self, uploader: RemoteUploader | None, overwrite: bool, timeout_s: float) -> None:
         self._uploader = uploader
-        self._overwrite = overwrite
+        self.overwrite = overwrite
         self._timeout_s = timeout_s
 
     def send(
@@ -54,7 +57,7 @@ class CheckpointUploads:
             self._hand_to_loggers(path, name, pointer, state, logger)
             return None
         if not is_uri(path):
-            return self._uploader.publish_async(path, name, pointer=pointer, overwrite=self._overwrite)
+            return self._uploader.publish_async(path, name, pointer=pointer, overwrite=self.overwrite)
         if pointer is not None:
             write_pointer(self._uploader.remote_backend, pointer + SYMLINK_SUFFIX, name)
         return None
@@ -90,7 +93,7 @@ class CheckpointUploads:
         if not any(destination.can_upload_files() for destination in destinations):
             return
         for file, remote_name in _files(path, name):
-            logger.upload_file(remote_name, file, overwrite=self._overwrite)
+            logger.upload_file(remote_name, file, overwrite=self.overwrite)
         if pointer is None:
             return
         with tempfile.TemporaryDirectory() as folder:

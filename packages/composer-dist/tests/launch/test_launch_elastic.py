@@ -55,22 +55,45 @@ def test_each_failed_attempt_tells_its_root_cause_and_keeps_its_logs(launch, scr
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through Linux's /proc")
-def test_nothing_of_a_failed_attempt_runs_in_the_next(launch, script, running):
+def test_nothing_of_a_failed_attempt_runs_in_the_next(launch, script, tmp_path):
     leave = script(
         """
-        import subprocess
+        import pathlib, subprocess
+        left = pathlib.Path(sys.argv[1])
         if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
-            if rank == '0':
-                subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(62.5)'], start_new_session=True)
-            else:
-                time.sleep(0.5)
-            sys.exit(int(rank))
-        commands = [open(f'/proc/{pid}/cmdline').read() for pid in os.listdir('/proc') if pid.isdecimal()]
-        sys.exit(5 if any('time.sleep(62.5)' in command for command in commands) else 0)
+            if rank == '1':
+                sleep = [sys.executable, '-c', 'import time; time.sleep(62.5)']
+                left.write_text(str(subprocess.Popen(sleep, start_new_session=True).pid))
+                sys.exit(1)
+            time.sleep(60)
+        command = pathlib.Path(f'/proc/{left.read_text()}/cmdline')
+        sys.exit(5 if command.exists() and command.read_bytes() else 0)  # a zombie's is empty
         """
     )
-    status, _, err = launch("-n", 2, "--max_restarts", 1, leave)
+    status, _, err = launch("-n", 2, "--max_restarts", 1, leave, tmp_path / "left")
     assert status == 0, err
+
+
+def test_a_signal_while_a_failed_attempt_ends_keeps_the_next_one_from_starting(started, script, tmp_path, wait_for):
+    slow = script(
+        f"""
+        import signal
+        def end(*_):
+            open('{tmp_path}/ending', 'w').close()
+            time.sleep(2)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        open(f'{tmp_path}/attempt-{{os.environ["TORCHELASTIC_RESTART_COUNT"]}}-{{rank}}', 'w').close()
+        time.sleep(1.5 if rank == '1' else 60)
+        sys.exit(1)
+        """
+    )
+    launcher = started("-n", 2, "--max_restarts", 1, slow)
+    wait_for(lambda: (tmp_path / "ending").exists())
+    launcher.terminate()
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 143
+    assert not list(tmp_path.glob("attempt-1-*"))
 
 
 def test_the_rendezvous_of_one_node_is_at_the_port_that_was_named(launch, script):

@@ -47,8 +47,15 @@ class TrainMetrics:
         self._kept = None
 
     def compute(self) -> dict[str, Any]:
-        """Return the value of each metric over the microbatches seen, and put them on the state."""
-        values = {name: metric.compute() for name, metric in self._metrics().items()}
+        """Return the value of each metric over the microbatches seen, and put them on the state.
+
+        A run that was resumed right at the end of an epoch has seen none yet.
+        """
+        values = {
+            name: metric.compute()
+            for name, metric in self._metrics().items()
+            if getattr(metric, "update_called", True)  # what torchmetrics says of its own
+        }
         self._state.train_metric_values.update(values)
         return values
 

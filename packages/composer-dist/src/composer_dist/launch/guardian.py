@@ -46,12 +46,9 @@ class Guardian:
 
     def watch(self, groups: Iterable[int]) -> None:
         """Add process groups to those that are to be killed in the end."""
-        new = set(groups) - self._groups
+        new = set(groups)
         self._groups |= new
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody killed it; the run goes on without
-            self._process.stdin.write("".join(f"{group}\n" for group in new))
-            self._process.stdin.flush()
+        self._tell("".join(f"{group}\n" for group in new))
 
     def sweep(self, *, spare_detached: bool) -> list[int]:
         """Kill what is left of the launch, and return whom that hit.
@@ -59,7 +56,10 @@ class Guardian:
         Args:
             spare_detached: Leave processes alone that went into sessions of their own, as services do.
         """
-        return sweep(self._groups, None if spare_detached else self.launch_id)
+        killed = sweep(self._groups, None if spare_detached else self.launch_id)
+        self._groups.clear()  # before long their numbers may be somebody else's
+        self._tell("\n")
+        return killed
 
     def close(self) -> None:
         """Dismiss the guardian: from now on nobody looks after what is left."""
@@ -68,6 +68,12 @@ class Guardian:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+    def _tell(self, text: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody killed it; the run goes on without
+            self._process.stdin.write(text)
+            self._process.stdin.flush()
 
 
 def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEEP_S) -> list[int]:
@@ -169,7 +175,12 @@ def _main(launch_id: str, launcher: str) -> None:
     """Wait for the launcher's end, which must have been a sudden one, and kill what it started."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    groups = {int(line) for line in sys.stdin}  # all that come until the pipe is closed
+    groups: set[int] = set()
+    for line in sys.stdin:  # until the pipe is closed
+        if line.strip():
+            groups.add(int(line))
+        else:
+            groups.clear()  # the launcher itself has swept them
     killed = sweep(groups, launch_id)
     if killed:
         with contextlib.suppress(OSError):

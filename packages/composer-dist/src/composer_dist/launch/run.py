@@ -182,7 +182,8 @@ class Launch:
         if failures:
             self._has_failed_before = True
             others = sorted(set(self._workers.ranks) - {ending.rank for ending in failures})
-            say(root_cause(failures[0], others, self._logs.root_log_dir, witness(failures)), "stderr")
+            said = root_cause(failures[0], others, self._logs.root_log_dir, witness(failures))
+            say(said.removesuffix("\n"), "stderr")
 
     def _first_failures(self, workers: Workers) -> Sequence[Ending]:
         """Return who has failed so far; if the first one did not say why, wait a moment for one that does."""

@@ -20,6 +20,7 @@ class _Recorder:
     records_for_launcher = True  # `error_file.install` looks for this
 
     def __init__(self) -> None:
+        self._following = sys.excepthook
         self._pid = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -28,7 +29,7 @@ class _Recorder:
             if os.getpid() == self._pid and not issubclass(kind, KeyboardInterrupt):
                 _record(error.with_traceback(trace))
         finally:
-            sys.__excepthook__(kind, error, trace)
+            self._following(kind, error, trace)  # whatever becomes of the record
 
 
 def _record(error: BaseException) -> None:

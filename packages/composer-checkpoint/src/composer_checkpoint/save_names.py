@@ -1,0 +1,61 @@
+"""What a save is called: here, in the store, and what points to it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from composer_checkpoint.names import PartialFilePath, sharded_folder
+from composer_checkpoint.state_io import Layout, layout_of, path_of, prefix_dir_of
+from composer_checkpoint.stores.addresses import parse_uri
+from composer_time import Timestamp
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = ["Save", "name_save", "to_path", "within_folder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save: its names, the time in training, and what was measured by then."""
+
+    path: str
+    timestamp: Timestamp
+    metrics: dict[str, float]
+    link: str | None
+    remote_name: str | None
+    remote_pointer: str | None
+
+
+def name_save(
+    state: "State",
+    filename: PartialFilePath,
+    link: PartialFilePath | None,
+    remote_name: PartialFilePath | None,
+    remote_pointer: PartialFilePath | None,
+    remote_folder: str | None,
+    metrics: dict[str, float],
+) -> Save:
+    """Fill in the names of a save of now."""
+    path = path_of(state, filename.filename, filename.folder)
+    remote = None if remote_name is None else PartialFilePath(within_folder(state, remote_name.filename)).format(state)
+    if remote_folder is not None and layout_of(state) is Layout.SHARDED:
+        parsed = parse_uri(remote_folder)
+        path = f"{parsed.backend}://{parsed.bucket}/{remote}"  # each rank writes there itself
+    return Save(
+        path=path,
+        timestamp=state.timestamp,
+        metrics=metrics,
+        link=None if link is None else link.format(state),
+        remote_name=remote,
+        remote_pointer=None if remote_pointer is None else remote_pointer.format(state),
+    )
+
+
+def within_folder(state: "State", filename: str) -> str:
+    """Return the template of what a save is called below the folder that is saved to: a file, or a sharded folder."""
+    return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
+
+
+def to_path(name: str | None, folder: str | None = None) -> PartialFilePath | None:
+    """Return a user's template, or `None` for none."""
+    return None if name is None else PartialFilePath(str(name).lstrip("/"), folder)
