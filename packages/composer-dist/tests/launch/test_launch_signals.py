@@ -117,12 +117,13 @@ def test_nothing_outlives_a_launcher_that_is_killed(run, running, wait_for):
     wait_for(lambda: not running(str(folder)), timeout_s=10)
     _, err = launcher.communicate(timeout=10)
     assert f"the launcher (PID {launcher.pid}) is gone" in err
-    assert not running("guardian.py")
+    assert not running(f"\0{launcher.pid}\0")  # the guardian, which was told whom it guards
 
 
 def test_a_killed_rank_is_named_and_ends_the_run(run, running, wait_for):
     launcher, folder = run("stay", "--shutdown_timeout", 1)
-    (second,) = [pid for pid in running("script.py") if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    ranks = [pid for pid in running(str(folder)) if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    second = min(ranks)  # the other is the process that it started
     os.kill(second, signal.SIGKILL)
     _, err = launcher.communicate(timeout=10)
     assert launcher.returncode == 137

@@ -22,6 +22,7 @@ __all__ = ["Ending", "Workers"]
 
 _log = logging.getLogger("composer_dist.launch")
 
+_NEWS_S = 2.0  # how much later than its peers the launcher may learn that a rank was killed
 _LINGER_S = 4.0  # how long a rank that has raised may take to end, with its exit handlers
 _LOOK_AT_STATES_S = 1.0
 _KILL_TIMEOUT_S = 2.0
@@ -52,6 +53,15 @@ class Ending:
     def status(self) -> int:
         """The exit code as a shell gives it: 128 + s for a process killed by signal s."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
+
+
+def _when_it_began(ending: Ending) -> float:
+    """Return when a failure began, as far as its order among the others goes.
+
+    On a busy machine a killed rank's peers lose their connection to it, and say when, before the launcher sees it gone.
+    """
+    was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
+    return ending.time - _NEWS_S if was_killed else ending.time
 
 
 class Workers:
@@ -163,7 +173,7 @@ class Workers:
         """Return the ranks that failed by themselves, in the order in which they did."""
         failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._own_error(lr)}
         endings = (self._ending(local_rank) for local_rank in failed)
-        return sorted((ending for ending in endings if ending.by_itself), key=lambda ending: ending.time)
+        return sorted((ending for ending in endings if ending.by_itself), key=_when_it_began)
 
     def close(self) -> None:
         """Let go of files and threads once all have ended."""

@@ -1,0 +1,1 @@
+collect_ignore = ["faulty_script.py"]  # it is launched, not imported
