@@ -54,6 +54,7 @@ def make_loader(num_workers, is_distributed):
 
 def train(num_workers=0, is_distributed=False, callbacks=(), optimizer=torch.optim.AdamW, **settings):
     """Train a model with dropout and batch norm, and return the losses and the weights at the end."""
+    torch.set_num_threads(1)  # to the last bit, a sum depends on how many threads share it
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
     model = ComposerClassifier(network, num_classes=2)

@@ -105,8 +105,9 @@ def _missing_algorithms(state: State, saved: Sequence[Sequence[Any]], exclude: C
 
 
 def _find_class(name: str) -> type[Algorithm] | None:
-    # What the program has loaded itself comes first: it needs no import. Of several with one name the newest is meant.
-    loaded = [algorithm_class for algorithm_class in _subclasses(Algorithm) if algorithm_class.__qualname__ == name]
+    # What the program has loaded itself comes first: it needs no import. Of several with one name the newest is meant,
+    # but none that no weights depend on.
+    loaded = [own for own in _subclasses(Algorithm) if own.__qualname__ == name and own.required_on_load()]
     if loaded:
         return loaded[-1]
     for module in algorithm_modules():
