@@ -39,6 +39,7 @@ def construct(name: str) -> str:
         "accumulate_train_batch_on_tokens": {"accumulate_train_batch_on_tokens": bool(rank)},
         "schedulers": {"schedulers": [LinearScheduler(), ConstantScheduler()][rank]},
         "max_duration": {"max_duration": ["6ba", "5ba"][rank]},
+        "load_path": {"load_path": ["one.pt", "another.pt"][rank]},
     }
     with pytest.raises(ValueError, match=name) as error:
         make_trainer(**arguments[name])
@@ -47,7 +48,7 @@ def construct(name: str) -> str:
 
 def construct_all() -> dict[str, str]:
     names = ("eval_interval", "ddp_sync_strategy", "accumulate_train_batch_on_tokens", "schedulers", "max_duration")
-    return {name: construct(name) for name in names}
+    return {name: construct(name) for name in (*names, "load_path")}
 
 
 def test_every_rank_names_the_argument_in_which_they_differ(tmp_path):
