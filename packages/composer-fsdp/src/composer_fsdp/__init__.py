@@ -1,0 +1,1 @@
+"""How a model is sharded over devices: FSDP2, hybrid sharding and tensor parallelism."""
