@@ -1,0 +1,104 @@
+"""What accelerators can compute at most, to tell which share of it training reaches."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+__all__ = ["GPU_AVAILABLE_FLOPS", "get_gpu_flops_available"]
+
+
+def _peaks(**flops: float) -> dict[str, float]:
+    """Return peaks by precision, those of 16 and 8 bits also under the names they have as mixed precisions."""
+    return flops | {f"amp_{name}": peak for name, peak in flops.items() if name in ("fp16", "bf16", "fp8")}
+
+
+GPU_AVAILABLE_FLOPS: Final[dict[str, dict[str, float]]] = {
+    "gb300": _peaks(bf16=2.5e15, fp16=2.5e15),
+    "gb200": _peaks(bf16=2.5e15, fp16=2.5e15),
+    "b300": _peaks(bf16=2.25e15, fp16=2.25e15),
+    "b200": _peaks(bf16=2.25e15, fp16=2.25e15),
+    "h200-sxm": _peaks(
+        fp64=67e12, fp32=67e12, tf32=494.5e12, fp16=989.5e12, bf16=989.5e12, fp8=1.979e15, int8=1.979e15
+    ),
+    "h100-sxm": _peaks(
+        fp64=67e12, fp32=67e12, tf32=494.5e12, fp16=989.5e12, bf16=989.5e12, fp8=1.979e15, int8=1.979e15
+    ),
+    "h100-pcie": _peaks(fp64=51e12, fp32=51e12, tf32=378e12, fp16=756.5e12, bf16=756.5e12, fp8=1.513e15, int8=1.513e15),
+    "h100-nvl": _peaks(fp16=835e12, bf16=835e12),
+    "h20": _peaks(fp16=148e12, bf16=148e12),
+    "a100": _peaks(fp64=19.5e12, fp32=19.5e12, tf32=156e12, fp16=312e12, bf16=312e12),
+    "a6000": _peaks(fp16=154.85e12, bf16=154.85e12),
+    "a40": _peaks(fp16=149.7e12, bf16=149.7e12),
+    "a10": _peaks(fp32=31.2e12, tf32=62.5e12, fp16=125e12, bf16=125e12),
+    "l40s": _peaks(fp16=362e12, bf16=362e12),
+    "l40": _peaks(fp16=181e12, bf16=181e12),
+    "l4": _peaks(fp16=121e12, bf16=121e12),
+    "v100-sxm": _peaks(fp64=7.8e12, fp32=15.7e12, fp16=125e12),
+    "v100-pcie": _peaks(fp64=7e12, fp32=14e12, fp16=112e12),
+    "v100s-pcie": _peaks(fp64=8.2e12, fp32=16.4e12, fp16=130e12),
+    "t4": _peaks(fp32=8.1e12, fp16=65e12, int8=130e12, int4=260e12),
+    "mi355x": _peaks(fp16=2.5e15, bf16=2.5e15),
+    "mi325x": _peaks(fp16=1.3e15, bf16=1.3e15),
+    "mi300x": _peaks(fp16=1.3e15, bf16=1.3e15),
+    "mi250x": _peaks(fp16=191.5e12, bf16=191.5e12),
+    "trn1": _peaks(fp32=23.75e12, tf32=23.75e12, fp16=95e12, bf16=95e12, int8=190e12),
+}
+"""Floating-point operations a second at most, without sparsity, by device and precision, as the makers publish them.
+
+A device is found by the words of its key, so `GPU_AVAILABLE_FLOPS['rtx-5090'] = {'amp_bf16': 2.095e14}` adds one.
+"""
+
+# What a driver says instead of how a board is built: HBM3 means SXM among the H100s, HBM2e means PCIe.
+_ALSO: Final = {"hbm3": "sxm", "hbm2e": "pcie", "h200": "sxm"}
+
+
+def get_gpu_flops_available(state: State) -> float:
+    """Return what one device of this run can compute at most, in floating-point operations a second.
+
+    Args:
+        state: Says the precision.
+
+    Returns:
+        The peak without sparsity; 0.0 on a CPU, and, with a warning, for a device or precision that is not in
+        `GPU_AVAILABLE_FLOPS`.
+    """
+    name = _device_name()
+    if name is None:
+        return 0.0
+    precision = str(state.precision.value)
+    key = find_device(name)
+    if key is None or precision not in GPU_AVAILABLE_FLOPS[key]:
+        warnings.warn(
+            f"Nobody knows how much device {name!r} can compute in precision {precision!r}, so model FLOPs utilization "
+            "is not logged. Give SpeedMonitor(gpu_flops_available=...), in floating-point operations a second.",
+            stacklevel=2,
+        )
+        return 0.0
+    return GPU_AVAILABLE_FLOPS[key][precision]
+
+
+def find_device(name: str) -> str | None:
+    """Return the key of the device that a driver calls `name`, `None` if there is none.
+
+    >>> find_device("NVIDIA H100 80GB HBM3")
+    'h100-sxm'
+    """
+    said = re.findall(r"[a-z0-9]+", name.lower())
+    said += [_ALSO[word] for word in said if word in _ALSO]
+    for key in sorted(GPU_AVAILABLE_FLOPS, key=len, reverse=True):  # "a100" before "a10"
+        if all(any(word.startswith(part) for word in said) for part in re.split(r"[-\s]", key.lower())):
+            return key
+    return None
+
+
+def _device_name() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name()

@@ -1,0 +1,153 @@
+"""How fast training is: batches, samples, tokens and operations a second."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+
+from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, get_gpu_flops_available
+from composer_dist import dist
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["GPU_AVAILABLE_FLOPS", "SpeedMonitor", "get_gpu_flops_available"]
+
+SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
+
+
+class SpeedMonitor(Callback):
+    """Log how fast training is, over a window of the last batches.
+
+    | metric | what it is |
+    |---|---|
+    | `throughput/batches_per_sec`, `throughput/samples_per_sec` | of all ranks together |
+    | `throughput/tokens_per_sec` | the same, if batches have tokens |
+    | `throughput/flops_per_sec` | if the model has `flops_per_batch(batch)`, which returns what one batch costs |
+    | `throughput/device/...` | each of these, divided by the number of ranks |
+    | `throughput/device/mfu` | model FLOPs utilization: the share of what the device can compute at most |
+    | `time/train`, `time/val`, `time/total` | time spent so far |
+
+    Args:
+        window_size: Over how many batches the speed is a mean; before so many there is nothing to log but the time.
+        gpu_flops_available: What one device can compute at most, in floating-point operations a second. By default
+            looked up in `GPU_AVAILABLE_FLOPS`.
+        time_unit: `'seconds'`, `'minutes'`, `'hours'` or `'days'`, for the metrics that begin with `time/`.
+
+    Raises:
+        ValueError: If the window is no positive number or the unit is another word.
+        TypeError: At the first batch, if the model's `flops_per_batch` cannot be called.
+
+    Example:
+        >>> monitor = SpeedMonitor(window_size=100)
+
+    Reference:
+        Model FLOPs utilization: Chowdhery et al. "PaLM: Scaling Language Modeling with Pathways", 2022,
+        arXiv:2204.02311.
+    """
+
+    def __init__(
+        self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours"
+    ) -> None:
+        if window_size < 1:
+            raise ValueError(f"window_size={window_size!r} must be a number of batches, 1 or more.")
+        if time_unit not in SECONDS:
+            raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
+        self.history_samples: deque[int] = deque(maxlen=window_size + 1)
+        self.history_tokens: deque[int] = deque(maxlen=window_size + 1)
+        self.history_wct: deque[float] = deque(maxlen=window_size + 1)
+        self.history_flops: deque[Any] = deque(maxlen=window_size + 1)
+        self.gpu_flops_available = gpu_flops_available
+        self.total_eval_wct = 0.0
+        self._seconds = SECONDS[time_unit]
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Look up what the device can compute."""
+        if self.gpu_flops_available is None:
+            self.gpu_flops_available = get_gpu_flops_available(state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log the speed over the window that ends with this batch."""
+        now = state.timestamp
+        train_s = now.total_wct.total_seconds()
+        self.history_samples.append(int(now.sample))
+        self.history_tokens.append(int(now.token))
+        self.history_wct.append(train_s)
+        metrics: dict[str, Any] = {}
+        if len(self.history_wct) == self.history_wct.maxlen:
+            metrics |= self._throughput()
+        metrics |= self._flops(state)
+        metrics["time/train"] = train_s / self._seconds
+        metrics["time/val"] = self.total_eval_wct / self._seconds
+        metrics["time/total"] = (train_s + self.total_eval_wct) / self._seconds
+        logger.log_metrics(metrics)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Add up the time spent on evaluation."""
+        self.total_eval_wct += state.eval_timestamp.total_wct.total_seconds()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the time spent on evaluation so far, in seconds."""
+        return {"total_eval_wct": self.total_eval_wct}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from what `state_dict` returned."""
+        self.total_eval_wct = state["total_eval_wct"]
+
+    def _throughput(self) -> dict[str, float]:
+        seconds = self.history_wct[-1] - self.history_wct[0]
+        if seconds <= 0:
+            return {}  # a clock that did not move says nothing of the speed
+        rates = {
+            "batches_per_sec": (len(self.history_wct) - 1) / seconds,
+            "samples_per_sec": (self.history_samples[-1] - self.history_samples[0]) / seconds,
+        }
+        tokens = self.history_tokens[-1] - self.history_tokens[0]
+        if tokens > 0:
+            rates["tokens_per_sec"] = tokens / seconds
+        return _named(rates)
+
+    def _flops(self, state: State) -> dict[str, Any]:
+        flops_per_batch = _flops_function(state.model)
+        if flops_per_batch is None:
+            return {}
+        so_far = self.history_flops[-1] if self.history_flops else 0.0
+        self.history_flops.append(so_far + _over_all_ranks(float(flops_per_batch(state.batch)), state))
+        seconds = self.history_wct[-1] - self.history_wct[0]
+        if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
+            return {}
+        metrics = _named({"flops_per_sec": (self.history_flops[-1] - self.history_flops[0]) / seconds})
+        if self.gpu_flops_available:
+            metrics["throughput/device/mfu"] = metrics["throughput/device/flops_per_sec"] / self.gpu_flops_available
+        return metrics
+
+
+def _named(rates: dict[str, Any]) -> dict[str, Any]:
+    """Return rates of all ranks together under their log names, and beside each what is one device's share."""
+    world_size = dist.get_world_size()
+    named = {f"throughput/{name}": rate for name, rate in rates.items()}
+    return named | {f"throughput/device/{name}": rate / world_size for name, rate in rates.items()}
+
+
+def _flops_function(model: Any) -> Callable[[Any], float] | None:
+    """Return the function of the user's model that says what a batch costs, if it has one."""
+    flops_per_batch: Any = getattr(getattr(model, "module", model), "flops_per_batch", None)
+    if flops_per_batch is not None and not callable(flops_per_batch):
+        raise TypeError(
+            f"flops_per_batch={flops_per_batch!r} of {type(model).__name__} must be a function of a batch that returns "
+            "its number of floating-point operations."
+        )
+    return cast("Callable[[Any], float] | None", flops_per_batch)
+
+
+def _over_all_ranks(flops: float, state: State) -> Any:
+    if dist.get_world_size() == 1:
+        return flops
+    total = state.device.tensor_to_device(torch.tensor(flops, dtype=torch.float64))
+    dist.all_reduce(total)
+    return total  # left on the device: whoever reads the log waits for it

@@ -1,0 +1,154 @@
+"""SpeedMonitor against counts and rates worked out by hand."""
+
+import datetime
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer import Trainer
+from composer.callbacks import SpeedMonitor
+from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, find_device
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+from composer.models import ComposerModel
+
+SAMPLES = 24
+BATCH_SIZE = 2
+
+
+class Model(ComposerModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, batch):
+        return self.layer(batch[0])
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.cross_entropy(outputs, batch[1])
+
+
+class CountingModel(Model):
+    def flops_per_batch(self, batch):
+        return 6 * 8 * len(batch[0])
+
+
+class MisdeclaredModel(Model):
+    flops_per_batch = 3.0
+
+
+class Kept(LoggerDestination):
+    def __init__(self):
+        self.metrics = []
+
+    def log_metrics(self, metrics, step=None):
+        self.metrics.append(dict(metrics))
+
+    def of(self, name):
+        return [metrics[name] for metrics in self.metrics if name in metrics]
+
+
+def train(model, monitor, **arguments):
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES, dtype=torch.long))
+    kept = Kept()
+    with Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=BATCH_SIZE),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration="1ep",
+        callbacks=monitor,
+        loggers=kept,
+        progress_bar=False,
+        device="cpu",
+        **arguments,
+    ) as trainer:
+        trainer.fit()
+    return kept
+
+
+def at(monitor, seconds, samples=0, tokens=0, model=None):
+    """Let the monitor see the end of a batch at a time of its own."""
+    state = State(model=model or Model(), rank_zero_seed=0, run_name="run", device="cpu")
+    state.timestamp = state.timestamp.to_next_batch(
+        samples=samples, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
+    )
+    state.batch = (torch.zeros(BATCH_SIZE, 3), torch.zeros(BATCH_SIZE))
+    kept = Kept()
+    monitor.batch_end(state, Logger(state, kept))
+    return kept.metrics[-1]
+
+
+@pytest.mark.parametrize("window_size", [1, 5])
+def test_speed_is_logged_once_the_window_is_full_and_time_at_every_batch(window_size):
+    monitor = SpeedMonitor(window_size=window_size)
+    kept = train(CountingModel(), monitor)
+    batches = SAMPLES // BATCH_SIZE
+    for name in ("batches_per_sec", "samples_per_sec", "flops_per_sec"):
+        assert len(kept.of(f"throughput/{name}")) == batches - window_size
+        assert len(kept.of(f"throughput/device/{name}")) == batches - window_size
+    for name in ("time/train", "time/val", "time/total"):
+        assert len(kept.of(name)) == batches
+    assert kept.of("throughput/tokens_per_sec") == []
+    assert len(monitor.history_samples) == window_size + 1
+
+
+def test_rates_are_those_of_the_window():
+    monitor = SpeedMonitor(window_size=2, gpu_flops_available=960.0, time_unit="minutes")
+    model = CountingModel()
+    at(monitor, seconds=10, samples=100, tokens=1000, model=model)
+    at(monitor, seconds=11, samples=104, tokens=1040, model=model)
+    metrics = at(monitor, seconds=14, samples=120, tokens=1100, model=model)
+    assert metrics["throughput/batches_per_sec"] == 2 / 4
+    assert metrics["throughput/samples_per_sec"] == 20 / 4
+    assert metrics["throughput/tokens_per_sec"] == 100 / 4
+    assert metrics["throughput/flops_per_sec"] == 2 * 96 / 4  # two batches of 6 * 8 * 2 operations
+    assert metrics["throughput/device/mfu"] == 48 / 960
+    assert metrics["time/train"] == pytest.approx(14 / 60)
+
+
+def test_evaluation_counts_as_time_but_not_as_training():
+    monitor = SpeedMonitor(window_size=1, time_unit="seconds")
+    monitor.load_state_dict({"total_eval_wct": 5.0})
+    metrics = at(monitor, seconds=10)
+    assert (metrics["time/train"], metrics["time/val"], metrics["time/total"]) == (10, 5, 15)
+    assert monitor.state_dict() == {"total_eval_wct": 5.0}
+
+
+def test_a_model_whose_flops_are_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"flops_per_batch=3\.0 of MisdeclaredModel must be a function"):
+        train(MisdeclaredModel(), SpeedMonitor())
+
+
+@pytest.mark.parametrize(("arguments", "said"), [({"time_unit": "weeks"}, "'weeks'"), ({"window_size": 0}, "=0 ")])
+def test_settings_that_make_no_sense_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        SpeedMonitor(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 80GB HBM2e", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A10G", "a10"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm"),
+        ("Tesla V100S-PCIE-32GB", "v100s-pcie"),
+        ("Tesla T4", "t4"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_devices_are_known_by_the_names_that_drivers_give_them(name, key):
+    assert find_device(name) == key
+
+
+def test_a_device_of_ones_own_can_be_added(monkeypatch):
+    monkeypatch.setitem(GPU_AVAILABLE_FLOPS, "gtx-1080", {"fp32": 8.9e12})
+    assert find_device("NVIDIA GeForce GTX 1080") == "gtx-1080"
