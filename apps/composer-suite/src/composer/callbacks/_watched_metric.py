@@ -1,0 +1,61 @@
+"""The metric that a stopper watches, and what makes one value of it better than another."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+Comparison = Callable[[Any, Any], Any]
+
+_NAMED: Final[dict[str, Comparison]] = {
+    "greater": torch.greater,
+    "gt": torch.greater,
+    "less": torch.less,
+    "lt": torch.less,
+}
+_LOWER_IS_BETTER: Final = ("loss", "error", "perplexity")
+
+
+def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison:
+    """Return the function that says whether its first argument is better than its second.
+
+    Args:
+        comp: The function, its name, or `None` to go by the name of the metric.
+        monitor: Name of the metric.
+
+    Raises:
+        ValueError: If no function has that name.
+    """
+    if comp is None:
+        return torch.less if any(word in monitor.lower() for word in _LOWER_IS_BETTER) else torch.greater
+    if not isinstance(comp, str):
+        return comp
+    if comp.lower() not in _NAMED:
+        raise ValueError(f"comp={comp!r} must be one of {', '.join(map(repr, _NAMED))}, or a function of two values.")
+    return _NAMED[comp.lower()]
+
+
+def compute_metric(state: State, monitor: str, dataloader_label: str) -> torch.Tensor:
+    """Return the value of a metric.
+
+    Raises:
+        ValueError: If there is no such metric.
+    """
+    if dataloader_label == "train" and state.train_metrics:
+        metrics: Any = state.train_metrics
+    else:
+        metrics = state.eval_metrics.get(dataloader_label, {})
+    if monitor not in metrics:
+        near = difflib.get_close_matches(monitor, list(metrics), n=1, cutoff=0.0)
+        hint = f"Did you mean {near[0]!r}?" if near else "Name the label of an evaluator that has metrics."
+        raise ValueError(
+            f"There is no metric {monitor!r} of the dataloader labelled {dataloader_label!r}, which has "
+            f"{sorted(metrics)}. {hint}"
+        )
+    return torch.as_tensor(metrics[monitor].compute())

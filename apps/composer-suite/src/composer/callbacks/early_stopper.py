@@ -1,0 +1,98 @@
+"""Stopping when a metric no longer gets better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from composer.callbacks._watched_metric import Comparison, choose_comparison, compute_metric
+from composer_events.callback import Callback
+from composer_time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["EarlyStopper"]
+
+_UNITS: Final = (TimeUnit.EPOCH, TimeUnit.BATCH)
+
+
+class EarlyStopper(Callback):
+    """Stop training when a metric has not got better for a while.
+
+    Args:
+        monitor: Name of the metric, such as `'MulticlassAccuracy'`.
+        dataloader_label: Whose: `'train'`, or the label of an evaluator.
+        comp: Which of two values is better: `'greater'`, `'less'`, or a function of the new and the best value. By
+            default less, where the metric's name has `loss`, `error` or `perplexity` in it, else greater.
+        min_delta: By how much more than this it must get better to count.
+        patience: How long it may go without getting better: epochs, or a time in epochs (`'3ep'`) or batches
+            (`'500ba'`).
+
+    Raises:
+        ValueError: If `comp` is another word or `patience` has another unit; when training, if there is no such metric.
+
+    Example:
+        >>> stopper = EarlyStopper('MulticlassAccuracy', 'eval', patience='3ep')
+
+    Reference:
+        Prechelt. "Early Stopping - But When?", 1998, doi:10.1007/3-540-49430-8_3.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        dataloader_label: str,
+        comp: str | Comparison | None = None,
+        min_delta: float = 0.0,
+        patience: int | str | Time[int] = 1,
+    ) -> None:
+        self.monitor = monitor
+        self.dataloader_label = dataloader_label
+        self.comp = choose_comparison(comp, monitor)
+        self.min_delta = abs(min_delta)
+        self.patience = Time.from_input(patience, TimeUnit.EPOCH)
+        if self.patience.unit not in _UNITS:
+            raise ValueError(f"patience={patience!r} must be in epochs or batches, such as '3ep' or '500ba'.")
+        self.best: Any = None
+        self.best_occurred: Time[int] | None = None
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of an evaluator."""
+        self._look_if_named(state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training."""
+        self._look_if_named(state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training, where patience is counted in batches."""
+        if self.patience.unit is TimeUnit.BATCH:
+            self._look_if_named(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far and when it was reached."""
+        if self.best is None or self.best_occurred is None:
+            return {}
+        return {"best": float(self.best), "best_occurred": self.best_occurred.to_timestring()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if state:
+            self.best, self.best_occurred = state["best"], Time.from_timestring(state["best_occurred"])
+
+    def _look_if_named(self, state: State) -> None:
+        if self.dataloader_label == state.dataloader_label:
+            self._look(state)
+
+    def _look(self, state: State) -> None:
+        value = compute_metric(state, self.monitor, self.dataloader_label)
+        now = state.timestamp.get(self.patience.unit)
+        if self.best is None or self.best_occurred is None or self._is_better(value):
+            self.best, self.best_occurred = value, now
+        elif now - self.best_occurred > self.patience:
+            state.stop_training()
+
+    def _is_better(self, value: Any) -> bool:
+        best = value.new_tensor(self.best) if not hasattr(self.best, "device") else self.best
+        return bool(self.comp(value, best)) and bool(abs(value - best) > self.min_delta)

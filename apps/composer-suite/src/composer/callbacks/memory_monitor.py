@@ -1,0 +1,105 @@
+"""How much memory of the accelerator is in use."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from composer_dist import dist
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["MemoryMonitor", "reduce_value"]
+
+_GIGABYTE: Final = 1e9
+_DIGITS: Final = 5  # significant ones
+
+_NAMES: Final = {
+    "allocated_bytes.all.current": "current_allocated_mem",
+    "active_bytes.all.current": "current_active_mem",
+    "inactive_split_bytes.all.current": "current_inactive_mem",
+    "reserved_bytes.all.current": "current_reserved_mem",
+    "allocated_bytes.all.peak": "peak_allocated_mem",
+    "active_bytes.all.peak": "peak_active_mem",
+    "inactive_split_bytes.all.peak": "peak_inactive_mem",
+    "reserved_bytes.all.peak": "peak_reserved_mem",
+    "num_alloc_retries": "alloc_retries",
+}
+
+
+class MemoryMonitor(Callback):
+    """Log how much memory the accelerator has in use, as `memory/<name>`, in gigabytes of 10^9 bytes.
+
+    Args:
+        memory_keys: What to log under which name, of what `torch.accelerator.memory_stats()` tells. By default what is
+            allocated, active, inactive and reserved, now and at the peak, and how often the allocator had to try again.
+        dist_aggregate_batch_interval: Every how many batches to log the mean, the least and the most over all ranks,
+            too, under names that end in `_avg`, `_min` and `_max`. Never by default.
+
+    Example:
+        >>> monitor = MemoryMonitor(memory_keys={'allocated_bytes.all.peak': 'peak_allocated_mem'})
+    """
+
+    def __init__(
+        self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None
+    ) -> None:
+        self.memory_keys = dict(_NAMES if memory_keys is None else memory_keys)
+        self.dist_aggregate_batch_interval = dist_aggregate_batch_interval
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Warn where there is no memory to watch."""
+        parameter = next(state.model.parameters(), None)
+        if parameter is not None and parameter.device.type in ("cuda", "xpu", "meta"):
+            return
+        where = "nothing: it has no parameters" if parameter is None else parameter.device.type
+        warnings.warn(
+            f"The memory monitor only works on CUDA devices, but the model is on {where}.", UserWarning, stacklevel=2
+        )
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Log what is in use before the optimizer's step."""
+        parameter = next(state.model.parameters(), None)
+        if parameter is None or parameter.device.type not in ("cuda", "xpu"):
+            return
+        report = self._report()
+        interval = self.dist_aggregate_batch_interval
+        if interval is not None and int(state.timestamp.batch) % interval == 0:
+            for name, value in list(report.items()):
+                for operation in ("avg", "min", "max"):
+                    report[f"{name}_{operation}"] = reduce_value(value, parameter.device, operation)
+        logger.log_metrics({f"memory/{name}": value for name, value in report.items()})
+
+    def _report(self) -> dict[str, float]:
+        stats = torch.accelerator.memory_stats()
+        report: dict[str, float] = {}
+        for key, name in self.memory_keys.items():
+            if key in stats:
+                is_size = "bytes" in key
+                value = stats[key] / _GIGABYTE if is_size else stats[key]
+                report[name.replace("bytes", "gigabytes")] = float(f"{value:.{_DIGITS}g}") if is_size else value
+        return report
+
+
+def reduce_value(value: float, device: torch.device, op: str = "mean") -> float:
+    """Return the mean, sum, least or most of a number over all ranks. Every rank must call this.
+
+    Args:
+        value: This rank's.
+        device: What the ranks communicate on.
+        op: `'mean'` or `'avg'`, `'sum'`, `'min'` or `'max'`.
+
+    Raises:
+        ValueError: If `op` is another word.
+    """
+    operations = {"mean": "SUM", "avg": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
+    if op not in operations:
+        raise ValueError(f"op={op!r} must be one of {', '.join(map(repr, operations))}.")
+    tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, reduce_operation=operations[op])
+    return float(tensor) / (dist.get_world_size() if op in ("mean", "avg") else 1)

@@ -1,0 +1,48 @@
+"""Stopping at a loss that is not a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["NaNMonitor"]
+
+
+class NaNMonitor(Callback):
+    """Raise when a loss of training is not a number, at the microbatch where it happens.
+
+    It waits for the device at every microbatch, to say which one it was. The Trainer itself finds losses that are
+    not finite without waiting.
+
+    Raises:
+        RuntimeError: When training, if a loss has a NaN.
+        TypeError: When training, if the loss is neither a tensor nor a sequence or dict of tensors.
+    """
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        """Look at `state.loss`."""
+        loss: Any = state.loss
+        if isinstance(loss, torch.Tensor):
+            parts: dict[str, Any] = {"": loss}
+        elif isinstance(loss, Mapping):
+            parts = {f" {name}": part for name, part in loss.items()}
+        elif isinstance(loss, Sequence):
+            parts = {"": torch.stack([part.detach().sum() for part in loss])}
+        else:
+            raise TypeError(
+                f"The loss is a {type(loss).__name__}, and must be a tensor, or a sequence or dict of them."
+            )
+        for name, part in parts.items():
+            if torch.isnan(part).any():
+                raise RuntimeError(
+                    f"Train loss{name} contains a NaN. That is batch {state.timestamp.batch.value}, epoch "
+                    f"{state.timestamp.epoch.value}. Look at the batch and the learning rate before it."
+                )

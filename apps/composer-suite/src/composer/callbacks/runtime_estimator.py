@@ -1,0 +1,110 @@
+"""How long training still takes."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from composer.callbacks.speed_monitor import SECONDS
+from composer_events.callback import Callback
+from composer_time import TimeUnit
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["RuntimeEstimator"]
+
+
+class RuntimeEstimator(Callback):
+    """Log how much time training still takes, with its evaluations, as `time/remaining_estimate` after each batch.
+
+    Args:
+        skip_batches: How many batches to leave out at the start, which take longer than later ones.
+        time_unit: `'seconds'`, `'minutes'`, `'hours'` or `'days'`.
+
+    Raises:
+        ValueError: If the unit is another word.
+
+    Example:
+        >>> estimator = RuntimeEstimator(time_unit='minutes')
+    """
+
+    def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
+        if time_unit not in SECONDS:
+            raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
+        self.time_unit = time_unit
+        self.eval_wct_per_label: dict[str, list[float]] = defaultdict(list)
+        self.eval_frequency_per_label: dict[str, float] = {}
+        self._batches_left_to_skip = skip_batches
+        self._start_s: float | None = None
+        self._start_fraction = 0.0
+        self._epoch_length: int | None = None
+        self._is_enabled = True
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Say what the estimate is counted in."""
+        logger.log_hyperparameters({"time/remaining_estimate_unit": self.time_unit})
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Start the clock after the batches to skip."""
+        if not self._is_enabled or self._start_s is not None:
+            return
+        if self._batches_left_to_skip > 0:
+            self._batches_left_to_skip -= 1
+            return
+        if state.max_duration is None:
+            warnings.warn("max_duration is not set, so nobody knows how long training still takes.", stacklevel=2)
+            self._is_enabled = False
+            return
+        self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
+        self._start_fraction = self._elapsed_fraction(state) or 0.0
+        self._start_s = time.monotonic()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log the estimate."""
+        if self._start_s is None:
+            return
+        fraction = self._elapsed_fraction(state)
+        if fraction is None or fraction <= self._start_fraction:
+            return
+        train_s = time.monotonic() - self._start_s - sum(map(sum, self.eval_wct_per_label.values()))
+        remaining_s = train_s / (fraction - self._start_fraction) * (1 - fraction) + self._remaining_eval_s()
+        logger.log_metrics({"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]})
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Remember how long an evaluation took, and how often there is one."""
+        label = state.dataloader_label
+        fraction = None if self._start_s is None else self._elapsed_fraction(state)
+        if fraction is None or label is None:
+            return
+        done = self.eval_wct_per_label[label]
+        done.append(state.eval_timestamp.total_wct.total_seconds())
+        self.eval_frequency_per_label[label] = max(fraction - self._start_fraction, 0.0) / len(done)
+
+    def _remaining_eval_s(self) -> float:
+        remaining_s = 0.0
+        for label, frequency in self.eval_frequency_per_label.items():
+            done = self.eval_wct_per_label[label]
+            if frequency > 0:
+                mean_s = sum(done[1:]) / (len(done) - 1) if len(done) > 1 else done[0]  # the first one takes longer
+                remaining_s += mean_s * max((1 - self._start_fraction) / frequency - len(done), 0.0)
+        return remaining_s
+
+    def _elapsed_fraction(self, state: State) -> float | None:
+        """Return which part of training is done, between epochs too, where that can be known."""
+        max_duration, now = state.max_duration, state.timestamp
+        if max_duration is None:
+            return None
+        if max_duration.unit is TimeUnit.EPOCH:
+            epochs = int(now.epoch)
+            if epochs:
+                mean_length = (int(now.batch) - int(now.batch_in_epoch)) / epochs
+            else:
+                mean_length = self._epoch_length
+            if mean_length:
+                return min(int(now.batch) / (max_duration.value * mean_length), 1.0)
+        elapsed = state.get_elapsed_duration()
+        return None if elapsed is None else float(elapsed.value)

@@ -1,0 +1,69 @@
+"""Stopping when a metric is good enough."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from composer.callbacks._watched_metric import Comparison, choose_comparison, compute_metric
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["ThresholdStopper"]
+
+
+class ThresholdStopper(Callback):
+    """Stop training when a metric is better than a threshold.
+
+    Args:
+        monitor: Name of the metric, such as `'MulticlassAccuracy'`.
+        dataloader_label: Whose: `'train'`, or the label of an evaluator.
+        threshold: What is good enough.
+        comp: Which of two values is better: `'greater'`, `'less'`, or a function of the value and the threshold. By
+            default less, where the metric's name has `loss`, `error` or `perplexity` in it, else greater.
+        stop_on_batch: Whether to look after every batch, and not only after epochs and evaluations.
+
+    Raises:
+        ValueError: If `comp` is another word; when training, if there is no such metric.
+
+    Example:
+        >>> stopper = ThresholdStopper('MulticlassAccuracy', 'eval', 0.99)
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        dataloader_label: str,
+        threshold: float,
+        *,
+        comp: str | Comparison | None = None,
+        stop_on_batch: bool = False,
+    ) -> None:
+        self.monitor = monitor
+        self.dataloader_label = dataloader_label
+        self.threshold = threshold
+        self.comp = choose_comparison(comp, monitor)
+        self.stop_on_batch = stop_on_batch
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of an evaluator."""
+        self._look_if_named(state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training."""
+        self._look_if_named(state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training, with `stop_on_batch`."""
+        if self.stop_on_batch:
+            self._look_if_named(state)
+
+    def _look_if_named(self, state: State) -> None:
+        if self.dataloader_label == state.dataloader_label:
+            value = compute_metric(state, self.monitor, self.dataloader_label)
+            if self.comp(value, torch.as_tensor(self.threshold, device=value.device)):
+                state.stop_training()
