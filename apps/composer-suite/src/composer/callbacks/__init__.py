@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from composer.callbacks.lr_monitor import LRMonitor as LRMonitor
     from composer.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
     from composer.callbacks.nan_monitor import NaNMonitor as NaNMonitor
+    from composer.callbacks.optimizer_monitor import OptimizerMonitor as OptimizerMonitor
     from composer.callbacks.runtime_estimator import RuntimeEstimator as RuntimeEstimator
     from composer.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from composer.callbacks.threshold_stopper import ThresholdStopper as ThresholdStopper
@@ -24,6 +25,7 @@ __all__ = [
     "LoadCheckpoint",
     "MemoryMonitor",
     "NaNMonitor",
+    "OptimizerMonitor",
     "RuntimeEstimator",
     "SpeedMonitor",
     "ThresholdStopper",
@@ -37,6 +39,7 @@ __getattr__, __dir__ = lazy_face(
         "composer.callbacks.lr_monitor": ["LRMonitor"],
         "composer.callbacks.memory_monitor": ["MemoryMonitor"],
         "composer.callbacks.nan_monitor": ["NaNMonitor"],
+        "composer.callbacks.optimizer_monitor": ["OptimizerMonitor"],
         "composer.callbacks.runtime_estimator": ["RuntimeEstimator"],
         "composer.callbacks.speed_monitor": ["SpeedMonitor"],
         "composer.callbacks.threshold_stopper": ["ThresholdStopper"],
@@ -51,6 +54,7 @@ __getattr__, __dir__ = lazy_face(
         "lr_monitor",
         "memory_monitor",
         "nan_monitor",
+        "optimizer_monitor",
         "runtime_estimator",
         "speed_monitor",
         "threshold_stopper",

@@ -1,0 +1,109 @@
+"""Norms of gradients, and what else an optimizer has to say of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from composer_dist import dist
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["OptimizerMonitor"]
+
+_NORM = "l2_norm"
+_GRADIENT = f"{_NORM}/grad"
+
+
+class OptimizerMonitor(Callback):
+    """Log the norm of the gradient, of each parameter (`l2_norm/grad/<name>`) and of all (`l2_norm/grad/global`).
+
+    The values stay on the device until a logger reads them, so nobody waits for them. Of a sharded model they are the
+    norms of the whole gradients, for one collective an interval.
+
+    Args:
+        log_optimizer_metrics: Whether to log what the optimizer knows, too, if it has
+            `report_per_parameter_metrics`: `DecoupledAdamW` tells the norms of moments, parameters and updates.
+        batch_log_interval: Every how many batches.
+
+    Raises:
+        ValueError: If the interval is no positive number.
+
+    Example:
+        >>> monitor = OptimizerMonitor(batch_log_interval=10)
+    """
+
+    def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
+        if batch_log_interval < 1:
+            raise ValueError(f"batch_log_interval={batch_log_interval!r} must be a number of batches, 1 or more.")
+        self.log_optimizer_metrics = log_optimizer_metrics
+        self.batch_log_interval = batch_log_interval
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log the norms, every `batch_log_interval` batches."""
+        if int(state.timestamp.batch) % self.batch_log_interval:
+            return
+        parameters = {name: each for name, each in state.model.named_parameters() if each.grad is not None}
+        metrics: dict[str, Any] = {}
+        if self.log_optimizer_metrics:
+            metrics = _optimizer_metrics(state.optimizers[0], parameters)
+        unknown = [name for name in parameters if f"{_GRADIENT}/{name}" not in metrics]
+        norms = _whole_norms([parameters[name].grad for name in unknown])
+        metrics |= {f"{_GRADIENT}/{name}": norm for name, norm in zip(unknown, norms, strict=True)}
+        of_gradients = [torch.as_tensor(value) for name, value in metrics.items() if name.startswith(_GRADIENT)]
+        if of_gradients:
+            metrics[f"{_GRADIENT}/global"] = torch.linalg.vector_norm(torch.stack(of_gradients))
+        logger.log_metrics(metrics)
+
+
+def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what the optimizer tells of its parameters, of the whole ones where ranks hold shards."""
+    metrics: dict[str, Any] = {}
+    if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
+        return metrics
+    for name, parameter in parameters.items():
+        metrics = optimizer.report_per_parameter_metrics(parameter, name, metrics)
+    if not any(hasattr(parameter, "device_mesh") for parameter in parameters.values()):
+        return metrics
+    if callable(getattr(optimizer, "pre_reduce_metrics", None)):
+        metrics = optimizer.pre_reduce_metrics(metrics)
+        for name, parameter in parameters.items():
+            # The sum over all ranks that follows would count each copy of a shard.
+            copies = dist.get_world_size() / _num_shards(parameter)
+            for key in metrics:
+                if key.startswith(_NORM) and key.endswith(f"/{name}"):
+                    metrics[key] = metrics[key] / copies
+    if callable(getattr(optimizer, "dist_reduce_metrics", None)):
+        metrics = optimizer.dist_reduce_metrics(metrics)
+    return metrics
+
+
+def _whole_norms(tensors: list[Any]) -> list[Tensor]:
+    """Return the 2-norm of each tensor, on its device, over all its shards with one collective for each mesh."""
+    norms: dict[int, Tensor] = {}
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        mesh = getattr(tensor, "device_mesh", None)
+        groups.setdefault((mesh, tensor.device, tensor.dtype), []).append(index)
+    for indices in groups.values():
+        stacked: Any = torch.stack([torch.linalg.vector_norm(tensors[index].detach()) for index in indices])
+        whole = stacked.full_tensor() if hasattr(stacked, "full_tensor") else stacked
+        norms.update(zip(indices, whole.unbind(), strict=True))
+    return [norms[index] for index in range(len(tensors))]
+
+
+def _num_shards(tensor: Any) -> int:
+    """Return into how many different parts a tensor is cut; 1 for one that every rank has whole."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return 1
+    parts = 1
+    for dimension, placement in enumerate(tensor.placements):
+        parts *= mesh.size(dimension) if placement.is_shard() else 1
+    return parts
