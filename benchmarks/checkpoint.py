@@ -5,12 +5,14 @@
 The state is a model's weights and two moments for each, 480 MiB (`--quick`: 48 MiB). What is compared takes turns, so
 that a change in the machine's load meets all; a ratio is that of the medians. Saving ends when the disk has the file
 (`fsync`); ours has hashed it by then. Loading by torch maps the file and touches it: one byte of each page, or every
-byte. Ours maps it and has compared every hash. "cold" rows begin with the file out of the page cache.
+byte. Ours maps it and has compared every hash. "cold" rows begin with the file out of the page cache. Processor time is
+that of all threads, and of the system in their name; where other work shares the machine, it says more.
 """
 
 import argparse
 import gc
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -23,6 +25,8 @@ import torch
 from composer_checkpoint import inspect_file, load_file, save_file
 
 WIDTH = 1024
+
+Times = dict[str, list[tuple[float, float]]]
 
 
 def main() -> None:
@@ -93,32 +97,40 @@ def time_inspecting(folder: Path, rounds: int, num_mib: int) -> None:
     clear(folder)
     save_file({f"layers.{index}": torch.zeros(WIDTH, WIDTH) for index in range(num_mib // 4)}, folder / "large.pt")
     times = take_turns(rounds, {"inspect_file": lambda: inspect_file(folder / "large.pt")})
-    print(f"{f'inspect_file of {num_mib} MiB':36}{1000 * statistics.median(times['inspect_file']):9.1f} ms")
+    print(f"{f'inspect_file of {num_mib} MiB':36}{1000 * medians(times['inspect_file'])[0]:9.1f} ms")
 
 
-def take_turns(
-    rounds: int, actions: dict[str, Callable[[], Any]], before: Callable[[], Any] = gc.collect
-) -> dict[str, list[float]]:
-    """Return the seconds that each action took in each round but the first."""
-    times: dict[str, list[float]] = {name: [] for name in actions}
+def take_turns(rounds: int, actions: dict[str, Callable[[], Any]], before: Callable[[], Any] = gc.collect) -> Times:
+    """Return the seconds, and those of processors, that each action took in each round but the first."""
+    times: Times = {name: [] for name in actions}
+    order = random.Random(0)
     for round_ in range(rounds + 1):
-        for name, action in actions.items():
+        for name, action in order.sample(list(actions.items()), len(actions)):  # what came before has its effects
             before()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             result = action()
-            seconds = time.perf_counter() - start
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
             del result
             if round_:
-                times[name].append(seconds)
+                times[name].append((seconds, cpu_seconds))
     return times
 
 
-def report(times: dict[str, list[float]], reference: str, others: list[str], mib: float) -> None:
-    """Print medians, throughput, and the ratio to the reference."""
-    base = statistics.median(times[reference])
+def report(times: Times, reference: str, others: list[str], mib: float) -> None:
+    """Print medians, throughput, and the ratios to the reference."""
+    base, cpu_base = medians(times[reference])
     for name in (reference, *others):
-        seconds = statistics.median(times[name])
-        print(f"{name:36}{1000 * seconds:9.1f} ms{mib / seconds:9.0f} MiB/s{seconds / base:8.2f}")
+        seconds, cpu_seconds = medians(times[name])
+        print(
+            f"{name:36}{1000 * seconds:9.1f} ms{mib / seconds:9.0f} MiB/s{seconds / base:8.2f}"
+            f"{1000 * cpu_seconds:9.1f} ms of processors{cpu_seconds / cpu_base:6.2f}"
+        )
+
+
+def medians(rounds: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return the medians of both kinds of seconds."""
+    seconds, cpu_seconds = zip(*rounds, strict=True)
+    return statistics.median(seconds), statistics.median(cpu_seconds)
 
 
 def save_with_torch(state: Any, path: Path) -> None:

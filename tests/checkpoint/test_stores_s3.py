@@ -237,6 +237,15 @@ def test_of_two_that_create_an_object_only_one_succeeds(store, tmp_path, monkeyp
         store.upload_object("x", tmp_path / "x", overwrite=False)
 
 
+def test_an_object_that_was_deleted_is_gone_and_may_be_deleted_again(store, bucket, tmp_path):
+    (tmp_path / "x").write_bytes(b"123")
+    for name in ("run/x", "run/xy"):
+        store.upload_object(name, tmp_path / "x")
+    store.delete_object("run/x")
+    store.delete_object("run/x")
+    assert store.list_objects("run/") == ["run/xy"]
+
+
 def test_extra_arguments_reach_the_object(store, tmp_path):
     (tmp_path / "x").write_text("x")
     store.upload_object("x", tmp_path / "x", ExtraArgs={"Metadata": {"step": "7"}, "ContentType": "text/x"})

@@ -133,6 +133,15 @@ def test_a_file_goes_there_and_comes_back_under_its_name(store, server, file, tm
     assert (tmp_path / "y").read_bytes() == file.read_bytes()
 
 
+def test_an_object_that_was_deleted_is_gone_and_may_be_deleted_again(store, server, file):
+    store.upload_object("run/x", file)
+    store.upload_object("run/y", file)
+    store.delete_object("run/x")
+    store.delete_object("run/x")
+    assert store.list_objects("run/") == ["run/y"]
+    assert [path.name for path in (server.folder / "saves" / "run").iterdir()] == ["y"]
+
+
 def test_progress_never_goes_back_and_ends_at_the_size(store, file, tmp_path):
     for move in (
         lambda tell: store.upload_object("x", file, tell),

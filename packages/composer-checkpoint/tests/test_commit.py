@@ -44,6 +44,17 @@ def write_folder(path, **files):
             (unfinished / name).write_text(text)
 
 
+@pytest.mark.parametrize("name", ["file/x.pt", "file/below/x.pt", "dangling/x.pt"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_file_where_a_folder_must_be_is_named(tmp_path, name, folder):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    with pytest.raises(StorageError, match=rf"{name.partition('/')[0]} is no folder") as caught:
+        write_file(tmp_path / name, "new", folder=folder)
+    assert caught.value.errno == errno.ENOTDIR
+    assert contents(tmp_path) == {"file": "mine", "dangling": str(tmp_path / "nothing")}
+
+
 @pytest.fixture
 def unprivileged():
     """Run lines in a process that may not do what root may; the folder is one that it can reach."""

@@ -28,10 +28,25 @@ def shuffled(num_workers=0):
     return DataLoader(Augmented(), BATCH_SIZE, shuffle=True, num_workers=num_workers)
 
 
+class Unsteady:
+    """A sampler that draws again and again from the generator of the process."""
+
+    def __iter__(self):
+        return (random.randrange(NUM_SAMPLES) for _ in range(NUM_SAMPLES))
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+
 LOADERS = {
     "shuffled": shuffled,
     "one worker": lambda: shuffled(1),
     "two workers": lambda: shuffled(2),
+    "persistent workers": lambda: DataLoader(
+        Augmented(), BATCH_SIZE, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "a worker without batches": lambda: DataLoader(Augmented(), None, sampler=range(5), num_workers=1),
+    "own order": lambda: DataLoader(Augmented(), BATCH_SIZE, sampler=Unsteady()),
     "distributed sampler": lambda: DataLoader(
         Augmented(), BATCH_SIZE, sampler=DistributedSampler(Augmented(), 1, 0, seed=3)
     ),
@@ -170,25 +185,77 @@ def test_without_spinning_nothing_is_read_twice(tmp_path):
     assert list(DataPosition.of(state).open(state)) == [1, 2, 3]
 
 
-def test_checkpoints_that_do_not_say_how_the_epoch_began_are_replayed_from_the_seed(tmp_path):
+def test_the_open_epoch_of_a_checkpoint_that_does_not_say_how_it_began_is_replayed_from_the_seed(tmp_path):
     # As Composer writes them. Without dropout, an epoch draws what it draws before its first batch.
-    class Plain(Augmented):
-        def __getitem__(self, index):
-            return index
-
-    def epochs(state):
-        while state.timestamp.epoch < NUM_EPOCHS:
-            for batch in DataPosition.of(state).open(state):
-                state.timestamp = state.timestamp.to_next_batch(samples=BATCH_SIZE)
-                yield int(state.timestamp.batch), batch.tolist()
-                if state.timestamp.batch == 8:
-                    save_checkpoint(state, f"{tmp_path}/ba8.pt", ignore_keys=["rng/0/epoch_start"])
-            state.timestamp = state.timestamp.to_next_epoch()
+    def loader():
+        return DataLoader(torch.arange(NUM_SAMPLES), BATCH_SIZE, shuffle=True)
 
     seed()
-    expected = dict(epochs(make_state(DataLoader(Plain(), BATCH_SIZE, shuffle=True))))
-    seed()
-    state = make_state(DataLoader(Plain(), BATCH_SIZE, shuffle=True))
+    plain = loader()
+    expected = [batch.tolist() for _ in range(2) for batch in plain]
+    state = State(torch.nn.Linear(1, 1), 1, "plum", "cpu", train_dataloader=plain)
+    state.timestamp = state.timestamp.copy(epoch=1, batch=8, batch_in_epoch=3)
+    save_checkpoint(state, str(tmp_path / "ba8.pt"))
+    state = make_state(loader())
     load_checkpoint(tmp_path / "ba8.pt", state, None)
-    resumed = dict(epochs(state))
-    assert resumed == {batch: expected[batch] for batch in range(9, 16)}
+    seed()
+    assert [batch.tolist() for batch in DataPosition.of(state).open(state)] == expected[8:]
+
+
+class Counted(Augmented):
+    """Remembers what it was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return super().__getitem__(index)
+
+
+def test_what_was_trained_on_is_not_loaded_again(tmp_path):
+    seed()
+    expected = run_epochs(make_state(DataLoader(Counted(), BATCH_SIZE, shuffle=True)), tmp_path)
+    dataset = Counted()
+    state = make_state(DataLoader(dataset, BATCH_SIZE, shuffle=True))
+    load_checkpoint(tmp_path / "ba8.pt", state, None)
+    for batch, seen in run_epochs(state).items():
+        torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0)
+    assert len(dataset.asked) == NUM_SAMPLES * NUM_EPOCHS - 8 * BATCH_SIZE
+
+
+class OwnGenerator(Counted):
+    """Draws from a generator of its own, as some libraries' transforms do, and not from the process's."""
+
+    def __init__(self):
+        super().__init__()
+        self.transforms = [np.random.default_rng(4)]
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return index + self.transforms[0].random()
+
+
+@pytest.mark.parametrize(("num_workers", "stop"), [(0, "ba3"), (2, "ba8")])
+def test_a_dataset_with_a_generator_of_its_own_is_read_from_the_start_of_the_epoch(num_workers, stop, tmp_path):
+    seed()
+    expected = run_epochs(make_state(DataLoader(OwnGenerator(), BATCH_SIZE, num_workers=num_workers)), tmp_path)
+    state = make_state(DataLoader(OwnGenerator(), BATCH_SIZE, num_workers=num_workers))
+    load_checkpoint(tmp_path / f"{stop}.pt", state, None)
+    resumed = run_epochs(state)
+    assert resumed
+    for batch, seen in resumed.items():
+        torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_forked_are_resumed_as_well(tmp_path):
+    def loader():
+        return DataLoader(Augmented(), BATCH_SIZE, shuffle=True, num_workers=1, multiprocessing_context="spawn")
+
+    seed()
+    expected = run_epochs(make_state(loader()), tmp_path)
+    state = make_state(loader())
+    load_checkpoint(tmp_path / "ba13.pt", state, None)
+    for batch, seen in run_epochs(state).items():
+        torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0)

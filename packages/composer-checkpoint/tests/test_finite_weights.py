@@ -10,8 +10,8 @@ from composer_checkpoint import CorruptCheckpointError, load_file, save_file
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 
 
-def saved(folder, tensor):
-    path = folder / "x.pt"
+def saved(folder, tensor, extension="pt"):
+    path = folder / f"x.{extension}"
     save_file({"state": {"model": {"good": torch.ones(3), "w": tensor}}}, path)
     return path
 
@@ -20,16 +20,30 @@ NAN, INF = float("nan"), float("inf")
 BAD = [(dtype, bad) for dtype in DTYPES for bad in (NAN, INF, -INF) if dtype != torch.float8_e4m3fn or bad is NAN]
 
 
+@pytest.mark.parametrize("extension", ["pt", "safetensors"])
 @pytest.mark.parametrize(("dtype", "bad"), BAD)  # float8_e4m3fn has no infinity
-def test_one_such_element_is_found_in_every_dtype(tmp_path, dtype, bad, caplog):
+def test_one_such_element_is_found_in_every_dtype(tmp_path, dtype, bad, extension, caplog):
     values = torch.zeros(100_000)
     values[70_000] = bad
-    path = saved(tmp_path, values.to(dtype))
+    path = saved(tmp_path, values.to(dtype), extension)
     with pytest.raises(CorruptCheckpointError, match=r"1 tensors are NaN or infinite: state/model/w\."):
         load_file(path, require_finite=True)
     load_file(path)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "state/model/w" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_such_element_is_found_without_verifying(tmp_path, dtype):
+    path = saved(tmp_path, torch.tensor([0, 1, float("nan")]).to(dtype))
+    load_file(path, verify=False)
+    with pytest.raises(CorruptCheckpointError, match=r"state/model/w\."):
+        load_file(path, verify=False, require_finite=True)
+
+
+def test_what_lies_in_the_same_memory_as_a_weight_does_not_matter(tmp_path):
+    memory = torch.tensor([1.0, float("nan"), 2.0])
+    load_file(saved(tmp_path, memory[::2]), require_finite=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,6 @@
 """Loading a checkpoint into a training state."""
 
+import datetime
 import warnings
 
 import pytest
@@ -243,3 +244,56 @@ def test_a_callback_loads_one_more_checkpoint_at_its_event(loop, trained, path):
     run.engine.run_event(Event.AFTER_LOAD)
     torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
     assert run.state.load_path is None
+
+
+def loader_of(num_samples, seed=0):
+    dataset = torch.utils.data.TensorDataset(torch.ones(num_samples, 2))
+    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
+    return torch.utils.data.DataLoader([row for (row,) in dataset], batch_size=2, sampler=sampler)
+
+
+def saved_after(loop, tmp_path, duration):
+    run = loop(train_dataloader=loader_of(8), max_duration=duration)
+    run.fit()
+    return save_checkpoint(run.state, str(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"num_samples": 6}, r"num_samples=8 \(now 6\)"), ({"num_samples": 8, "seed": 5}, r"shuffle_seed=0 \(now 5\)")],
+)
+def test_the_middle_of_an_epoch_of_other_data_is_refused_before_anything_changes(loop, tmp_path, settings, told):
+    path = saved_after(loop, tmp_path, "2ba")
+    run = loop(train_dataloader=loader_of(**settings))
+    before = run.layer.weight.detach().clone()
+    with pytest.raises(IncompatibleCheckpointError, match=rf"inside epoch 0, after 2 batches .* with {told}"):
+        load_checkpoint(path, run.state, None)
+    assert torch.equal(run.layer.weight, before)
+    assert run.state.timestamp.batch == 0
+
+
+def test_an_epoch_of_other_data_can_be_begun_again_or_gone_on_with(loop, tmp_path):
+    path = saved_after(loop, tmp_path, "2ba")
+    again, on = loop(train_dataloader=loader_of(6)), loop(train_dataloader=loader_of(6))
+    load_checkpoint(path, again.state, None, restart_epoch=True)
+    assert (again.state.timestamp.batch, again.state.timestamp.batch_in_epoch) == (2, 0)
+    load_checkpoint(path, on.state, None, ignore_keys=["state/metadata/train_data/*"])
+    assert (on.state.timestamp.batch, on.state.timestamp.batch_in_epoch) == (2, 2)
+
+
+def test_data_may_change_between_epochs_and_for_weights_alone(loop, tmp_path):
+    run = loop(train_dataloader=loader_of(6))
+    load_checkpoint(saved_after(loop, tmp_path, "2ba"), run.state, None, load_weights_only=True)
+    load_checkpoint(saved_after(loop, tmp_path, "1ep"), run.state, None)
+    assert run.state.timestamp.epoch == 1
+
+
+@pytest.mark.parametrize("clock", [datetime.timedelta(seconds=5.25), 5.25])
+def test_clocks_are_read_as_lengths_of_time_and_as_seconds(loop, tmp_path, clock):
+    path = saved_after(loop, tmp_path, "1ep")
+    content = torch.load(path, weights_only=True)  # as another program reads and writes it
+    content["state"]["timestamp"]["Timestamp"]["total_wct"] = clock
+    torch.save(content, path)
+    run = loop()
+    load_checkpoint(path, run.state, None)
+    assert run.state.timestamp.total_wct == datetime.timedelta(seconds=5.25)

@@ -293,7 +293,7 @@ def test_a_changed_object_is_not_fetched(store, tmp_path):
 @pytest.mark.parametrize("name", ["../escaped", "/escaped", "a/../../escaped", "..\\escaped", "", MANIFEST_NAME])
 def test_a_manifest_that_names_files_elsewhere_writes_nothing(store, tmp_path, name):
     folder = checkpoint(tmp_path / "ep1")
-    (folder / MANIFEST_NAME).write_text(Manifest(files={name: FileEntry(1, "0" * 64)}).to_json())
+    (folder / MANIFEST_NAME).write_text(Manifest(files={name: FileEntry(1, "0" * 32)}).to_json())
     publish(store, folder)
     (tmp_path / "inside").mkdir()
     with pytest.raises(CorruptCheckpointError, match="leads out of"):

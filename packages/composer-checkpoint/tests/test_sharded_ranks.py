@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_checkpoint import save_file
 from composer_checkpoint.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError
 from composer_checkpoint.sharded import VerifiedWriter, VerifyingReader, load_sharded, save_sharded, verify_folder
 from composer_dist.testing import run_ranks
@@ -219,3 +220,20 @@ def test_torch_and_this_package_read_each_others_folders(tmp_path):
     run_ranks(exchange_with_torch, tmp_path, store=tmp_path / "store")
     assert verify_folder(tmp_path / "ours") is not None
     assert verify_folder(tmp_path / "torch") is None
+
+
+def save_own_part(folder):
+    mesh = init_device_mesh("cpu", (tdist.get_world_size(),))
+    part = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    try:
+        save_file({"state": {"model": {"w": part}}}, f"{folder}/x{tdist.get_rank()}.pt")
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_part_of_a_tensor_is_not_saved_to_a_file_of_its_own(tmp_path):
+    for told in run_ranks(save_own_part, str(tmp_path), store=tmp_path / "store"):
+        assert "1 tensors are DTensors (state/model/w)" in told
+        assert "save_sharded()" in told
+    assert list(tmp_path.glob("x*")) == []

@@ -129,9 +129,10 @@ def test_sharded_ranks_may_write_one_whole_file(tmp_path):
         assert (result["batch"], result["same"]) == (2, True)
 
 
-def test_with_the_local_type_each_rank_writes_its_own_shards(tmp_path):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_with_the_local_type_each_rank_writes_its_own_shards(tmp_path, is_async):
     folder = str(tmp_path / "checkpoints")
-    seen = run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    seen = run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", is_async, store=tmp_path / "store")
     files = [f"ba{batch}-rank{rank}.pt" for batch in (1, 2, 3) for rank in (0, 1)]
     for rank, result in enumerate(seen):
         assert result["listing"] == [*files, "latest-rank0.pt", "latest-rank1.pt"]

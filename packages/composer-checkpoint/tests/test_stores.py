@@ -127,6 +127,22 @@ def test_a_name_that_leads_out_of_the_store_is_refused(store, file, name):
         store.upload_object(name, file)
 
 
+def test_what_was_deleted_is_gone_and_the_rest_stays(store, file):
+    for name in ("run/ep1.pt", "run/ep10.pt", "run/ep1/part"):
+        store.upload_object(name, file)
+    store.delete_object("run/ep1.pt")
+    assert store.list_objects("run/") == ["run/ep1/part", "run/ep10.pt"]
+    with pytest.raises(FileNotFoundError):
+        store.get_object_size("run/ep1.pt")
+    store.delete_object("run/ep1.pt")  # an attempt before may have done it
+
+
+def test_nothing_outside_the_store_is_deleted(store):
+    for name in ("../x", "run/../../x", "", "/"):
+        with pytest.raises(ValueError, match="is no name below"):
+            store.delete_object(name)
+
+
 def test_an_upload_that_fails_leaves_nothing_that_looks_whole(tmp_path, file, monkeypatch):
     store = FsspecObjectStore((tmp_path / "remote").as_uri())
 
@@ -304,6 +320,9 @@ class Workspace:
     def download(self, path):
         return SimpleNamespace(contents=open(self._folder / path.lstrip("/"), "rb"))
 
+    def delete(self, path):
+        (self._folder / path.lstrip("/")).unlink()
+
     def get_metadata(self, path):
         return SimpleNamespace(content_length=(self._folder / path.lstrip("/")).stat().st_size)
 
@@ -371,6 +390,18 @@ def test_the_stores_of_databricks_keep_the_same_promises(databricks, file, tmp_p
         databricks.download_object("run/gone", tmp_path / "gone")
     with pytest.raises(ValueError, match="leads out of"):
         databricks.get_uri("../x")
+
+
+def test_a_volume_deletes_files_and_mlflow_says_that_it_cannot(databricks, file):
+    databricks.upload_object("run/x", file)
+    databricks.upload_object("run/y", file)
+    if isinstance(databricks, MLFlowObjectStore):
+        with pytest.raises(NotImplementedError, match="MLFlowObjectStore cannot delete"):
+            databricks.delete_object("run/x")
+        return
+    databricks.delete_object("run/x")
+    databricks.delete_object("run/x")
+    assert databricks.list_objects("run/") == ["run/y"]
 
 
 @pytest.mark.parametrize(

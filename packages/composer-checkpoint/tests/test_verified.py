@@ -1,6 +1,8 @@
 import random
 import re
 import struct
+import subprocess
+import sys
 import zipfile
 
 import numpy as np
@@ -19,11 +21,11 @@ from composer_checkpoint import (
 FORMATS = ["pt", "safetensors", "pt.gz", "pt.xz", "pt.bz2", "tar", "tar.gz", "tar.lzma"]
 
 
-def saved(path):
+def saved(path, hash_name="xxh3_128"):
     """A checkpoint of a few small tensors, as bytes, and what it holds."""
     generator = torch.Generator().manual_seed(3)
     state = {f"layer{i}.weight": torch.randn(16, 8, generator=generator) for i in range(6)}
-    save_file(state, path)
+    save_file(state, path, hash_name=hash_name)
     return path.read_bytes(), state
 
 
@@ -119,16 +121,51 @@ def test_two_tensors_whose_bytes_were_swapped_are_both_named(tmp_path, extension
         load_file(path)
 
 
+@pytest.mark.parametrize("hash_name", ["xxh3_128", "blake3"])
 @pytest.mark.parametrize("extension", ["pt", "safetensors"])
-def test_a_flipped_bit_of_a_tensor_is_reported_with_its_name_and_place(tmp_path, extension):
+def test_a_flipped_bit_of_a_tensor_is_reported_with_its_name_and_place(tmp_path, extension, hash_name):
     path = tmp_path / f"x.{extension}"
-    whole, state = saved(path)
+    whole, state = saved(path, hash_name)
+    assert verify(path).hash_name == hash_name
+    assert all(torch.equal(load_file(path)[name], state[name]) for name in state)
     start = whole.index(state["layer3.weight"].numpy().tobytes())
     damaged = bytearray(whole)
     damaged[start + 100] ^= 4
     path.write_bytes(damaged)
     with pytest.raises(CorruptCheckpointError, match=rf"layer3\.weight.*first is at byte {start}"):
         verify(path)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("position", [0, (1 << 20) - 1, 1 << 20, (3 << 20) + 5])
+def test_a_flipped_bit_anywhere_in_a_large_tensor_is_refused(tmp_path, position, mmap):
+    path, tensor = tmp_path / "x.pt", torch.arange(900_000.0)
+    save_file({"w": tensor}, path)
+    with open(path, "rb+") as file:
+        start = file.read().index(tensor[:100].numpy().tobytes())
+        file.seek(start + position)
+        byte = file.read(1)[0]
+        file.seek(start + position)
+        file.write(bytes([byte ^ 128]))
+    with pytest.raises(CorruptCheckpointError, match="the bytes of w are not"):
+        load_file(path, mmap=mmap)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="maps files on Linux only")
+def test_a_mapped_file_that_is_cut_short_meanwhile_does_not_end_the_process(tmp_path):
+    path = tmp_path / "x.pt"
+    save_file({"w": torch.ones(1_000_000)}, path)
+    script = """
+import sys, os
+from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._mapped_file import MappedFile
+with FileReader(sys.argv[1]) as file:
+    mapped = MappedFile(file)
+    os.truncate(sys.argv[1], 1 << 20)
+    print(bytes(mapped.piece(0, 4)), mapped.piece(2 << 20, 100), mapped.piece((1 << 20) - 10, 20))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=100)
+    assert (done.stdout.strip(), done.returncode) == ("b'PK\\x03\\x04' None None", 0)
 
 
 def test_loading_without_verifying_is_possible_and_checks_the_structure(tmp_path):

@@ -5,6 +5,7 @@
 - `files`: one file, `.pt` or `.safetensors` or packed, safe to open and verified. `inspection`: what is in it.
 - `verify`: whether a checkpoint, a file or a folder, is what was written.
 - `sharded`: a folder that several ranks write together. `async_save`: while training goes on.
+- `local_state`, `local_files`: a file for each rank.
 - `commit`, `pointers`, `lock`: a file or folder that is there whole or not at all, and who may write.
 - `discover`, `retention`, `conflicts`, `names`: which checkpoint is the newest, which may go, what they are called.
 - `stores`, `uris`, `upload`, `transfer`: object stores.

@@ -4,6 +4,8 @@ import errno
 import os
 from pathlib import Path
 
+from composer_checkpoint.errors import StorageError
+
 __all__ = ["make_folders", "sync_path", "sync_tree"]
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some network file systems do not flush folders
@@ -42,7 +44,17 @@ def sync_path(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and those above it, durably."""
+    """Make a folder and those above it, durably.
+
+    Raises:
+        StorageError: If one of them is a file.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise StorageError(
+            errno.ENOTDIR,
+            f"{folder} cannot be made: {existing} is no folder. Save to another folder, or move that file away",
+        )
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in reversed(missing):

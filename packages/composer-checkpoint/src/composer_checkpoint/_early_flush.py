@@ -1,44 +1,53 @@
 """Getting a file to the disk while it is still being written, so that little is left to wait for at the end."""
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import BinaryIO
 
-__all__ = ["EarlyFlush"]
+from composer_checkpoint.hashing import Hasher
 
-_FLUSH_EVERY_BYTES = 32 << 20
+__all__ = ["FlushedFile"]
+
+# Small enough that the disk has work at once, large enough that asking it costs nothing.
+_PIECE_BYTES = 8 << 20
 
 
-class EarlyFlush:
-    """Flushes an open file from another thread, each time that enough was written."""
+class FlushedFile:
+    """Writes to an unbuffered file, and has the system begin with the disk's part after each few megabytes."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flush")
-        self._flushing: Future[None] | None = None
-        self._unflushed_bytes = 0
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._begun = 0
+        self.position = 0
 
-    def wrote(self, size_bytes: int) -> None:
-        """Take note of bytes that were written."""
-        self._unflushed_bytes += size_bytes
-        if self._unflushed_bytes < _FLUSH_EVERY_BYTES:
-            return
-        if self._flushing is not None:
-            if not self._flushing.done():
-                return
-            self._flushing.result()  # the system tells of a failed write once, and it may have been told there
-        self._flushing = self._pool.submit(_flush, self._descriptor)
-        self._unflushed_bytes = 0
+    def write(self, data: memoryview, hasher: Hasher | None = None) -> None:
+        """Append all of the data, which may be hashed on the way."""
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            if hasher is not None:
+                hasher.update(piece)
+            self.position += len(piece)
+            while piece:
+                piece = piece[self._file.write(piece) :]
+            if self.position - self._begun >= _PIECE_BYTES:
+                _begin_flush(self._file.fileno(), self._begun, self.position)
+                self._begun = self.position
+
+    def rewrite(self, data: memoryview, position: int) -> None:
+        """Write over bytes that are there."""
+        self._file.seek(position)
+        while data:
+            data = data[self._file.write(data) :]
 
     def finish(self) -> None:
         """Wait until all is on the disk."""
-        if self._flushing is not None:
-            self._flushing.result()
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Wait until no thread uses the file."""
-        self._pool.shutdown()
+        os.fsync(self._file.fileno())
 
 
-# macOS has no fdatasync; there everything waits for the end.
-_flush = getattr(os, "fdatasync", lambda descriptor: None)
+def _begin_flush(descriptor: int, start: int, end: int) -> None:
+    # Linux begins to write what it is told to forget, and does not wait; since none of it is on the disk yet, nothing
+    # is forgotten. sync_file_range is as fast and would say what is meant, but Python does not have it, and fdatasync
+    # waits for the disk's own cache each time.
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # a hint; what fails to be written is told by fsync
+            os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

@@ -12,8 +12,7 @@ __all__ = ["FileReader"]
 class FileReader:
     """An open file; several threads may read it at once.
 
-    Reading copies into memory that was asked for. A mapped file would do without the copy, but ends the process where
-    somebody cuts the file short meanwhile.
+    Reading copies into memory that was asked for, and fails with an error. `MappedFile` does without the copy.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -24,10 +23,10 @@ class FileReader:
             raise NoCheckpointError(f"there is no checkpoint at {self.path!r}. Check the path.") from error
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for who writes into it
             raise CorruptCheckpointError(f"{self.path!r} is not a file. Pass the path of one.")
-        self._descriptor = os.open(self.path, os.O_RDONLY)
-        self.size_bytes = os.fstat(self._descriptor).st_size
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+        self.size_bytes = os.fstat(self.descriptor).st_size
         if not self.size_bytes:
-            os.close(self._descriptor)
+            os.close(self.descriptor)
             raise CorruptCheckpointError(
                 f"{self.path!r} is empty, so it was never written to the end. Load another checkpoint."
             )
@@ -43,7 +42,7 @@ class FileReader:
                 f"bytes {offset} to {offset + size_bytes} were expected, and the file has {self.size_bytes}: it was "
                 f"cut short or damaged. Load another checkpoint."
             )
-        found = os.pread(self._descriptor, size_bytes, offset)
+        found = os.pread(self.descriptor, size_bytes, offset)
         if len(found) == size_bytes:
             return found
         buffer = bytearray(size_bytes)  # the system reads at most 2 GiB at a time
@@ -54,7 +53,7 @@ class FileReader:
         """Fill the buffer from a position on."""
         filled = 0
         while filled < len(buffer):
-            count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
+            count = os.preadv(self.descriptor, [buffer[filled:]], offset + filled)
             if count == 0:
                 raise CorruptCheckpointError(
                     f"the file ends at byte {offset + filled}, and {len(buffer) - filled} more were expected: it was "
@@ -64,7 +63,7 @@ class FileReader:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def __enter__(self) -> "FileReader":
         return self

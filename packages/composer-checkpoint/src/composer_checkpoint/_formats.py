@@ -13,9 +13,12 @@ from composer_checkpoint._zip_layout import LOCAL_MAGIC
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.names import is_tar
 
-__all__ = ["Format", "final_name", "format_of", "is_packed", "plain_file"]
+__all__ = ["INDEX_SUFFIX", "Format", "final_name", "format_of", "is_packed", "plain_file"]
 
 Format = Literal["safetensors", "pt", "legacy pt", "pickle"]
+
+INDEX_SUFFIX = ".safetensors.index.json"
+"""How the name of a list of several safetensors files ends."""
 
 # An unfinished file has its name from the one that it becomes.
 _UNFINISHED = re.compile(r"\.tmp-[^/]*$")

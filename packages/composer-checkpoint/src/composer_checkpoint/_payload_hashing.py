@@ -2,20 +2,17 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from blake3 import blake3
-
 from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._mapped_file import MappedFile
+from composer_checkpoint.hashing import HASH_NAME, new_hasher
 
 __all__ = ["hash_ranges", "num_threads"]
 
 # Small enough to stay in the core's cache between being read and being hashed.
 _PIECE_BYTES = 1 << 20
-# One thread cannot keep up with a fast disk, so a long stretch is hashed by all of them together.
-_LONG_BYTES = 256 << 20
-_LONG_PIECE_BYTES = 16 << 20
 
 _buffers = threading.local()
 
@@ -26,36 +23,48 @@ def num_threads() -> int:
     return min(cores, 8)
 
 
-def hash_ranges(file: FileReader, ranges: Sequence[tuple[int, int]]) -> list[str]:
+def hash_ranges(
+    file: FileReader,
+    ranges: Sequence[tuple[int, int]],
+    hash_name: str = HASH_NAME,
+    *,
+    mapped: MappedFile | None = None,
+    look: Callable[[int, memoryview], None] | None = None,
+) -> list[str]:
     """Return the hash of each stretch, given as its start and its size.
+
+    Args:
+        file: What is read.
+        ranges: The stretches.
+        hash_name: Which hash.
+        mapped: The same file, to hash it without copying it.
+        look: Is shown each piece of each stretch, with the stretch's index, while the piece is in the core's cache.
 
     Raises:
         CorruptCheckpointError: If the file is too short.
     """
+
+    def hash_range(index: int) -> str:
+        start, size_bytes = ranges[index]
+        hasher = new_hasher(hash_name)
+        for position in range(start, start + size_bytes, _PIECE_BYTES):
+            piece_bytes = min(_PIECE_BYTES, start + size_bytes - position)
+            piece = mapped and mapped.piece(position, piece_bytes)
+            if not piece:
+                piece = _buffer()[:piece_bytes]
+                file.read_into(piece, position)
+            hasher.update(piece)
+            if look is not None:
+                look(index, piece)
+        return hasher.hexdigest()
+
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="hash") as pool:
-        futures = [pool.submit(_hash_range, file, *stretch) for stretch in ranges if stretch[1] < _LONG_BYTES]
-        short = iter(futures)
-        return [
-            _hash_long_range(file, *stretch) if stretch[1] >= _LONG_BYTES else next(short).result()
-            for stretch in ranges
-        ]
+        return list(pool.map(hash_range, range(len(ranges))))
 
 
-def _hash_range(file: FileReader, start: int, size_bytes: int) -> str:
+def _buffer() -> memoryview:
+    """Return this thread's memory to read into."""
     buffer: memoryview | None = getattr(_buffers, "piece", None)
     if buffer is None:
         buffer = _buffers.piece = memoryview(bytearray(_PIECE_BYTES))
-    return _hash_pieces(file, start, size_bytes, buffer, 1)
-
-
-def _hash_long_range(file: FileReader, start: int, size_bytes: int) -> str:
-    return _hash_pieces(file, start, size_bytes, memoryview(bytearray(_LONG_PIECE_BYTES)), blake3.AUTO)
-
-
-def _hash_pieces(file: FileReader, start: int, size_bytes: int, buffer: memoryview, max_threads: int) -> str:
-    hasher = blake3(max_threads=max_threads)
-    for position in range(start, start + size_bytes, len(buffer)):
-        piece = buffer[: min(len(buffer), start + size_bytes - position)]
-        file.read_into(piece, position)
-        hasher.update(piece)
-    return hasher.hexdigest()
+    return buffer

@@ -70,7 +70,7 @@ class Snapshot:
         on_cuda = {name: tensor for name, tensor in sources.items() if tensor.is_cuda}
         elsewhere = {name: tensor for name, tensor in sources.items() if name not in on_cuda}
         self._later = {name: tensor for name, tensor in elsewhere.items() if may_wait(tensor)}
-        self._watched = {name: (tensor, _version(tensor)) for name, tensor in self._later.items()}
+        self._watched = {name: (tensor, _version(tensor)) for name, tensor in sources.items() if may_wait(tensor)}
         self._may_change = False
         self._on_cuda = _CudaCopies(on_cuda, self.copies, may_wait, streams)
         self._copy({name: tensor for name, tensor in elsewhere.items() if name not in self._later})

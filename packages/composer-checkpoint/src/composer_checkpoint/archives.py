@@ -26,6 +26,7 @@ __all__ = [
     "compress",
     "compressor_of",
     "pack_tar",
+    "unpack",
     "unpacked",
 ]
 
@@ -149,17 +150,22 @@ def unpacked(path: str, name: str, max_bytes: int | None = None) -> Iterator[Pat
     """
     with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
         target = Path(folder) / STATES_NAME
-        budget = _budget(path, folder, max_bytes)
-        if is_tar(name):
-            _extract(path, name, target, budget)
-        else:
-            command = compressor_of(name)
-            assert command is not None  # the caller has asked
-            _decompress(path, command, target, budget)
+        unpack(path, name, target, max_bytes)
         yield target
 
 
-def _budget(path: str, folder: str, max_bytes: int | None) -> int:
+def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> None:
+    """Write the `.pt` file that an archive holds to another file; see `unpacked`."""
+    budget = _budget(path, target.parent, max_bytes)
+    if is_tar(name):
+        _extract(path, name, target, budget)
+    else:
+        command = compressor_of(name)
+        assert command is not None  # the caller has asked
+        _decompress(path, command, target, budget)
+
+
+def _budget(path: str, folder: Path, max_bytes: int | None) -> int:
     if max_bytes is not None:
         return max_bytes
     allowed = max(_LARGEST_RATIO * os.path.getsize(path), _ALWAYS_ALLOWED_BYTES)

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,10 +17,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from composer_checkpoint._bounded import work_within
 from composer_checkpoint._staging import Snapshot, StagingArea, storage_key
 from composer_checkpoint._tree import named_leaves
-from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.commit import sync_tree, write_atomically
+from composer_checkpoint.errors import CheckpointConflictError
 from composer_checkpoint.files import save_file
+from composer_checkpoint.local_files import local_content, own_path, write_together
 from composer_checkpoint.sharded._metadata import part_name
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded._targets import is_remote
@@ -58,6 +62,8 @@ class AsyncSaver:
     Args:
         process_group: The ranks that save. All of them when `None`.
         policy: What a `save` does while the one before is being written: `'wait'` for it, or `'skip'` this one.
+        timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
+            `None` waits for a disk as long as it takes.
 
     Raises:
         ValueError: If there is no such policy.
@@ -74,15 +80,21 @@ class AsyncSaver:
     """
 
     def __init__(
-        self, *, process_group: "ProcessGroup | None" = None, policy: Literal["wait", "skip"] = "wait"
+        self,
+        *,
+        process_group: "ProcessGroup | None" = None,
+        policy: Literal["wait", "skip"] = "wait",
+        timeout_s: float | None = None,
     ) -> None:
         if policy not in ("wait", "skip"):
             raise ValueError(f"policy={policy!r} is not known. Use 'wait' or 'skip'.")
         self._policy = policy
+        self._timeout_s = timeout_s
         # Two groups: while the background thread waits for the other ranks in one, training asks in the other whether
         # it is done. Collectives of two threads in one group would be taken for each other.
         self._groups = _two_groups(process_group)
-        self._ranks, self._background_ranks = (Ranks(group) for group in self._groups or (None, None))
+        ours, its = self._groups or (None, None)
+        self._ranks, self._background_ranks = Ranks(ours), Ranks(its, timeout_s=timeout_s)
         self._staging = StagingArea()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot: Snapshot | None = None
@@ -99,6 +111,7 @@ class AsyncSaver:
         path: str | os.PathLike[str],
         *,
         sharded: bool = False,
+        local: bool = False,
         info: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -108,9 +121,10 @@ class AsyncSaver:
         """Copy the state and begin to write it. Every rank must call this.
 
         Args:
-            state_dict: What to save. If it is not sharded, rank 0's is written, and the others' should be empty.
-            path: The file, or, if sharded, the folder.
-            sharded: Whether each rank writes its own shards, as `save_sharded` does.
+            state_dict: What to save. If it is of one file, rank 0's is written, and the others' should be empty.
+            path: The file; if sharded, the folder; if local, with `{rank}` in it.
+            sharded: Whether each rank writes its own shards into one folder, as `save_sharded` does.
+            local: Whether each rank writes its own shards to a file of its own, as `save_local` does.
             info: What the manifest shall say about the run.
             overwrite: Whether a checkpoint of this name may be replaced.
             storage_options: For fsspec, if the folder of a sharded checkpoint is a URI.
@@ -125,8 +139,11 @@ class AsyncSaver:
 
         Raises:
             CheckpointError: If the save before failed, or this one cannot be begun.
-            ValueError: If a single file is to be written to a URI.
+            ValueError: If a single file is to be written to a URI; if `local` is asked for several ranks without
+                `{rank}` in the path, or together with `sharded`.
         """
+        if sharded and local:
+            raise ValueError("sharded=True and local=True contradict each other: one folder, or a file for each rank.")
         if not sharded and is_remote(path):
             raise ValueError(f"path={path!r} is a URI, and a single file is saved locally. Upload it by `then`.")
         self.check()
@@ -136,7 +153,7 @@ class AsyncSaver:
                 return False
             self.wait()
         stable = {storage_key(_local(tensor)) for tensor in stable_until_step}
-        prepare = self._prepare_sharded if sharded else self._prepare_file
+        prepare = self._prepare_sharded if sharded else self._prepare_local if local else self._prepare_file
         write = prepare(
             state_dict,
             _Destination(path, info, overwrite, storage_options),
@@ -250,27 +267,59 @@ class AsyncSaver:
         self._ranks.together(stage)
         return jobs[0] if jobs else _do_nothing
 
+    def _prepare_local(
+        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+    ) -> Job:
+        own, ranks = own_path(destination.path, self._ranks), self._background_ranks
+        jobs: list[Callable[[Path], object]] = []
+
+        def stage() -> None:
+            if not destination.overwrite and os.path.lexists(own):
+                raise CheckpointConflictError(
+                    f"{own} exists, and overwrite=False. Choose another name, or pass overwrite=True to replace it."
+                )
+            jobs.append(self._stage_content(content, replace(destination, info=info), may_wait))
+
+        content, info = local_content(state_dict, destination.info, self._ranks)
+        self._ranks.together(stage)
+        return lambda: write_together(own, jobs[0], ranks, destination.overwrite)
+
     def _stage_file(
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
     ) -> Job:
+        with ExitStack() as unfinished:
+            atomic = write_atomically(destination.path, overwrite=destination.overwrite)
+            temporary = unfinished.enter_context(atomic)
+            write_content = self._stage_content(state_dict, destination, may_wait)
+            commit = unfinished.pop_all()
+
+        def write() -> None:
+            with commit:
+                self._within_time(lambda: (write_content(temporary), sync_tree(temporary)))
+
+        return write
+
+    def _within_time(self, work: Callable[[], object]) -> object:
+        return work() if self._timeout_s is None else work_within(work, self._timeout_s, self._ranks.rank)
+
+    def _stage_content(
+        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+    ) -> Callable[[Path], None]:
+        """Copy what a file shall hold, and return what writes the copy."""
         tensors = {name: leaf for name, leaf in named_leaves(state_dict) if isinstance(leaf, torch.Tensor)}
         # Tensors of the same elements, such as tied weights, are copied once and stay one in the file.
         first_names: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
             first_names.setdefault(storage_key(tensor), name)
-        with ExitStack() as unfinished:
-            atomic = write_atomically(destination.path, overwrite=destination.overwrite)
-            temporary = unfinished.enter_context(atomic)
-            snapshot = self._staging.snapshot({name: tensors[name] for name in first_names.values()}, may_wait)
-            copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
-            copied = copy.deepcopy(dict(state_dict), copies)
-            self._snapshot, commit = snapshot, unfinished.pop_all()
+        snapshot = self._staging.snapshot({name: tensors[name] for name in first_names.values()}, may_wait)
+        copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
+        copied = copy.deepcopy(dict(state_dict), copies)
+        self._snapshot = snapshot
 
-        def write() -> None:
-            with commit:
-                snapshot.complete()
-                save_file(copied, temporary, info=destination.info)
-                snapshot.confirm()
+        def write(path: Path) -> None:
+            snapshot.complete()
+            save_file(copied, path, info=destination.info)
+            snapshot.confirm()
 
         return write
 

@@ -1,6 +1,7 @@
 """Checkpoints in the folder that a run would come upon later."""
 
 import os
+import posixpath
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,18 +10,24 @@ from typing import TYPE_CHECKING
 
 from composer_checkpoint._leftovers import is_unfinished
 from composer_checkpoint.errors import CheckpointConflictError
+from composer_checkpoint.manifest import MANIFEST_NAME
 from composer_checkpoint.names import placeholders
 
 if TYPE_CHECKING:
+    from composer_checkpoint.stores.base import ObjectStore
     from composer_time import Timestamp
 
 __all__ = [
     "ensure_folder_has_no_conflicting_files",
     "ensure_folder_is_empty",
+    "ensure_store_has_no_conflicting_objects",
     "find_conflicts",
+    "literal_prefix",
     "numbers_in_name",
+    "whole_names",
 ]
 
+_MAKES_WHOLE = (MANIFEST_NAME, ".metadata")
 _UNITS = ("iteration", "epoch", "batch", "sample", "token")
 _UNITS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _NUMBERS = {*_UNITS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
@@ -91,11 +98,61 @@ def ensure_folder_has_no_conflicting_files(
         ValueError: If the template counts inside epochs without `{epoch}`.
     """
     folder = Path(folder_name)
-    conflicts = find_conflicts(_names_below(folder), filename, timestamp)
+    _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
+
+
+def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
+    """Raise if a store holds checkpoints that are later than the run is, as the function above does for a folder.
+
+    Folders count if they are whole: what a killed writer has left of one is in nobody's way. A store that cannot list
+    what it has is not looked through; there each upload looks for its own name.
+
+    Args:
+        store: Where checkpoints are saved.
+        filename: The template of their names in the store, with the run's name filled in.
+        timestamp: How far the run has come.
+
+    Raises:
+        CheckpointConflictError: If there are any, with their names; it is a `FileExistsError`.
+        StorageError: If the store cannot be asked.
+        ValueError: If the template counts inside epochs without `{epoch}`.
+    """
+    try:
+        names = whole_names(store.list_objects(literal_prefix(filename)))
+    except NotImplementedError:
+        return
+    where = store.get_uri(posixpath.dirname(literal_prefix(filename)))
+    _refuse(where, find_conflicts(names, filename.lstrip("/"), timestamp), timestamp)
+
+
+def whole_names(objects: Iterable[str]) -> list[str]:
+    """Return the names of what may be checkpoints among a store's objects: each object, and each folder that is whole.
+
+    Example:
+        >>> whole_names(["run/ep1/.metadata", "run/ep1/__0_0.distcp", "run/ep2/__0_0.distcp"])
+        ['run/ep1', 'run/ep1/.metadata', 'run/ep1/__0_0.distcp', 'run/ep2/__0_0.distcp']
+    """
+    objects = list(objects)
+    folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
+    return sorted(folders.union(objects))
+
+
+def literal_prefix(template: str) -> str:
+    """Return what all names of a template begin with.
+
+    Example:
+        >>> literal_prefix("run/ep{epoch}.pt")
+        'run/ep'
+    """
+    literal, *_ = next(iter(Formatter().parse(template.lstrip("/"))), ("",))
+    return literal
+
+
+def _refuse(where: str, conflicts: list[str], timestamp: "Timestamp") -> None:
     if conflicts:
         shown = ", ".join(sorted(conflicts)[:5]) + (", ..." if len(conflicts) > 5 else "")
         raise CheckpointConflictError(
-            f"{folder} holds {len(conflicts)} checkpoints that may conflict with a future checkpoint of the current "
+            f"{where} holds {len(conflicts)} checkpoints that may conflict with a future checkpoint of the current "
             f"run, which is at epoch {int(timestamp.epoch)}, batch {int(timestamp.batch)}: {shown}. Resume from them "
             f"(autoresume=True or load_path), choose another save_folder, or pass save_overwrite=True to replace them."
         )

@@ -1,5 +1,6 @@
 """Where a run stands in its data, so that a resumed one reads the very same batches."""
 
+import inspect
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,19 +10,32 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from composer_checkpoint.seeded_batches import SeededBatches, can_be_seeded, derive_seed, open_seeded
 from composer_dist.env import get_global_rank
 from composer_dist.reproducibility import load_rng_state
 
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["EPOCH_START_KEY", "LOADER_KEY", "DataPosition", "keeps_own_state", "set_epoch"]
+__all__ = [
+    "EPOCH_START_KEY",
+    "LOADER_KEY",
+    "SEED_KEY",
+    "DataPosition",
+    "begin_next_epoch",
+    "dataset_counts_samples",
+    "keeps_own_state",
+    "set_epoch",
+]
 
 EPOCH_START_KEY = "epoch_start"
 """In each entry of a checkpoint's `rng`: what the batches of the epoch depended on when it began."""
 
 LOADER_KEY = "train_dataloader"
 """In a checkpoint's `dataset_state`: the state of each rank's dataloader, where it has one."""
+
+SEED_KEY = "seed"
+"""Under `EPOCH_START_KEY`: what the batches of the epoch are drawn from, where nothing else matters."""
 
 
 _ATTRIBUTE = "data_position"
@@ -30,20 +44,21 @@ _ATTRIBUTE = "data_position"
 class DataPosition:
     """Opens epochs, and after a resumption opens the one that was left in the middle where it was left.
 
-    The order of an epoch's batches, and the augmentation in worker processes, follow from the random numbers that were
-    drawn when it began; augmentation in this process from those drawn at each batch. Both are kept, for each rank. An
-    epoch is opened again as it was the first time, what was trained on is read and dropped, and then the generators
-    are put where they were. Dataloaders and datasets that have `state_dict` and `load_state_dict` go to their place
-    by themselves.
+    The order and the augmentation of a DataLoader's batches over a map-style dataset follow from the run's seed, the
+    epoch, the rank and the number of the batch, so that the batches that were trained on are not even loaded; see
+    `SeededBatches`. Dataloaders and datasets that have `state_dict` and `load_state_dict` go to their place by
+    themselves; what they draw in this process is drawn from the same seed. Of everything else, what the batches
+    depend on is kept for each rank: an epoch is opened again with the random numbers that it began with, what was
+    trained on is read and dropped, and the generators are put where they were.
 
-    What a dataloader's `persistent_workers` draw follows from all epochs before, and is not repeated.
+    What the persistent workers of an iterable dataset draw follows from all epochs before, and is not repeated.
 
     A loop of one's own attaches one to its state before it loads, so that `CheckpointSaver` and `load_checkpoint` find
     it, and begins each epoch with `open`.
 
     Args:
-        spin: Whether to read and drop what was trained on. Without that, and without a dataloader that knows its
-            place, the rest of the epoch has other batches.
+        spin: Whether to leave out what was trained on. Without that, and without a dataloader that knows its place,
+            the rest of the epoch has other batches.
 
     Example:
         >>> from composer_events import State
@@ -62,6 +77,7 @@ class DataPosition:
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded, and not yet put back
         self._loader_state: Any = None
         self._is_resumed = False
+        self._seeded: SeededBatches | None = None  # kept, since its workers may persist
 
     @classmethod
     def attach(cls, state: "State", spin: bool = True) -> "DataPosition":
@@ -111,14 +127,35 @@ class DataPosition:
         if is_resumed and (num_read == 0 or knows_place or is_spun):
             self._begin_again(loader, epoch if is_spun and num_read else 0)
         if num_read == 0 or not is_resumed:
-            self._start = _capture(loader)
+            is_seeded = can_be_seeded(loader) or _has_place(loader)
+            beside = {SEED_KEY: state.rank_zero_seed}
+            self._start = _generators_state(loader, beside) if is_seeded else _capture(loader)
         set_epoch(loader, epoch)
-        batches = iter(loader)
-        if is_spun:
-            for _ in range(num_read):
-                next(batches, None)
+        batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
         if rng is not None and (knows_place or is_spun):
             load_rng_state(rng)
+        return batches
+
+    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int) -> Iterator[Any]:
+        """Return the batches of an epoch but the first ones, which are not loaded where that changes nothing.
+
+        Args:
+            loader: What to read.
+            epoch: The number of the epoch.
+            place: The number of the batch that the loader, which knows its place, gives next.
+            num_left_out: How many batches to leave out from there.
+        """
+        seed = (self._start or {}).get(SEED_KEY)
+        if seed is not None and can_be_seeded(loader):
+            if self._seeded is None or self._seeded.loader is not loader:
+                self._seeded = SeededBatches(loader, get_global_rank())
+            return self._seeded.open(seed, epoch, num_left_out)
+        if seed is not None:
+            batches = open_seeded(loader, derive_seed(seed, epoch, get_global_rank()), place)
+        else:
+            batches = iter(loader)
+        for _ in range(num_left_out):
+            next(batches, None)
         return batches
 
     def forget(self) -> None:
@@ -130,8 +167,7 @@ class DataPosition:
         """Return what this rank needs to go on from here: what the batches of the open epoch depend on."""
         if state.timestamp.batch_in_epoch > 0:
             return dict(self._start or {})
-        generators = [generator.get_state() for generator in _generators(state.train_dataloader)]
-        return {"generators": generators} if generators else {}
+        return _generators_state(state.train_dataloader) if _generators(state.train_dataloader) else {}
 
     def _hand_over(self, loader: Any) -> bool:
         """Let a dataloader with a state of its own take its place, and say whether it did."""
@@ -153,8 +189,43 @@ class DataPosition:
 
 
 def keeps_own_state(dataloader: Any) -> bool:
-    """Say whether a dataloader, such as torchdata's `StatefulDataLoader`, knows where it stands."""
-    return hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
+    """Say whether a dataloader, such as torchdata's `StatefulDataLoader`, knows where it stands.
+
+    One whose dataset knows it, such as mosaicml-streaming's, need not be asked: the dataset is.
+    """
+    return _has_state(dataloader) and not dataset_counts_samples(dataloader)
+
+
+def dataset_counts_samples(dataloader: Any) -> bool:
+    """Say whether a dataloader's dataset, such as a `StreamingDataset`, finds its place by a number of samples."""
+    dataset: Any = getattr(dataloader, "dataset", None)
+    if not _has_state(dataset):
+        return False
+    try:
+        inspect.signature(dataset.state_dict).bind(0, True)
+    except TypeError:  # one without arguments is part of a StatefulDataLoader's
+        return False
+    return True
+
+
+def begin_next_epoch(dataset_state: Any, state: "State") -> Any:
+    """Return a StreamingDataset's state as it must be loaded.
+
+    Such a dataset counts epochs as they begin, so that between two of them its state names the one that is over.
+    """
+    next_epoch = getattr(getattr(state.train_dataloader, "dataset", None), "next_epoch", None)
+    if state.timestamp.batch_in_epoch > 0 or next_epoch is None or not isinstance(dataset_state, Mapping):
+        return dataset_state
+    is_over = dataset_state.get("epoch") == next_epoch - 1
+    return {**dataset_state, "epoch": next_epoch} if is_over else dataset_state
+
+
+def _has_place(dataloader: Any) -> bool:
+    return keeps_own_state(dataloader) or dataset_counts_samples(dataloader)
+
+
+def _has_state(holder: Any) -> bool:
+    return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
 
 
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
@@ -171,8 +242,12 @@ def _capture(loader: Any) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.random.get_rng_state(),
-        "generators": [generator.get_state() for generator in _generators(loader)],
+        **_generators_state(loader),
     }
+
+
+def _generators_state(loader: Any, beside: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {**(beside or {}), "generators": [generator.get_state() for generator in _generators(loader)]}
 
 
 def _restore(loader: Any, start: Mapping[str, Any]) -> None:

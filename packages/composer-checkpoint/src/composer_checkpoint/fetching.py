@@ -22,7 +22,7 @@ from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.stores.base import ObjectStoreTransientError, Progress
 from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
 
-__all__ = ["create_symlink_file", "extract_path_from_symlink", "get_file"]
+__all__ = ["create_symlink_file", "download_object_or_file", "extract_path_from_symlink", "get_file"]
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,25 @@ def get_file(
     finally:
         if owned is not None:
             owned.close()
+
+
+def download_object_or_file(
+    object_name: str, file_destination: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles"
+) -> None:
+    """Copy an object to a local file, which must not exist, from a store or from a logger that can download.
+
+    Pointers are not followed.
+
+    Args:
+        object_name: The object.
+        file_destination: The file that it becomes. Folders above it are made.
+        object_store: An `ObjectStore`, or a logger destination.
+
+    Raises:
+        FileNotFoundError: If there is no such object.
+        FileExistsError: If the file exists.
+    """
+    _fetch(object_store, object_name, os.fspath(file_destination), False, False)
 
 
 def create_symlink_file(existing_path: str | os.PathLike[str], destination_filename: str | os.PathLike[str]) -> None:

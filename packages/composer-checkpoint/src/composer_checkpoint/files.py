@@ -2,8 +2,9 @@
 
 import os
 import pickle
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from composer_checkpoint import archives
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._finite import non_finite_weights
-from composer_checkpoint._formats import Format, final_name, format_of, is_packed, plain_file
+from composer_checkpoint._formats import INDEX_SUFFIX, Format, final_name, format_of, is_packed, plain_file
 from composer_checkpoint._legacy_pt import read_legacy_pt
+from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
-from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.hashing import HASH_NAME, check_hash_name, hash_file
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import is_tar
 from composer_checkpoint.pt_file import load_checked, load_pt, read_pt, save_pt, verify_pt
@@ -27,19 +29,20 @@ from composer_checkpoint.safetensors_file import (
     verify_safetensors,
 )
 from composer_checkpoint.unpickler import safe_unpickle
+from composer_checkpoint.validation import validate_file
 
-__all__ = ["TRUST_VARIABLE", "load_file", "read_manifest", "safe_torch_load", "save_file", "verify_file"]
+__all__ = ["load_file", "read_manifest", "safe_torch_load", "save_file", "verify_file"]
 
 log = getLogger(__name__)
-
-TRUST_VARIABLE = "COMPOSER_TRUST_CHECKPOINT"
 
 _PathLike = str | os.PathLike[str]
 
 _MAX_NAMES = 10
 
 
-def save_file(obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = None) -> Manifest:
+def save_file(
+    obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = None, hash_name: str = HASH_NAME
+) -> Manifest:
     """Write a checkpoint to one file, with a manifest inside it, and flush it to the disk.
 
     The end of the name says the format: `.safetensors` (weights only), `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`,
@@ -54,6 +57,8 @@ def save_file(obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = Non
         obj: What to save; dicts, lists and tuples of tensors, arrays, numbers, strings and `None`.
         path: Where to.
         info: What else the manifest should say, as JSON has it: versions, the run's name, the time in training.
+        hash_name: `'xxh3_128'`, which shows damage, or `'blake3'`, about six times slower, which shows forgery too
+            where the manifest is kept elsewhere.
 
     Returns:
         The manifest.
@@ -61,7 +66,9 @@ def save_file(obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = Non
     Raises:
         StorageError: If the disk is full or fails; an `OSError`, too.
         CompressorNotFound: If the program that the name asks for is not installed.
-        TypeError: If `.safetensors` is asked for more than weights, or `info` has no form in JSON.
+        TypeError: If `.safetensors` is asked for more than weights, `info` has no form in JSON, or a tensor is a
+            DTensor, of which other ranks have the rest.
+        ValueError: If there is no such hash.
         UnsafeCheckpointError: If an array holds objects or dates.
 
     Example:
@@ -72,18 +79,20 @@ def save_file(obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = Non
         >>> load_file(path)["state"]["model"]["weight"].sum()
         tensor(6.)
     """
+    _refuse_parts(obj)
     target = os.fspath(path)
     name = final_name(target)
     archives.check_compressor(name)
+    check_hash_name(hash_name)
     notes = {"torch_version": str(torch.__version__), **(info or {})}
     try:
         if name.endswith(".safetensors"):
-            return save_safetensors(obj, target, notes)
+            return save_safetensors(obj, target, notes, hash_name)
         if not is_packed(name):
-            return save_pt(obj, target, notes)
+            return save_pt(obj, target, notes, hash_name)
         with tempfile.TemporaryDirectory(prefix=".composer-", dir=Path(target).parent) as folder:
             states = Path(folder) / archives.STATES_NAME
-            manifest = save_pt(obj, os.fspath(states), notes)
+            manifest = save_pt(obj, os.fspath(states), notes, hash_name)
             if is_tar(name):
                 archives.pack_tar(states, target, name)
             else:
@@ -114,13 +123,14 @@ def load_file(
     began if it asks for more. A file with a manifest is compared with it; for one without, a warning is logged.
 
     Args:
-        path: The file. A name that ends as `save_file` has it says how it is packed.
+        path: The file. A name that ends as `save_file` has it says how it is packed; one that ends in
+            `.safetensors.index.json` is an index of several files beside it, as Hugging Face writes it.
         map_location: Where tensors go, as `torch.load` has it.
         mmap: Map tensors into memory, so that they are read when they are needed, rather than copy them. Not for
             files of torch before 1.6.
         verify: Compare every byte with the hashes of the manifest, and look for weights that are NaN or infinite.
-        trusted: Let the file run code of its own while it is loaded, and log a warning with its hash. The environment
-            variable `COMPOSER_TRUST_CHECKPOINT=1` does so for each file.
+        trusted: Let the file run code of its own while it is loaded, and log a warning with its hash. Only the call
+            says so, for one file: no setting does for a whole process.
         require_finite: Refuse weights that are NaN or infinite, rather than log a warning with their names.
         max_expanded_bytes: How much a compressed file may become, instead of a hundred times its size.
 
@@ -132,22 +142,32 @@ def load_file(
         CorruptCheckpointError: If the file is not what was written, was cut short or is of no known format.
         UnsafeCheckpointError: If it asks for more than data; the message names it.
         IncompatibleCheckpointError: If it is of a newer format.
+        ValueError: If the function that the variable `CHECKPOINT_VALIDATION_FUNCTION` names refuses it.
     """
     source = os.fspath(path)
-    trusted = trusted or os.environ.get(TRUST_VARIABLE, "").lower() in ("1", "true", "yes")
+    validate_file(source)
+    if source.endswith(INDEX_SUFFIX):
+        from composer_checkpoint.safetensors_index import load_shards  # it stands on this module
+
+        return load_shards(source, map_location=map_location, verify=verify, require_finite=require_finite)
     with plain_file(source, max_expanded_bytes) as plain:
         kind = format_of(plain)
         if trusted := trusted and kind != "safetensors":  # which has no code that could be trusted
-            digest = hash_file(source)
+            digest = hash_file(source, "blake3")
             log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
-        obj = _load(source, plain, kind, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
+        obj, finite = _load(source, plain, kind, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
         if verify or require_finite:  # it reads every weight, which verifying does anyway
-            _check_finite(obj, source, require_finite)
+            _check_finite(obj, finite, source, require_finite)
     return obj
 
 
 def safe_torch_load(
-    composer_states_filepath: _PathLike, map_location: Any = "cpu", load_monolith_rank0_only: bool = False
+    composer_states_filepath: _PathLike,
+    map_location: Any = "cpu",
+    load_monolith_rank0_only: bool = False,
+    *,
+    verify: bool = True,
+    trusted: bool = False,
 ) -> Any:
     """Load a checkpoint as `load_file` does, under the name that Composer has for it.
 
@@ -156,17 +176,22 @@ def safe_torch_load(
         map_location: Where tensors go.
         load_monolith_rank0_only: Rank 0 reads the file. The others get all of it except the model and the optimizers,
             which are `None` in their `state`. Every rank must call this then.
+        verify: As in `load_file`.
+        trusted: As in `load_file`.
     """
     from composer_dist import dist  # here, since one process alone does not need it
 
+    def load() -> Any:
+        return load_file(composer_states_filepath, map_location=map_location, verify=verify, trusted=trusted)
+
     if not load_monolith_rank0_only or dist.get_world_size() == 1:
-        return load_file(composer_states_filepath, map_location=map_location)
+        return load()
     obj: Any = None
-    failure: CheckpointError | None = None
+    failure: Exception | None = None
     if dist.get_global_rank() == 0:
         try:
-            obj = load_file(composer_states_filepath, map_location=map_location)
-        except CheckpointError as error:  # the others wait, and must hear of it
+            obj = load()
+        except Exception as error:  # whatever it is, the others wait and must hear of it
             failure = error
     rest = [failure, _without_weights(obj)]
     dist.broadcast_object_list(rest, src=0)
@@ -181,6 +206,10 @@ def read_manifest(path: _PathLike) -> Manifest | None:
     Raises:
         CorruptCheckpointError: If what describes the tensors is not what was written.
     """
+    if os.fspath(path).endswith(INDEX_SUFFIX):
+        from composer_checkpoint.safetensors_index import read_index  # it stands on this module
+
+        return read_index(path).manifest
     with plain_file(os.fspath(path)) as plain:
         match format_of(plain):
             case "safetensors":
@@ -201,6 +230,10 @@ def verify_file(path: _PathLike) -> Manifest | None:
     Raises:
         CorruptCheckpointError: If anything differs; the message names the tensor.
     """
+    if os.fspath(path).endswith(INDEX_SUFFIX):
+        from composer_checkpoint.safetensors_index import verify_shards  # it stands on this module
+
+        return verify_shards(path)
     with plain_file(os.fspath(path)) as plain:
         match format_of(plain):
             case "safetensors":
@@ -214,13 +247,17 @@ def verify_file(path: _PathLike) -> Manifest | None:
     return None
 
 
-def _load(source: str, plain: str, kind: Format, *, map_location: Any, mmap: bool, verify: bool, trusted: bool) -> Any:
+def _load(
+    source: str, plain: str, kind: Format, *, map_location: Any, mmap: bool, verify: bool, trusted: bool
+) -> tuple[Any, Collection[str]]:
+    """Return what a file holds, and the names of weights that were seen to be finite."""
     manifest: Manifest | None = None
+    finite: Collection[str] = ()
     match kind:
         case "safetensors":
-            obj, manifest = load_safetensors(plain, map_location=map_location, verify=verify)
+            obj, manifest, finite = load_safetensors(plain, map_location=map_location, verify=verify)
         case "pt":
-            obj, manifest = load_pt(plain, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
+            obj, manifest, finite = load_pt(plain, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
         case "legacy pt":
             _check_legacy(plain, trusted)
             obj = load_checked(plain, map_location=map_location, mmap=False, trusted=trusted)
@@ -228,7 +265,20 @@ def _load(source: str, plain: str, kind: Format, *, map_location: Any, mmap: boo
             obj = pickle.loads(Path(plain).read_bytes()) if trusted else safe_unpickle(plain)
     if manifest is None:
         log.warning("%s is unverified: it has no manifest, so nobody can tell whether its bytes were changed.", source)
-    return obj
+    return obj, finite
+
+
+def _refuse_parts(obj: Any) -> None:
+    module: Any = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has loaded it
+    if module is None:
+        return
+    parts = [name for name, leaf in named_leaves(obj) if isinstance(leaf, module.DTensor)]
+    if parts:
+        raise TypeError(
+            f"{len(parts)} tensors are DTensors ({', '.join(parts[:_MAX_NAMES])}), of which this rank has a part, and "
+            f"one file holds whole tensors. Save them with save_sharded(), or gather them on all ranks before, as "
+            f"get_model_state_dict() and state_dict_type='full' do."
+        )
 
 
 def _check_legacy(path: str, trusted: bool = False) -> None:
@@ -236,8 +286,8 @@ def _check_legacy(path: str, trusted: bool = False) -> None:
         read_legacy_pt(reader, record_unknown=trusted)
 
 
-def _check_finite(obj: Any, source: str, require_finite: bool) -> None:
-    names = non_finite_weights(obj)
+def _check_finite(obj: Any, known_finite: Collection[str], source: str, require_finite: bool) -> None:
+    names = non_finite_weights(obj, known_finite)
     if not names:
         return
     message = f"{len(names)} tensors are NaN or infinite: {', '.join(names[:_MAX_NAMES])}"

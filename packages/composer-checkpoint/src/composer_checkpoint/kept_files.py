@@ -28,6 +28,8 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
             f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} is no number of checkpoints: give a whole "
             f"number from 0, or -1 for all."
         )
+    if isinstance(keep, Mapping):
+        keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # which is for the store
     policy = RetentionPolicy.from_setting(keep)
     if num_checkpoints_to_keep == -1:
         return policy

@@ -3,32 +3,37 @@
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from composer_checkpoint.data_position import DataPosition
-from composer_checkpoint.errors import CheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.files import load_file, safe_torch_load
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.local_files import LAYOUT_KEY
+from composer_checkpoint.modular._names import names_in_model
 from composer_checkpoint.names import format_name_with_dist, partial_format
+from composer_checkpoint.node_download import fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.pointers import read_pointer
+from composer_checkpoint.safetensors_index import INDEX_SUFFIX, read_index
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.spread_state import as_spread, read_sharded
 from composer_checkpoint.state_io import Layout, as_sharded, layout_of
 from composer_checkpoint.stores.addresses import is_uri
 from composer_checkpoint.strategy_state import PARTS, load_parts, owner_of
+from composer_checkpoint.train_data import begin_epoch_again, refuse_other_data
 from composer_dist import dist
 
 if TYPE_CHECKING:
     from composer_events import Logger, State
 
-__all__ = ["load_checkpoint"]
+__all__ = ["load_checkpoint", "load_sharded_checkpoint"]
 
 log = getLogger(__name__)
 
@@ -47,6 +52,7 @@ def load_checkpoint(
     *,
     verify: bool = True,
     trusted: bool = False,
+    restart_epoch: bool = False,
 ) -> list[dict[str, Any]] | None:
     """Load a checkpoint into a training state. Every rank must call this.
 
@@ -69,6 +75,7 @@ def load_checkpoint(
         algorithm_passes: The engine's passes, which order those algorithms.
         verify: Whether hashes are compared.
         trusted: Let the file run code of its own while it is loaded, and log a warning with its hash.
+        restart_epoch: Begin the epoch again inside which the checkpoint was saved, with whatever data there is now.
 
     Returns:
         Each rank's random numbers for `composer_dist.reproducibility.load_rng_state`, or `None` if there are none or
@@ -76,7 +83,8 @@ def load_checkpoint(
 
     Raises:
         NoCheckpointError: If there is no such checkpoint; it is a `FileNotFoundError`.
-        CheckpointError: On all ranks, if it is damaged, unsafe or of another model.
+        CheckpointError: On all ranks, if it is damaged, unsafe, of another model, or from inside an epoch of another
+            dataset.
         RuntimeError: If weights do not fit the model, or the ranks have loaded different checkpoints.
         KeyError: If the optimizer has a parameter that the saved one had not, or the other way round.
     """
@@ -86,7 +94,13 @@ def load_checkpoint(
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
         content = without_keys(content, ignore_keys, "load_ignore_key")
         saved: dict[str, Any] = content["state"]
-        _refuse_another_model(state, saved, local_path)
+        # One rank alone may have read it.
+        Ranks().together(lambda: _refuse_another_model(state, saved, local_path))
+        if not load_weights_only:
+            if restart_epoch:
+                begin_epoch_again(saved)
+            refuse_other_data(saved, state, local_path)
+            _restore_clocks(saved)
         _put_into(state, saved, logger, load_weights_only, strict_model_weights, exclude_algorithms, algorithm_passes)
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
@@ -98,6 +112,45 @@ def load_checkpoint(
     if position is not None and not load_weights_only:
         position.resume(rng, state)
     return rng
+
+
+def load_sharded_checkpoint(
+    source_path: str | os.PathLike[str],
+    state: "State",
+    logger: "Logger | None",
+    object_store: Any = None,
+    load_weights_only: bool = False,
+    strict_model_weights: bool = True,
+    progress_bar: bool = True,
+    ignore_keys: IgnoreKeys | None = None,
+    exclude_algorithms: Sequence[str] | None = None,
+    algorithm_passes: Sequence[Any] | None = None,
+) -> list[dict[str, Any]] | None:
+    """Load the folder of a sharded checkpoint into a training state, however that is spread.
+
+    The arguments, results and errors are those of `load_checkpoint`. Every rank must call this.
+
+    Raises:
+        ValueError: If `source_path` is a file.
+    """
+    own = path_on_this_rank(os.fspath(source_path), state)
+    if object_store is None and os.path.isfile(read_pointer(own) or own):
+        raise ValueError(
+            f"source_path={os.fspath(source_path)!r} is a file, and a sharded checkpoint is a folder. Name the folder, "
+            f"or load the file with load_checkpoint()."
+        )
+    return load_checkpoint(
+        source_path,
+        state,
+        logger,
+        object_store,
+        load_weights_only,
+        strict_model_weights,
+        progress_bar,
+        ignore_keys,
+        exclude_algorithms,
+        algorithm_passes,
+    )
 
 
 def _put_into(
@@ -136,14 +189,17 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
         return
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
         # The ranks of a node share what its first rank downloads.
-        shared = folder if is_local_layout else _of_first_rank_of_node(folder)
+        shared = folder if is_local_layout else of_first_rank_of_node(folder)
         destination = os.path.join(shared, os.path.basename(own).removesuffix(".symlink"))
         fetches = is_local_layout or dist.get_local_rank() == 0
-        _tell_each_other(
-            lambda: (
-                get_file(own, destination, object_store, overwrite=True, progress_bar=progress_bar) if fetches else None
-            )
-        )
+
+        def fetch() -> None:
+            get_file(own, destination, object_store, overwrite=True, progress_bar=progress_bar)
+            for shard in read_index(destination).shards if destination.endswith(INDEX_SUFFIX) else ():
+                address = os.path.join(os.path.dirname(own), shard)
+                get_file(address, os.path.join(shared, shard), object_store, overwrite=True, progress_bar=progress_bar)
+
+        fetch_together(fetch if fetches else lambda: None)
         yield destination
         dist.barrier()  # who downloaded deletes it
 
@@ -175,42 +231,11 @@ def _check_exists(own: str, path: str) -> None:
                 f"Local path {own} does not exist (load_path={path!r}). Look at the folder, or leave the checkpoint "
                 f"out."
             )
-        raise NoCheckpointError(_not_here(own, 0, "it has no such file"))
+        raise NoCheckpointError(not_here(own, 0, "it has no such file"))
     missing = [rank for rank, has_it in enumerate(have_it) if not has_it]
     raise NoCheckpointError(
         f"{own} exists on rank 0, and not on ranks {missing}: No such file or directory there. Save to a disk that all "
         f"nodes share, or to a store."
-    )
-
-
-def _of_first_rank_of_node(folder: str) -> str:
-    folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
-    return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
-
-
-def _tell_each_other(fetch: Callable[[], None]) -> None:
-    """Fetch, and raise on all ranks if any failed."""
-    mine: Exception | None = None
-    try:
-        fetch()
-    except Exception as error:  # whatever it is, the others must not wait
-        mine = error
-    failures = dist.all_gather_object(
-        None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
-    )
-    if mine is not None:
-        raise mine
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            is_missing, text = failure
-            kind = NoCheckpointError if is_missing else CheckpointError
-            raise kind(_not_here("the checkpoint", rank, text))
-
-
-def _not_here(what: str, rank: int, reason: str) -> str:
-    return (
-        f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
-        f"rank {rank} ({reason}). Look at the log of that rank."
     )
 
 
@@ -226,7 +251,7 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
         )
     read: list[Any] = []
     if state.load_monolith_rank0_only:
-        read.append(safe_torch_load(path, load_monolith_rank0_only=True))
+        read.append(safe_torch_load(path, load_monolith_rank0_only=True, verify=verify, trusted=trusted))
     else:
         # Not mapped where training computes on the host, whose optimizer would go on with the file's own memory.
         mmap = getattr(state.device, "name", "cpu") != "cpu"
@@ -249,8 +274,7 @@ def _refuse_another_model(state: "State", saved: dict[str, Any], path: str) -> N
         return  # its engine compares them
     if not isinstance(weights, dict) or not weights or saved.get("algorithms") or not hasattr(state.model, "modules"):
         return
-    with as_sharded(state):
-        own = {name.removeprefix("module.") for name in state.get_model_state_dict()}
+    own = {name.removeprefix("module.") for name in names_in_model(state.model)}
     theirs = {str(name).removeprefix("module.") for name in weights}
     if own and own.isdisjoint(theirs):
         raise IncompatibleCheckpointError(
@@ -258,6 +282,17 @@ def _refuse_another_model(state: "State", saved: dict[str, Any], path: str) -> N
             f"is among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that "
             f"it was saved from."
         )
+
+
+def _restore_clocks(saved: dict[str, Any]) -> None:
+    """Turn seconds into lengths of time, as which a file of ours gives them to who reads it with torch alone."""
+    timestamps = saved.get("timestamp")
+    for timestamp in [timestamps, *timestamps.values()] if isinstance(timestamps, dict) else []:
+        if isinstance(timestamp, dict):
+            seconds = {name: value for name, value in timestamp.items() if name.endswith("_wct")}
+            timestamp.update(
+                {name: timedelta(seconds=value) for name, value in seconds.items() if isinstance(value, int | float)}
+            )
 
 
 def _leave_epoch_of_other_batches(state: "State", metadata: Any) -> None:

@@ -1,7 +1,9 @@
 """Per-rank files: each rank's own shards, as they lie in its memory, in a file of its own."""
 
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._tree import map_tree, named_leaves
-from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.commit import sync_tree, write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import load_file, save_file
 from composer_checkpoint.manifest import Manifest
@@ -18,10 +20,22 @@ from composer_checkpoint.sharded._ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ELASTIC_VARIABLE", "LAYOUT_KEY", "load_local", "merge_local", "save_local"]
+__all__ = [
+    "ELASTIC_VARIABLE",
+    "LAYOUT_KEY",
+    "SAVE_ID_KEY",
+    "load_local",
+    "local_content",
+    "merge_local",
+    "own_path",
+    "refuse_mixed_saves",
+    "save_local",
+    "write_together",
+]
 
 ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
 LAYOUT_KEY = "local_layout"
+SAVE_ID_KEY = "save_id"
 
 _RANK = "{rank}"
 _MAX_LISTED = 10
@@ -34,11 +48,13 @@ def save_local(
     info: Mapping[str, Any] | None = None,
     process_group: "ProcessGroup | None" = None,
     overwrite: bool = True,
+    timeout_s: float | None = None,
 ) -> Manifest:
     """Save what this rank holds to a file of its own. Every rank of the group must call this.
 
-    The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to put the
-    parts together again: world size, rank, mesh, and each tensor's placements, global shape and offsets.
+    No file gets its name before those of all ranks are on the disk. The file has this rank's part of each DTensor as a
+    plain tensor, and under `local_layout` what is needed to put the parts together again: world size, rank, mesh, and
+    each tensor's placements, global shape and offsets.
 
     Args:
         state_dict: Tensors, DTensors and plain data in nested dicts and lists.
@@ -46,13 +62,16 @@ def save_local(
         info: What the manifest shall say about the run.
         process_group: The ranks that hold the state dict. All of them when `None`.
         overwrite: Whether a file of this name may be replaced.
+        timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
+            `None` waits for a disk as long as it takes.
 
     Returns:
         The manifest of this rank's file.
 
     Raises:
         ValueError: If there are several ranks and no `{rank}` in the path.
-        CheckpointError: On all ranks, if any of them cannot write its file.
+        CheckpointError: On all ranks, if any of them cannot write its file, or takes too long. What was there before
+            is untouched.
 
     Example:
         >>> import tempfile
@@ -61,17 +80,67 @@ def save_local(
         >>> sorted(load_file(path.format(rank=0)))
         ['local_layout', 'state']
     """
-    ranks = Ranks(process_group)
-    own = _path_of(path, ranks.rank, ranks.world_size)
-    content = {**_to_local(state_dict), LAYOUT_KEY: _layout(state_dict, ranks)}
+    ranks = Ranks(process_group, timeout_s=timeout_s)
+    own = own_path(path, ranks)
+    content, info = local_content(state_dict, info, ranks)
     manifests: list[Manifest] = []
-
-    def write() -> None:
-        with write_atomically(own, overwrite=overwrite) as unfinished:
-            manifests.append(save_file(content, unfinished, info=info))
-
-    ranks.together(write)
+    write_together(
+        own, lambda unfinished: manifests.append(save_file(content, unfinished, info=info)), ranks, overwrite
+    )
     return manifests[0]
+
+
+def local_content(
+    state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what this rank's file holds, and what its manifest says. Every rank must call this."""
+    save_id = ranks.exchange(lambda: uuid.uuid4().hex, lambda proposed: proposed[:1] * len(proposed))
+    layout = {**_layout(state_dict, ranks), SAVE_ID_KEY: save_id}
+    return {**_to_local(state_dict), LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
+
+
+def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
+    """Raise if the ranks' files are of several saves: a run was killed while it replaced them one by one.
+
+    Args:
+        save_ids: What each rank's file says; `None` where it does not.
+        path: As it was given to `save_local`.
+    """
+    if len(set(save_ids)) > 1:
+        kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
+        raise CorruptCheckpointError(
+            f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
+            f"when the run was killed while it replaced them. Load another checkpoint."
+        )
+
+
+def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
+    """Return the path of this rank's file.
+
+    Raises:
+        ValueError: If there are several ranks and no `{rank}` in the path.
+    """
+    return _path_of(path, ranks.rank, ranks.world_size)
+
+
+def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, overwrite: bool) -> None:
+    """Let each rank write a file, and name them once all are there. Every rank must call this.
+
+    Args:
+        own: This rank's file.
+        write: Writes to the temporary path that it is given.
+        ranks: Who takes part.
+        overwrite: Whether a file of this name may be replaced.
+    """
+    with ExitStack() as unfinished:
+
+        def begin() -> None:
+            temporary = unfinished.enter_context(write_atomically(own, overwrite=overwrite))
+            write(temporary)
+            sync_tree(temporary)  # a disk that hangs shall do so before any file has its name
+
+        ranks.together(begin)
+        ranks.together(unfinished.close)
 
 
 def load_local(
@@ -103,6 +172,7 @@ def load_local(
     _path_of(path, ranks.rank, ranks.world_size)
     loaded: list[Mapping[str, Any]] = []
     ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
+    ranks.exchange(lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: _check_ids(ids, path))
     values = dict(named_leaves(loaded[0]))
 
     def take(name: str, leaf: Any) -> Any:
@@ -131,6 +201,7 @@ def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[st
     first = _load(path, 0, verify)
     world_size = first[LAYOUT_KEY]["world_size"]
     files = [first, *(_load(path, rank, verify) for rank in range(1, world_size))]
+    refuse_mixed_saves([file[LAYOUT_KEY].get(SAVE_ID_KEY) for file in files], path)
     for rank, file in enumerate(files):
         if (file[LAYOUT_KEY]["world_size"], file[LAYOUT_KEY]["rank"]) != (world_size, rank):
             raise CorruptCheckpointError(
@@ -145,6 +216,11 @@ def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[st
         merged["rng"] = [state for file in files for state in file["rng"]]
     del merged[LAYOUT_KEY]
     return merged
+
+
+def _check_ids(save_ids: list[Any], path: str | os.PathLike[str]) -> list[None]:
+    refuse_mixed_saves(save_ids, path)
+    return [None] * len(save_ids)
 
 
 def _merged(name: str, files: list[dict[str, Any]], leaves: list[dict[str, Any]]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from composer_checkpoint.hashing import HASH_NAME
+from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
 
@@ -16,7 +16,7 @@ FORMAT_VERSION = 1
 
 # A million tensors need about 200 MB. More than this is an attack on the memory of who reads it.
 MAX_MANIFEST_BYTES = 1 << 29
-_HASH = re.compile("[0-9a-f]{64}")
+_DIGESTS = {name: re.compile(f"[0-9a-f]{{{count}}}") for name, count in NUM_DIGITS.items()}
 _Entry = TypeVar("_Entry")
 
 
@@ -46,7 +46,7 @@ class Manifest:
     how bytes are read.
 
     Example:
-        >>> manifest = Manifest(files={"__0_0.distcp": FileEntry(3, "0" * 64)}, info={"run_name": "blue-fox"})
+        >>> manifest = Manifest(files={"__0_0.distcp": FileEntry(3, "0" * 32)}, info={"run_name": "blue-fox"})
         >>> Manifest.from_json(manifest.to_json()) == manifest
         True
     """
@@ -127,10 +127,10 @@ def _check_version(raw: dict[str, Any]) -> None:
             f"the checkpoint has format version {version}, written by {writer}; this composer-checkpoint reads up to "
             f"version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
         )
-    if raw.get("hash_name") != HASH_NAME:
+    if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since JSON may hold what has no hash
         raise IncompatibleCheckpointError(
-            f"the manifest's hashes are {raw.get('hash_name')!r}, and this composer-checkpoint knows {HASH_NAME!r}. "
-            f"Upgrade composer-checkpoint to load it."
+            f"the manifest's hashes are {raw.get('hash_name')!r}, and this composer-checkpoint knows "
+            f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
         )
 
 
@@ -141,10 +141,13 @@ def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _entries(raw: dict[str, Any], kind: str, make: Callable[[Any], _Entry | None]) -> dict[str, _Entry]:
+def _entries(
+    raw: dict[str, Any], kind: str, make: Callable[[Any, re.Pattern[str]], _Entry | None]
+) -> dict[str, _Entry]:
+    digest = _DIGESTS[raw["hash_name"]]
     entries: dict[str, _Entry] = {}
     for name, value in _object(raw, kind).items():
-        entry = make(value)
+        entry = make(value, digest)
         if entry is None:
             raise CorruptCheckpointError(
                 f"the manifest's entry of {name!r} in {kind} is {value!r:.200}, without a valid size, shape or hash. "
@@ -154,15 +157,15 @@ def _entries(raw: dict[str, Any], kind: str, make: Callable[[Any], _Entry | None
     return entries
 
 
-def _file_entry(value: Any) -> FileEntry | None:
+def _file_entry(value: Any, digest: re.Pattern[str]) -> FileEntry | None:
     match value:
-        case {"size_bytes": size_bytes, "hash": str(digest)} if _is_count(size_bytes) and _HASH.fullmatch(digest):
-            return FileEntry(size_bytes, digest)
+        case {"size_bytes": size_bytes, "hash": str(found)} if _is_count(size_bytes) and digest.fullmatch(found):
+            return FileEntry(size_bytes, found)
     return None
 
 
-def _tensor_entry(value: Any) -> TensorEntry | None:
-    file_entry = _file_entry(value)
+def _tensor_entry(value: Any, digest: re.Pattern[str]) -> TensorEntry | None:
+    file_entry = _file_entry(value, digest)
     match value:
         case {"dtype": str(dtype), "shape": list(shape)} if file_entry and all(map(_is_count, shape)):
             return TensorEntry(dtype, tuple(shape), file_entry.size_bytes, file_entry.hash)

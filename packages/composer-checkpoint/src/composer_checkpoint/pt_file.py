@@ -2,7 +2,7 @@
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from torch.torch_version import TorchVersion
 
 from composer_checkpoint._encoding import decode, encode
 from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._finite import PassingWeights, weight_names
+from composer_checkpoint._mapped_file import MappedFile
 from composer_checkpoint._payload_hashing import hash_ranges
 from composer_checkpoint._pt_seal import PAYLOAD_FOLDER, check_seal
 from composer_checkpoint._pt_writing import write_pt
@@ -41,10 +43,10 @@ class PtContents:
     rehearsal: Rehearsal
 
 
-def save_pt(obj: Any, path: str, info: Mapping[str, Any]) -> Manifest:
+def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> Manifest:
     """Write a `.pt` file with its manifest. What could not be loaded without trust is logged as a warning."""
     plain, kinds = encode(obj)
-    manifest, rehearsal = write_pt(plain, path, {**info, _ENCODED: kinds} if kinds else info)
+    manifest, rehearsal = write_pt(plain, path, {**info, _ENCODED: kinds} if kinds else info, hash_name)
     if rehearsal.unknown_globals:
         log.warning(
             "%s holds objects of %s, which are more than data: it can be loaded with trusted=True only. Have "
@@ -57,14 +59,15 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any]) -> Manifest:
 
 def load_pt(
     path: str, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
-) -> tuple[Any, Manifest | None]:
-    """Check and load a `.pt` file; return what it holds and its manifest, if it has one.
+) -> tuple[Any, Manifest | None, Collection[str]]:
+    """Check and load a `.pt` file; return what it holds, its manifest if it has one, and weights seen to be finite.
 
     One that is trusted must be whole all the same.
     """
     with FileReader(path) as reader, ThreadPoolExecutor(1) as pool:
         contents = open_pt(reader, record_unknown=trusted)
-        checking = pool.submit(_verify_payload, reader, contents) if verify else None
+        mapped = MappedFile(reader) if mmap and verify else None  # as the tensors will be
+        checking = pool.submit(_verify_payload, reader, contents, mapped) if verify else None
         if trusted and checking is not None:
             checking.result()  # before any of its code runs
         try:
@@ -74,7 +77,8 @@ def load_pt(
                 checking.result()
     manifest = contents.manifest
     kinds = {} if manifest is None else manifest.info.get(_ENCODED, {})
-    return decode(obj, kinds if isinstance(kinds, dict) else {}), manifest
+    finite = checking.result() if checking is not None else ()
+    return decode(obj, kinds if isinstance(kinds, dict) else {}), manifest, finite
 
 
 def verify_pt(path: str) -> Manifest | None:
@@ -127,14 +131,17 @@ def _check_storages(layout: ZipLayout, rehearsal: Rehearsal) -> None:
             )
 
 
-def _verify_payload(reader: FileReader, contents: PtContents) -> None:
+def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile | None = None) -> Collection[str]:
+    """Compare all storages with their hashes; return the names of the weights that are finite, as far as was seen."""
     manifest, layout = contents.manifest, contents.layout
     if manifest is None:
-        return
+        return ()
     storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
     if storages.keys() != manifest.files.keys():
         raise CorruptCheckpointError("the manifest lists other storages than the file has. Load another checkpoint.")
-    hashes = hash_ranges(reader, [(member.offset, member.size_bytes) for member in storages.values()])
+    ranges = [(member.offset, member.size_bytes) for member in storages.values()]
+    passing = _passing_weights(contents.rehearsal, list(storages))
+    hashes = hash_ranges(reader, ranges, manifest.hash_name, mapped=mapped, look=passing.look)
     wrong = [name for name, found in zip(storages, hashes, strict=True) if found != manifest.files[name].hash]
     if wrong:
         names = ", ".join(
@@ -144,6 +151,15 @@ def _verify_payload(reader: FileReader, contents: PtContents) -> None:
             f"the bytes of {names} are not those that were written ({len(wrong)} of {len(storages)} hashes differ; the "
             f"first is at byte {storages[wrong[0]].offset}). Load another checkpoint."
         )
+    return passing.finite()
+
+
+def _passing_weights(rehearsal: Rehearsal, storages: Sequence[str]) -> PassingWeights:
+    indices = {name: index for index, name in enumerate(storages)}
+    weights = {name: rehearsal.tensors[name] for name in weight_names(rehearsal.tensors)}
+    return PassingWeights(
+        {name: (indices[f"{PAYLOAD_FOLDER}{spec.storage.key}"], spec.dtype.name) for name, spec in weights.items()}
+    )
 
 
 def _tensors_of(rehearsal: Rehearsal, key: str) -> str:

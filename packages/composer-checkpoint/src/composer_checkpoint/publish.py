@@ -316,7 +316,8 @@ def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
 
 def _compare(folder: Path, manifest: Manifest, uri: str) -> None:
     for name, entry in manifest.files.items():
-        if (folder / name).stat().st_size != entry.size_bytes or hash_file(folder / name) != entry.hash:
+        path = folder / name
+        if path.stat().st_size != entry.size_bytes or hash_file(path, manifest.hash_name) != entry.hash:
             raise CorruptCheckpointError(
                 f"{uri}/{name} is not what the manifest says: {entry.size_bytes} bytes with the hash "
                 f"{entry.hash[:12]}... Load another checkpoint."

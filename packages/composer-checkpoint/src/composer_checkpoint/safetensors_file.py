@@ -3,22 +3,22 @@
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from blake3 import blake3
 
-from composer_checkpoint._early_flush import EarlyFlush
+from composer_checkpoint._early_flush import FlushedFile
 from composer_checkpoint._file_reader import FileReader
-from composer_checkpoint._payload_hashing import hash_ranges, num_threads
+from composer_checkpoint._finite import PassingWeights
+from composer_checkpoint._mapped_file import MappedFile
+from composer_checkpoint._payload_hashing import hash_ranges
 from composer_checkpoint._safetensors_header import DTYPES, LENGTH, METADATA_KEY, Header, read_header
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.hashing import tensor_bytes
+from composer_checkpoint.hashing import NUM_DIGITS, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import Manifest, TensorEntry
 
 __all__ = ["load_safetensors", "read_safetensors", "save_safetensors", "verify_safetensors"]
@@ -27,7 +27,7 @@ log = getLogger(__name__)
 
 _MANIFEST_KEY = "composer_manifest"
 _SEAL_KEY = "composer_seal"
-_NO_HASH = "0" * 64
+_NO_SEAL = "0" * 64
 _SEAL = re.compile(rb'"composer_seal":"([0-9a-f]{64})"')
 _MAX_NAMES = 10
 _FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
@@ -42,7 +42,7 @@ class _Weights:
     is_state: bool
 
 
-def save_safetensors(obj: Any, path: str, info: Mapping[str, Any]) -> Manifest:
+def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> Manifest:
     """Write the weights of a state, or a flat dict of tensors, and flush them to the disk."""
     weights = _weights_of(obj)
     notes: dict[str, Any] = {"aliases": weights.aliases} if weights.aliases else {}
@@ -51,25 +51,31 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any]) -> Manifest:
     info = {**info, **notes}
     names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # so that all are aligned
     tensors = {name: weights.tensors[name] for name in names}
-    placeholder, _ = _header(tensors, dict.fromkeys(names, _NO_HASH), info)
-    with open(path, "wb", buffering=0) as file, closing(EarlyFlush(file.fileno())) as disk:
-        _write_all(file, memoryview(placeholder))
-        hashes = _write_payload(file, tensors, disk)
-        header, manifest = _header(tensors, hashes, info)
-        file.seek(0)
-        _write_all(file, memoryview(header))
+    no_hashes = dict.fromkeys(names, "0" * NUM_DIGITS[hash_name])
+    placeholder, _ = _header(tensors, no_hashes, info, hash_name)
+    with open(path, "wb", buffering=0) as file:
+        disk = FlushedFile(file)
+        disk.write(memoryview(placeholder))
+        hashes = {name: _write_tensor(disk, tensor, hash_name) for name, tensor in tensors.items()}
+        header, manifest = _header(tensors, hashes, info, hash_name)
+        disk.rewrite(memoryview(header), 0)
         disk.finish()
     return manifest
 
 
-def load_safetensors(path: str, *, map_location: Any, verify: bool) -> tuple[Any, Manifest | None]:
-    """Check and load a safetensors file; return its weights in the form in which they were saved."""
+def load_safetensors(path: str, *, map_location: Any, verify: bool) -> tuple[Any, Manifest | None, Collection[str]]:
+    """Check and load a safetensors file.
+
+    Returns:
+        Its weights in the form in which they were saved, its manifest, and the names of weights seen to be finite.
+    """
     from safetensors.torch import load_file  # it and NumPy load only where somebody uses the format
 
     with FileReader(path) as reader:
         header, manifest = _open(reader)
+        finite: Collection[str] = ()
         if verify:
-            _verify_payload(reader, header, manifest)
+            finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # as the tensors will be
     device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
     tensors: dict[str, Any] = load_file(path, device=device)
     tensors = {name: tensors[name] for name in header.tensors}
@@ -80,7 +86,9 @@ def load_safetensors(path: str, *, map_location: Any, verify: bool) -> tuple[Any
                 f"{alias!r:.200} is another name of {name!r:.200}, and the file lacks that. Load another checkpoint."
             )
         tensors[alias] = tensors[name]
-    return ({"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors), manifest
+    if info.get("layout") != "composer":
+        return tensors, manifest, finite
+    return {"state": {"model": OrderedDict(tensors)}}, manifest, {f"state/model/{name}" for name in finite}
 
 
 def verify_safetensors(path: str) -> Manifest | None:
@@ -123,7 +131,7 @@ def _weights_of(obj: Any) -> _Weights:
 
 
 def _header(
-    tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str], info: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
 ) -> tuple[bytes, Manifest]:
     """Return the file's bytes up to the tensors, as long for one set of hashes as for another."""
     slots: dict[str, Any] = {}
@@ -135,44 +143,20 @@ def _header(
         slots[name] = {"dtype": _FORMAT_NAMES[dtype], "shape": shape, "data_offsets": (position, end)}
         entries[name] = TensorEntry(dtype, shape, size_bytes, hashes[name])
         position = end
-    manifest = Manifest(tensors=entries, info=info)
-    metadata = {"format": "pt", _MANIFEST_KEY: manifest.to_json(), _SEAL_KEY: _NO_HASH}
+    manifest = Manifest(hash_name=hash_name, tensors=entries, info=info)
+    metadata = {"format": "pt", _MANIFEST_KEY: manifest.to_json(), _SEAL_KEY: _NO_SEAL}
     text = json.dumps({METADATA_KEY: metadata, **slots}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     sealed = text.replace(
-        f'"{_SEAL_KEY}":"{_NO_HASH}"'.encode(), f'"{_SEAL_KEY}":"{blake3(text).hexdigest()}"'.encode(), 1
+        f'"{_SEAL_KEY}":"{_NO_SEAL}"'.encode(), f'"{_SEAL_KEY}":"{blake3(text).hexdigest()}"'.encode(), 1
     )
     return LENGTH.pack(len(sealed)) + sealed, manifest
 
 
-def _write_payload(file: BinaryIO, tensors: Mapping[str, torch.Tensor], disk: EarlyFlush) -> dict[str, str]:
-    """Write the tensors one after the other while other threads hash them, and return the hashes.
-
-    One thread writes, because a file system lets only one at a time make a file longer.
-    """
-    hashes: dict[str, Future[str]] = {}
-    with ThreadPoolExecutor(max(1, num_threads() - 1), thread_name_prefix="hash") as pool:
-        for name, tensor in tensors.items():
-            data = tensor_bytes(tensor)
-            hashes[name] = future = pool.submit(_hash, data)
-            _write_all(file, data)
-            disk.wrote(data.nbytes)
-            if data.nbytes and tensor.data_ptr() != _address(data):
-                future.result()  # it is a copy, and no more than one is held
-    return {name: future.result() for name, future in hashes.items()}
-
-
-def _hash(data: memoryview) -> str:
-    return blake3(data).hexdigest()
-
-
-def _address(data: memoryview) -> int:
-    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
+def _write_tensor(file: FlushedFile, tensor: torch.Tensor, hash_name: str) -> str:
+    hasher = new_hasher(hash_name)
+    file.write(tensor_bytes(tensor), hasher)
+    return hasher.hexdigest()
 
 
 def _open(reader: FileReader) -> tuple[Header, Manifest | None]:
@@ -185,7 +169,7 @@ def _open(reader: FileReader) -> tuple[Header, Manifest | None]:
         raise CorruptCheckpointError(
             f"the file was written with a manifest and a seal, and has only {marks}. Load another checkpoint."
         )
-    unsealed = header.raw[: match.start(1)] + _NO_HASH.encode() + header.raw[match.end(1) :]
+    unsealed = header.raw[: match.start(1)] + _NO_SEAL.encode() + header.raw[match.end(1) :]
     if blake3(unsealed).hexdigest() != match[1].decode():
         raise CorruptCheckpointError(
             "the file's header (names, dtypes, shapes or hashes) is not what was written. Load another checkpoint."
@@ -196,10 +180,15 @@ def _open(reader: FileReader) -> tuple[Header, Manifest | None]:
     return header, manifest
 
 
-def _verify_payload(reader: FileReader, header: Header, manifest: Manifest | None) -> None:
+def _verify_payload(
+    reader: FileReader, header: Header, manifest: Manifest | None, mapped: MappedFile | None = None
+) -> Collection[str]:
+    """Compare all tensors with their hashes; return the names of those that are finite, as far as was seen."""
     if manifest is None:
-        return
-    hashes = hash_ranges(reader, [(slot.offset, slot.size_bytes) for slot in header.tensors.values()])
+        return ()
+    ranges = [(slot.offset, slot.size_bytes) for slot in header.tensors.values()]
+    passing = PassingWeights({name: (index, slot.dtype) for index, (name, slot) in enumerate(header.tensors.items())})
+    hashes = hash_ranges(reader, ranges, manifest.hash_name, mapped=mapped, look=passing.look)
     wrong = [name for name, found in zip(header.tensors, hashes, strict=True) if found != manifest.tensors[name].hash]
     if wrong:
         raise CorruptCheckpointError(
@@ -207,3 +196,4 @@ def _verify_payload(reader: FileReader, header: Header, manifest: Manifest | Non
             f"{len(hashes)} hashes differ; the first is at byte {header.tensors[wrong[0]].offset}). "
             f"Load another checkpoint."
         )
+    return passing.finite()

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from composer_checkpoint.names import PartialFilePath, sharded_folder
 from composer_checkpoint.state_io import Layout, layout_of, path_of, prefix_dir_of
-from composer_checkpoint.stores.addresses import parse_uri
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ __all__ = ["Save", "name_save", "to_path", "within_folder"]
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One save: its names, the time in training, and what was measured by then."""
+    """One save: its names, the time in training, and what was measured by then. Per-rank files keep `{rank}`."""
 
     path: str
     timestamp: Timestamp
@@ -37,10 +37,10 @@ def name_save(
 ) -> Save:
     """Fill in the names of a save of now."""
     path = path_of(state, filename.filename, filename.folder)
-    remote = None if remote_name is None else PartialFilePath(within_folder(state, remote_name.filename)).format(state)
+    remote = None if remote_name is None else _remote_name(state, remote_name.filename)
     if remote_folder is not None and layout_of(state) is Layout.SHARDED:
-        parsed = parse_uri(remote_folder)
-        path = f"{parsed.backend}://{parsed.bucket}/{remote}"  # each rank writes there itself
+        place = urlsplit(remote_folder)
+        path = f"{place.scheme}://{place.netloc}/{remote}"  # each rank writes there itself
     return Save(
         path=path,
         timestamp=state.timestamp,
@@ -49,6 +49,13 @@ def name_save(
         remote_name=remote,
         remote_pointer=None if remote_pointer is None else remote_pointer.format(state),
     )
+
+
+def _remote_name(state: "State", filename: str) -> str:
+    template = within_folder(state, filename)
+    if layout_of(state) is Layout.LOCAL:
+        template = template.replace("{rank}", "{{rank}}")
+    return PartialFilePath(template).format(state)
 
 
 def within_folder(state: "State", filename: str) -> str:

@@ -4,23 +4,27 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from composer_checkpoint.archives import check_compressor
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.commit import replace_pointer
+from composer_checkpoint.conflicts import ensure_store_has_no_conflicting_objects
 from composer_checkpoint.held_folder import HeldFolder
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.kept_files import KeptFiles, combine_policies
-from composer_checkpoint.names import PartialFilePath, check_filename, format_name_with_dist
+from composer_checkpoint.measured import Measured
+from composer_checkpoint.names import PartialFilePath, check_filename, format_name_with_dist, partial_format
+from composer_checkpoint.remote_retention import KeptRemotely, remote_policy
 from composer_checkpoint.retention import RetentionPolicy
 from composer_checkpoint.save_names import Save, name_save, to_path, within_folder
 from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.stable_tensors import unchanged_until_step
 from composer_checkpoint.state_io import Layout, collect, describe, layout_of, own_file, path_of, write
 from composer_checkpoint.stores.addresses import parse_uri
+from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.upload import RemoteUploader
 from composer_checkpoint.uploads import CheckpointUploads
 from composer_events.callback import Callback
@@ -63,7 +67,14 @@ class CheckpointSaver(Callback):
         upload_timeout_in_seconds: How long the end of training waits for uploads.
         async_save: Whether training goes on while a checkpoint is written.
         save_async_policy: What a save does while the one before is being written: `'wait'` for it, or `'skip'`.
-        keep: What else to keep; see `RetentionPolicy.from_setting`.
+        keep: What else to keep; see `RetentionPolicy.from_setting`. With the key `remote`, checkpoints are deleted from
+            the store, too: `True` for the same rules, or rules of its own, as in
+            `{'last': 1, 'remote': {'last': 3, 'every': '10ep'}}`.
+        save_timeout_in_seconds: How long any rank's disk or store may take for its part of a checkpoint. Then, or if
+            a rank does not come to save within three times that, all ranks raise an error that names it. `None` waits
+            as long as it takes.
+        remote_num_checkpoints_to_keep: How many of the newest stay in the store; -1 for all. Nothing is deleted there
+            that another run has saved, nor before a later checkpoint is whole in the store.
 
     Attributes:
         saved_checkpoints: The paths of what this process has saved and not deleted, oldest first.
@@ -111,6 +122,8 @@ class CheckpointSaver(Callback):
         async_save: bool = False,
         save_async_policy: Literal["wait", "skip"] = "wait",
         keep: Any = None,
+        save_timeout_in_seconds: float | None = 1800,
+        remote_num_checkpoints_to_keep: int = -1,
     ) -> None:
         folder, filename = str(folder), str(filename).lstrip("/")
         interval = None if callable(save_interval) else save_interval
@@ -119,7 +132,14 @@ class CheckpointSaver(Callback):
         check_ignore_keys("save_ignore_keys", ignore_keys)
         if save_async_policy not in ("wait", "skip"):
             raise ValueError(f"save_async_policy={save_async_policy!r} is not known. Use 'wait' or 'skip'.")
+        if save_timeout_in_seconds is not None and not save_timeout_in_seconds > 0:
+            raise ValueError(
+                f"save_timeout_in_seconds={save_timeout_in_seconds!r} is no time to wait: give seconds, more than 0, "
+                f"or None to wait as long as it takes."
+            )
+        self.save_timeout_in_seconds = save_timeout_in_seconds
         self._kept = KeptFiles.under(combine_policies(num_checkpoints_to_keep, keep))
+        remote_rules, said = remote_policy(remote_num_checkpoints_to_keep, keep, self._kept.policy)
         self.save_interval: Callable[[State, Event], bool] = (
             save_interval if callable(save_interval) else create_interval_scheduler(save_interval)
         )
@@ -137,6 +157,7 @@ class CheckpointSaver(Callback):
             self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
             folder = tempfile.mkdtemp(prefix="composer-save-")
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._kept_remotely = self._keep_remotely(remote_rules, said)
         self._uploads = CheckpointUploads(self.remote_uploader, overwrite, upload_timeout_in_seconds)
         self.folder = folder
         self.filename = PartialFilePath(filename, folder)
@@ -153,7 +174,8 @@ class CheckpointSaver(Callback):
         self._saving: Save | None = None
         self._committed: list[Save] = []
         self._loaded_kept: Any = ()
-        self._metrics: dict[str, Any] = {}
+        self._loaded_kept_remotely: Any = None
+        self._measured = Measured()
 
     @property
     def saved_checkpoints(self) -> list[str]:
@@ -167,17 +189,17 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: "State", logger: "Logger") -> None:
         """Take the folder for this process, and refuse one with later checkpoints than where the run is."""
-        if self.async_save and layout_of(state) is Layout.LOCAL:
-            raise ValueError(
-                "save_async=True does not go with state_dict_type='local': per-rank files are written at once. Use "
-                "state_dict_type='sharded', or save_async=False."
-            )
         path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
         if self._loaded_kept:
             self._kept.load_state_dict(self._loaded_kept, format_name_with_dist(self.folder, state.run_name))
             self._loaded_kept = ()
+        if self._loaded_kept_remotely is not None and self._kept_remotely is not None:
+            self._kept_remotely.load_state_dict(self._loaded_kept_remotely)
+        self._loaded_kept_remotely = None
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
         self._folder.take(state, None if may_replace else within_folder(state, self.filename.filename))
+        if not may_replace:
+            self._refuse_later_ones_in_store(state)
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is time."""
@@ -205,11 +227,8 @@ class CheckpointSaver(Callback):
 
     def eval_end(self, state: "State", logger: "Logger") -> None:
         """Note down what was measured, for whoever keeps the best."""
-        label = state.dataloader_label
-        if self._kept.policy.metric is not None and label is not None:
-            for name in state.eval_metrics.get(label, ()):
-                if name in state.eval_metric_values:
-                    self._metrics[f"metrics/{label}/{name}"] = state.eval_metric_values[name]
+        if self._ranked_by():
+            self._measured.note(state)
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
         """Wait for what is under way, and give the folder back."""
@@ -230,6 +249,11 @@ class CheckpointSaver(Callback):
         self._settle(state, logger)
         self._uploads.wait()
         self._kept.rotate()
+        if self._kept_remotely is not None:
+            if layout_of(state) is Layout.LOCAL:
+                Ranks().together(lambda: None)  # each looks for what the others have uploaded
+            self._kept_remotely.rotate()
+            self._uploads.wait()
 
     def close(self, state: "State", logger: "Logger") -> None:
         """Let what is under way end, without asking other ranks, which may be gone."""
@@ -268,10 +292,15 @@ class CheckpointSaver(Callback):
         stamps = self.all_saved_checkpoints_to_timestamp.items()
         job = self._saving
         own = [] if job is None else [(own_file(job.path), job.timestamp.state_dict(), job.metrics)]
-        return {
+        saved = {
             "all_saved_checkpoints_to_timestamp": [(name, stamp.state_dict()) for name, stamp in stamps],
             "kept": [*self._kept.state_dict(), *own],
         }
+        if self._kept_remotely is not None:
+            remotely = saved["kept_remotely"] = self._kept_remotely.state_dict()
+            if job is not None and job.remote_name is not None:
+                remotely["saved"].append((own_file(job.remote_name), job.timestamp.state_dict(), job.metrics))
+        return saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over which checkpoints there are."""
@@ -281,6 +310,17 @@ class CheckpointSaver(Callback):
             timestamp.load_state_dict(saved)
             self.all_saved_checkpoints_to_timestamp[name] = timestamp
         self._loaded_kept = state.get("kept", ())
+        self._loaded_kept_remotely = state.get("kept_remotely")
+
+    def _refuse_later_ones_in_store(self, state: "State") -> None:
+        if self.remote_uploader is None or self.remote_file_name is None:
+            return
+        store = self.remote_uploader.remote_backend
+        template = partial_format(within_folder(state, self.remote_file_name.filename), run_name=state.run_name)
+        is_first = Ranks().rank == 0
+        Ranks().together(
+            lambda: ensure_store_has_no_conflicting_objects(store, template, state.timestamp) if is_first else None
+        )
 
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
@@ -304,7 +344,7 @@ class CheckpointSaver(Callback):
         if self.async_save:
             self._save_in_background(state, content, job, layout, info)
             return
-        if write(content, job.path, layout, info) is not None:
+        if write(content, job.path, layout, info, self.save_timeout_in_seconds) is not None:
             self._commit(job)
         self._settle(state, logger)
 
@@ -324,37 +364,39 @@ class CheckpointSaver(Callback):
             self.remote_file_name,
             self.latest_remote_file_name,
             self._remote_folder,
-            self._measured(state),
+            self._measured.by_now(state, self._ranked_by()),
         )
 
-    def _measured(self, state: "State") -> dict[str, float]:
-        metric = self._kept.policy.metric
-        if metric is None:
-            return {}
-        train = {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
-        known = {**train, **state.total_loss_dict, **self._metrics}
-        if metric not in known:
-            log.warning(
-                "The best checkpoints by %r cannot be told yet: it has not been measured. Measured were: %s.",
-                metric,
-                ", ".join(known) or "none",
-            )
-            return {}
-        return {metric: float(known[metric])}
+    def _keep_remotely(self, policy: RetentionPolicy | None, said: str) -> KeptRemotely | None:
+        if policy is None:
+            return None
+        if self.remote_uploader is None:
+            raise ValueError(f"{said} is for checkpoints in a store, and save_folder is a folder of this machine.")
+        store = self.remote_uploader.remote_backend
+        if type(store).delete_object is ObjectStore.delete_object:
+            raise ValueError(f"{said}: {type(store).__name__} cannot delete. Leave it out, or save to another store.")
+        return KeptRemotely(policy, self.remote_uploader)
+
+    def _ranked_by(self) -> set[str]:
+        """Return the metrics by which the best are kept."""
+        policies = [self._kept.policy, *([] if self._kept_remotely is None else [self._kept_remotely.policy])]
+        return {policy.metric for policy in policies if policy.metric is not None}
 
     def _save_in_background(
         self, state: "State", content: dict[str, Any], job: Save, layout: Layout, info: dict[str, Any]
     ) -> None:
         if self._async is None:
-            self._async = AsyncSaver(policy="wait")  # who skips has been asked before
-        writes = layout is Layout.SHARDED or Ranks().rank == 0
+            # Who skips has been asked before.
+            self._async = AsyncSaver(policy="wait", timeout_s=self.save_timeout_in_seconds)
+        writes = layout is not Layout.MONOLITHIC or Ranks().rank == 0
         self._async.save(
             content,
             job.path,
             sharded=layout is Layout.SHARDED,
+            local=layout is Layout.LOCAL,
             info=info,
             overwrite=True,
-            stable_until_step=_unchanged_until_step(state),
+            stable_until_step=unchanged_until_step(state),
             then=(lambda: self._commit(job)) if writes else None,
         )
 
@@ -371,18 +413,16 @@ class CheckpointSaver(Callback):
             path = own_file(job.path)
             upload = None
             if self._kept.deletes:
-                upload = self._uploads.send(path, job.remote_name, job.remote_pointer, state, logger)
+                remote_name = None if job.remote_name is None else own_file(job.remote_name)
+                upload = self._uploads.send(path, remote_name, job.remote_pointer, state, logger)
+                self._note_remotely(job, upload)
             self._kept.add(path, job.timestamp, job.metrics, upload)
             self._kept.rotate()
+        if self._kept_remotely is not None:
+            self._kept_remotely.rotate()
 
-
-def _unchanged_until_step(state: "State") -> list[torch.Tensor]:
-    """Return what nothing changes before the optimizer's next step, unless algorithms may."""
-    if state.algorithms:
-        return []
-    stable: list[torch.Tensor] = list(state.model.parameters()) if hasattr(state.model, "parameters") else []
-    for optimizer in state.optimizers:
-        for of_parameter in getattr(optimizer, "state", {}).values():
-            if isinstance(of_parameter, dict):
-                stable += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
-    return stable
+    def _note_remotely(self, job: Save, upload: Future[None] | None) -> None:
+        if self._kept_remotely is not None and job.remote_name is not None:
+            of_ranks = [job.remote_name.replace("{rank}", str(rank)) for rank in range(Ranks().world_size)]
+            names = list(dict.fromkeys(of_ranks))
+            self._kept_remotely.add(own_file(job.remote_name), names, job.timestamp, job.metrics, upload)

@@ -5,19 +5,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._tree import map_tree
-from composer_checkpoint.local_files import ELASTIC_VARIABLE, LAYOUT_KEY
+from composer_checkpoint.local_files import ELASTIC_VARIABLE, LAYOUT_KEY, SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.sharded import load_sharded, read_folder_metadata
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.sharded.load import check_sharded
 from composer_checkpoint.state_io import as_sharded
 from composer_dist import dist
 
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["as_spread", "read_sharded"]
+__all__ = ["as_spread", "check_spread", "read_sharded"]
 
 
 def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
@@ -29,7 +31,26 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
         weights_only: Read the model and the algorithms only.
         verify: Whether hashes are compared.
     """
-    metadata = read_folder_metadata(path)
+    content = _empty_content(path, state, weights_only)
+    load_sharded(content, path, verify=verify)
+    content.setdefault("state", {})
+    return content
+
+
+def check_spread(path: str | os.PathLike[str], state: "State") -> None:
+    """Compare what each rank would read of a folder with its hashes. Every rank must call this.
+
+    Raises:
+        CheckpointError: On all ranks, if anything is not what was written.
+    """
+    check_sharded(_empty_content(path, state, weights_only=False), path)
+
+
+def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+    """Return what a folder holds, with tensors that have no values yet."""
+    read: list[Metadata] = []
+    Ranks().together(lambda: read.append(read_folder_metadata(path)))
+    metadata = read[0]
     parameters = _spread_parameters(state)
     content: dict[Any, Any] = {}
     paths: Mapping[str, Any] = metadata.planner_data or {}
@@ -41,10 +62,7 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
         if isinstance(described, TensorStorageMetadata):
             leaf = _empty(described, parameters.get(_parameter_of(keys)))
         _put(content, keys, leaf)
-    content = _with_lists(content)
-    load_sharded(content, path, verify=verify)
-    content.setdefault("state", {})
-    return content
+    return _with_lists(content)
 
 
 def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
@@ -52,6 +70,7 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
 
     Raises:
         ValueError: If another number of ranks saved it.
+        CorruptCheckpointError: On all ranks, if their files are of different saves.
     """
     layout = content.pop(LAYOUT_KEY)
     if layout["world_size"] != dist.get_world_size():
@@ -60,6 +79,7 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
             f"per-rank files are not elastic. Start {layout['world_size']} ranks, or put the files together with "
             f"composer_checkpoint.local_files.merge_local (see {ELASTIC_VARIABLE})."
         )
+    refuse_mixed_saves(dist.all_gather_object(layout.get(SAVE_ID_KEY)), path)
     parameters, described = _spread_parameters(state), layout["tensors"]
 
     def spread(name: str, leaf: Any) -> Any:

@@ -1,15 +1,22 @@
 """A training state as the content of a checkpoint, and that content written in the layout the state asks for."""
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.data_position import EPOCH_START_KEY, LOADER_KEY, DataPosition, keeps_own_state
+from composer_checkpoint.commit import sync_tree, write_atomically
+from composer_checkpoint.data_position import (
+    EPOCH_START_KEY,
+    LOADER_KEY,
+    DataPosition,
+    begin_next_epoch,
+    keeps_own_state,
+)
 from composer_checkpoint.files import save_file
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.local_files import save_local
@@ -17,6 +24,7 @@ from composer_checkpoint.names import PartialFilePath, sharded_folder
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.strategy_state import PARTS, collect_parts, owner_of
+from composer_checkpoint.train_data import TRAIN_DATA_KEY, describe_train_data
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
 
@@ -28,6 +36,7 @@ __all__ = [
     "as_sharded",
     "collect",
     "describe",
+    "get_save_filename",
     "layout_of",
     "own_file",
     "path_of",
@@ -88,6 +97,31 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     return PartialFilePath(filename, folder).format(state)
 
 
+def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:
+    """Return the file that this rank would write if the state were saved now.
+
+    Args:
+        state: The training state.
+        filename: The template of the file's name.
+
+    Returns:
+        The one file of rank 0, the file of per-rank files, or this rank's first shard in the folder of a sharded
+        checkpoint.
+
+    Raises:
+        ValueError: If per-rank files would all have one name.
+
+    Example:
+        >>> from composer_events import State
+        >>> get_save_filename(State(None, rank_zero_seed=1, device="cpu"))
+        'ep0-ba0-rank0'
+    """
+    path = path_of(state, filename)
+    if layout_of(state) is Layout.SHARDED:
+        return os.path.join(path, f"__{dist.get_global_rank()}_0.distcp")
+    return own_file(path)
+
+
 def prefix_dir_of(state: "State") -> str:
     """Return the template of a sharded checkpoint's folder."""
     return getattr(state.fsdp_config, "sharded_ckpt_prefix_dir", None) or DEFAULT_PREFIX_DIR
@@ -114,6 +148,8 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
     if not weights_only:
         content["rng"] = _rng(state)
         _add_loader_state(state, content["state"])
+        if "metadata" in content["state"] and (data := describe_train_data(state)):
+            content["state"]["metadata"][TRAIN_DATA_KEY] = data
     return without_keys(content, ignore_keys, "save_ignore_keys")
 
 
@@ -168,21 +204,21 @@ def save_checkpoint(
     return write(content, path, layout_of(state), describe(state, weights_only=weights_only))
 
 
-def write(content: dict[str, Any], path: str, layout: Layout, info: dict[str, Any]) -> str | None:
+def write(
+    content: dict[str, Any], path: str, layout: Layout, info: dict[str, Any], timeout_s: float | None = None
+) -> str | None:
     """Write what was collected, and return the path on the ranks that wrote. Every rank must call this."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # what was gathered need not fit beside what training had cached
     match layout:
         case Layout.SHARDED:
-            save_sharded(content, path, info=info, overwrite=True)
+            save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s)
             return path
         case Layout.LOCAL:
-            save_local(content, path, info=info)
+            save_local(content, path, info=info, timeout_s=timeout_s)
             return own_file(path)
         case Layout.MONOLITHIC:
-            ranks = Ranks()
-            ranks.together(lambda: _write_file(content, path, info) if ranks.rank == 0 else None)
-            return path if ranks.rank == 0 else None
+            return _write_file(content, path, info, Ranks(timeout_s=timeout_s))
 
 
 def own_file(path: str) -> str:
@@ -190,9 +226,22 @@ def own_file(path: str) -> str:
     return path.replace("{rank}", str(dist.get_global_rank()))
 
 
-def _write_file(content: dict[str, Any], path: str, info: dict[str, Any]) -> None:
-    with write_atomically(path) as unfinished:
-        save_file(content, unfinished, info=info)
+def _write_file(content: dict[str, Any], path: str, info: dict[str, Any], ranks: Ranks) -> str | None:
+    with ExitStack() as unfinished:
+
+        def begin() -> None:
+            if ranks.rank == 0:
+                temporary = unfinished.enter_context(write_atomically(path))
+                save_file(content, temporary, info=info)
+                sync_tree(temporary)
+
+        def commit(done: list[None]) -> list[None]:
+            unfinished.close()
+            return done
+
+        # Apart, so that a write that was given up never becomes a checkpoint.
+        ranks.exchange(begin, commit)
+    return path if ranks.rank == 0 else None
 
 
 def _rng(state: "State") -> list[dict[str, Any]]:
@@ -208,6 +257,9 @@ def _rng(state: "State") -> list[dict[str, Any]]:
 
 def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
     has_state = keeps_own_state(state.train_dataloader)
+    if saved.get("dataset_state"):
+        train = begin_next_epoch(saved["dataset_state"].get("train"), state)
+        saved["dataset_state"] = {**saved["dataset_state"], "train": train}
     if "dataset_state" in saved and any(dist.all_gather_object(has_state)):
         own = state.train_dataloader.state_dict() if has_state else None
         states = dist.all_gather_object(own)

@@ -3,25 +3,23 @@
 import logging
 import multiprocessing
 import os
+import pickle
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from composer_checkpoint._upload_process import upload_in_process
 from composer_checkpoint.publish import publish_checkpoint, upload_with_retries, write_pointer
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
-from composer_checkpoint.stores.opening import (
-    build_remote_backend,
-    maybe_create_object_store_from_uri,
-    validate_credentials,
-)
+from composer_checkpoint.stores.opening import open_store, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
 
 __all__ = ["RemoteFilesExistingCheckStatus", "RemoteUploader"]
@@ -30,8 +28,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 1.0
 _STAGGER_VARIABLE = "COMPOSER_LOCAL_RANK_STAGGER_SECONDS"
-# By backend: the argument of its store that the bucket of the address goes to.
-_BUCKET_ARGUMENTS = {"s3": "bucket", "oci": "bucket", "gs": "bucket", "azure": "container", "libcloud": "container"}
 
 
 class RemoteFilesExistingCheckStatus(IntEnum):
@@ -56,6 +52,7 @@ class RemoteUploader:
         num_attempts: How often each is tried.
         use_procs: Whether they are sent by processes of their own, for stores whose client keeps Python busy. Threads
             start at once and are as fast otherwise.
+        staging_folder: Where copies of files wait; a temporary folder when `None`.
 
     Raises:
         ValueError: If a count is less than 1, or the address is a local path or malformed.
@@ -78,6 +75,7 @@ class RemoteUploader:
         num_attempts: int = 3,
         *,
         use_procs: bool = False,
+        staging_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         for name, count in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
             if count < 1:
@@ -92,18 +90,21 @@ class RemoteUploader:
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.futures: list[Future[None]] = []
         self._latest_of: dict[str, Future[None]] = {}
-        self._store: ObjectStore | None = make_store(self.remote_folder, self.backend_kwargs)
+        self._store: ObjectStore | None = open_store(self.remote_folder, self.backend_kwargs)
         self._threads: Executor | None = None
         self._processes: Executor | None = None
+        self._staging_folder = staging_folder
         self._staging: tempfile.TemporaryDirectory[str] | None = None
         self._num_staged = 0
+        self._unsent: dict[str, _Unsent] = {}
+        self._lock = threading.Lock()
         self._closing, self._has_failed = threading.Event(), threading.Event()
 
     @property
     def remote_backend(self) -> ObjectStore:
         """The store. It is opened again after `wait_and_close`."""
         if self._store is None:
-            self._store = make_store(self.remote_folder, self.backend_kwargs)
+            self._store = open_store(self.remote_folder, self.backend_kwargs)
         return self._store
 
     def init(self) -> None:
@@ -141,6 +142,53 @@ class RemoteUploader:
 
         return self._submit(remote_file_name, upload)
 
+    def upload_newest_async(
+        self, remote_file_name: str, file_path: str | os.PathLike[str], overwrite: bool
+    ) -> Future[None]:
+        """Begin to upload a file in place of one for that name that still waits, and return at once.
+
+        For files that are written over and over, faster than the store takes them.
+
+        Args:
+            remote_file_name: The object's name in the bucket.
+            file_path: The file. It is copied first, so that it may be changed or deleted at once.
+            overwrite: Whether an object that has the name is replaced.
+
+        Returns:
+            A future that holds the upload's error, if any.
+
+        Raises:
+            FileExistsError: If an upload for that name waits or is under way, and `overwrite` is false.
+        """
+        with self._lock:
+            unsent = self._unsent.get(remote_file_name)
+            if unsent is not None and unsent.future.done():  # with an error, which somebody has or will be told
+                unsent = None
+            if unsent is not None and not overwrite:
+                raise FileExistsError(
+                    f"Object {remote_file_name} was already enqueued to be uploaded, but overwrite=False. Choose "
+                    f"another name, or pass overwrite=True."
+                )
+            source = self._stage(file_path)
+            if unsent is not None and not unsent.has_begun:
+                unsent.source.unlink()
+                unsent.source, unsent.overwrite = source, unsent.overwrite and overwrite
+                return unsent.future
+            unsent = self._unsent[remote_file_name] = _Unsent(source, overwrite)
+            unsent.future = self._submit(remote_file_name, lambda: self._send_newest(remote_file_name, unsent))
+            return unsent.future
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any upload has failed for good."""
+        return self._has_failed.is_set()
+
+    @property
+    def unsent_names(self) -> list[str]:
+        """What `upload_newest_async` was given and the store does not have: it waits, is under way, or has failed."""
+        with self._lock:
+            return list(self._unsent)
+
     def publish_async(
         self, path: str | os.PathLike[str], remote_name: str, *, pointer: str | None = None, overwrite: bool = False
     ) -> Future[None]:
@@ -168,6 +216,18 @@ class RemoteUploader:
             )
 
         return self._submit(pointer or remote_name, publish)
+
+    def run_async(self, name: str, work: Callable[[], None]) -> Future[None]:
+        """Begin to do something with an object, once what was asked for before with its name has ended.
+
+        Args:
+            name: The object's name in the bucket.
+            work: Called in a thread of the uploads.
+
+        Returns:
+            A future that holds the work's error, if any.
+        """
+        return self._submit(name, work)
 
     def point_async(self, pointer: str, target: str, names: Sequence[str], *, timeout_s: float = 3600) -> Future[None]:
         """Begin to wait until all of some objects can be seen, and then let a pointer name them.
@@ -212,6 +272,11 @@ class RemoteUploader:
             self.wait()
         finally:
             self._close()
+
+    def abandon(self) -> None:
+        """Give up what has not begun, wait for what has, and let go of everything as `wait_and_close` does."""
+        self._close(cancel=True)
+        self.futures.clear()
 
     def check_remote_files_exist_async(
         self,
@@ -280,12 +345,23 @@ class RemoteUploader:
         self.futures.append(future)
         return future
 
+    def _send_newest(self, name: str, unsent: "_Unsent") -> None:
+        with self._lock:
+            unsent.has_begun = True
+        try:
+            self._upload(name, unsent.source, unsent.overwrite)
+        finally:
+            unsent.source.unlink(missing_ok=True)
+        with self._lock:
+            if self._unsent.get(name) is unsent:
+                del self._unsent[name]
+
     def _upload(self, name: str, source: Path, overwrite: bool) -> None:
         if not self.use_procs:
             upload_with_retries(self.remote_backend, name, source, overwrite=overwrite, num_attempts=self.num_attempts)
             return
-        arguments = (self.remote_folder, tuple(self.backend_kwargs.items()), name, source, overwrite, self.num_attempts)
-        self._process_pool().submit(_upload_in_process, *arguments).result()
+        settings = pickle.dumps((self.remote_folder, self.backend_kwargs))
+        self._process_pool().submit(upload_in_process, settings, name, source, overwrite, self.num_attempts).result()
 
     def _process_pool(self) -> Executor:
         if self._processes is None:
@@ -300,51 +376,37 @@ class RemoteUploader:
 
     def _stage(self, file_path: str | os.PathLike[str]) -> Path:
         if self._staging is None:
-            self._staging = tempfile.TemporaryDirectory(prefix="composer-upload-")
+            if self._staging_folder is not None:
+                os.makedirs(self._staging_folder, exist_ok=True)
+            self._staging = tempfile.TemporaryDirectory(prefix="composer-upload-", dir=self._staging_folder)
         self._num_staged += 1
         staged = Path(self._staging.name) / str(self._num_staged)
         shutil.copyfile(file_path, staged)
         return staged
 
-    def _close(self) -> None:
+    def _close(self, *, cancel: bool = False) -> None:
         self._closing.set()
         for executor in (self._threads, self._processes):
             if executor is not None:
-                executor.shutdown()
+                executor.shutdown(cancel_futures=cancel)
         if self._staging is not None:
             self._staging.cleanup()
         if self._store is not None:
             self._store.close()
         self._threads = self._processes = self._staging = self._store = None
         self._latest_of.clear()
+        self._unsent.clear()
         self._has_failed.clear()
 
 
-def make_store(remote_folder: str, backend_kwargs: dict[str, Any]) -> ObjectStore:
-    """Return the store of an address, with more arguments for it."""
-    parsed = parse_uri(remote_folder)
-    if parsed.backend not in _BUCKET_ARGUMENTS or (not backend_kwargs and parsed.backend != "libcloud"):
-        store = maybe_create_object_store_from_uri(remote_folder)
-        assert store is not None, "a local path was refused before"
-        return store
-    return build_remote_backend(parsed.backend, {_BUCKET_ARGUMENTS[parsed.backend]: parsed.bucket, **backend_kwargs})
+@dataclass(slots=True, eq=False)
+class _Unsent:
+    """The newest copy of a file for one name."""
 
-
-@cache
-def _store_of_process(remote_folder: str, backend_kwargs: tuple[tuple[str, Any], ...]) -> ObjectStore:
-    return make_store(remote_folder, dict(backend_kwargs))
-
-
-def _upload_in_process(
-    remote_folder: str,
-    backend_kwargs: tuple[tuple[str, Any], ...],
-    name: str,
-    source: Path,
-    overwrite: bool,
-    num_attempts: int,
-) -> None:
-    store = _store_of_process(remote_folder, backend_kwargs)
-    upload_with_retries(store, name, source, overwrite=overwrite, num_attempts=num_attempts)
+    source: Path
+    overwrite: bool
+    has_begun: bool = False
+    future: Future[None] = field(default_factory=Future)
 
 
 def _read_stagger() -> float:

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 import tqdm.auto
 
 from composer_dist import get_local_rank
+from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
@@ -24,14 +25,16 @@ class ProgressBarLogger(LoggerDestination):
 
     Args:
         stream: `'stderr'`, `'stdout'` or a text stream.
+        log_traces: Whether to write which algorithms acted, above the bars.
 
     Raises:
         ValueError: If the stream is another word.
     """
 
-    def __init__(self, stream: str | TextIO = "stderr") -> None:
+    def __init__(self, stream: str | TextIO = "stderr", log_traces: bool = False) -> None:
         if isinstance(stream, str) and stream not in _STREAMS:
             raise ValueError(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
+        self.should_log_traces = log_traces
         self._stream = stream
         self._shows = get_local_rank() == 0
         self._train: _Bar | None = None
@@ -42,6 +45,12 @@ class ProgressBarLogger(LoggerDestination):
         for bar in (self._train, self._eval):
             if bar is not None:
                 bar.keep(metrics)
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        """Write which algorithms acted, if that is wanted."""
+        if self.should_log_traces and self._shows:
+            for name, trace in traces.items():
+                tqdm.auto.tqdm.write(f"[trace]: {name}: {format_log_data_value(trace)}", file=self._file())
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Open the training bar: of this epoch, or of the whole training."""

@@ -6,6 +6,11 @@ from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
     from composer.utils.import_helpers import import_object as import_object
+    from composer.utils.inference import ExportFormat as ExportFormat
+    from composer.utils.inference import Transform as Transform
+    from composer.utils.inference import export_for_inference as export_for_inference
+    from composer.utils.inference import export_with_logger as export_with_logger
+    from composer.utils.inference import quantize_dynamic as quantize_dynamic
     from composer.utils.notebook import is_notebook as is_notebook
     from composer_algorithms import module_surgery as module_surgery
     from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
@@ -22,6 +27,9 @@ if TYPE_CHECKING:
     from composer_checkpoint.loader import load_checkpoint as load_checkpoint
     from composer_checkpoint.names import PartialFilePath as PartialFilePath
     from composer_checkpoint.names import is_tar as is_tar
+    from composer_checkpoint.remote_uploader_downloader import (
+        maybe_create_remote_uploader_downloader_from_uri as maybe_create_remote_uploader_downloader_from_uri,
+    )
     from composer_checkpoint.retry import retry as retry
     from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
     from composer_checkpoint.stores import FsspecObjectStore as FsspecObjectStore
@@ -69,6 +77,10 @@ if TYPE_CHECKING:
     from composer_events.iter_helpers import map_collection as map_collection
     from composer_events.parallelism import ParallelismType as ParallelismType
     from composer_events.warnings import VersionedDeprecationWarning as VersionedDeprecationWarning
+    from composer_fsdp.config import FSDP2Config as FSDP2Config
+    from composer_fsdp.config import FSDPConfig as FSDPConfig
+    from composer_fsdp.config import ParallelismConfig as ParallelismConfig
+    from composer_fsdp.config import TPConfig as TPConfig
     from composer_models import MissingConditionalImportError as MissingConditionalImportError
     from composer_models import model_eval_mode as model_eval_mode
     from composer_time import StringEnum as StringEnum
@@ -97,6 +109,10 @@ __all__ = [
     "get_free_tcp_port",
     "STR_TO_DTYPE",
     "ParallelismType",
+    "FSDPConfig",
+    "FSDP2Config",
+    "TPConfig",
+    "ParallelismConfig",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
     "MissingConditionalImportError",
@@ -133,8 +149,14 @@ __all__ = [
     "is_uri",
     "list_remote_objects",
     "maybe_create_object_store_from_uri",
+    "maybe_create_remote_uploader_downloader_from_uri",
     "parse_uri",
     "validate_credentials",
+    "ExportFormat",
+    "Transform",
+    "export_for_inference",
+    "export_with_logger",
+    "quantize_dynamic",
     "extract_hparams",
     "convert_nested_dict_to_flat_dict",
     "convert_flat_dict_to_nested_dict",
@@ -145,6 +167,13 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "composer.utils.import_helpers": ["import_object"],
+        "composer.utils.inference": [
+            "ExportFormat",
+            "Transform",
+            "export_for_inference",
+            "export_with_logger",
+            "quantize_dynamic",
+        ],
         "composer.utils.notebook": ["is_notebook"],
         "composer_algorithms.dataset_transforms": ["add_vision_dataset_transform"],
         "composer_checkpoint.compression": [
@@ -182,6 +211,7 @@ __getattr__, __dir__ = lazy_face(
             "validate_credentials",
         ],
         "composer_checkpoint.loader": ["load_checkpoint"],
+        "composer_checkpoint.remote_uploader_downloader": ["maybe_create_remote_uploader_downloader_from_uri"],
         "composer_checkpoint.retry": ["retry"],
         "composer_checkpoint.state_io": ["save_checkpoint"],
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed"],
@@ -199,6 +229,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_events.iter_helpers": ["ensure_tuple", "map_collection", "IteratorFileStream"],
         "composer_events.parallelism": ["ParallelismType"],
         "composer_events.warnings": ["VersionedDeprecationWarning"],
+        "composer_fsdp.config": ["FSDPConfig", "FSDP2Config", "TPConfig", "ParallelismConfig"],
         "composer_models": ["MissingConditionalImportError", "model_eval_mode"],
         "composer_time": ["StringEnum"],
     },
@@ -211,11 +242,13 @@ __getattr__, __dir__ = lazy_face(
         "dist",
         "file_helpers",
         "import_helpers",
+        "inference",
         "iter_helpers",
         "misc",
         "module_surgery",
         "notebook",
         "object_store",
+        "parallelism",
         "remote_uploader",
         "reproducibility",
         "retrying",

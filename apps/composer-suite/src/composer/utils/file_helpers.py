@@ -3,6 +3,7 @@
 from composer._lazy import share_patches
 from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files, ensure_folder_is_empty
 from composer_checkpoint.names import is_tar
+from composer_checkpoint.remote_uploader_downloader import maybe_create_remote_uploader_downloader_from_uri
 from composer_checkpoint.stores import (
     GCSObjectStore,
     LibcloudObjectStore,
@@ -43,6 +44,7 @@ __all__ = [
     "is_uri",
     "list_remote_objects",
     "maybe_create_object_store_from_uri",
+    "maybe_create_remote_uploader_downloader_from_uri",
     "parse_uri",
     "partial_format",
     "validate_credentials",

@@ -94,7 +94,7 @@ def verify_folder(folder: str | os.PathLike[str]) -> Manifest | None:
         path = root / name
         if not path.exists():
             raise CorruptCheckpointError(f"{root} lacks {name}, which it had when it was sealed. Resume from another.")
-        if path.stat().st_size != entry.size_bytes or hash_file(path) != entry.hash:
+        if path.stat().st_size != entry.size_bytes or hash_file(path, manifest.hash_name) != entry.hash:
             raise CorruptCheckpointError(f"{path} is not what was sealed. Resume from another checkpoint.")
     return manifest
 

@@ -10,9 +10,10 @@ from typing import Any
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError
 from composer_checkpoint.files import verify_file
-from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.hashing import HASH_NAME, hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from composer_checkpoint.modular.state_dict import get_metadata_state_dict
+from composer_checkpoint.safetensors_index import INDEX_SUFFIX
 from composer_checkpoint.sharded import verify_folder
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded._targets import METADATA_NAME
@@ -103,7 +104,7 @@ def _verify_part(path: Path) -> None:
     elif path.is_dir():
         for inside in sorted(path.iterdir()):
             _verify_part(inside)
-    elif path.suffix in (".pt", ".pkl", ".safetensors"):
+    elif path.suffix in (".pt", ".pkl", ".safetensors") or path.name.endswith(INDEX_SUFFIX):
         verify_file(path)
 
 
@@ -114,8 +115,9 @@ def _seal(folder: Path, info: Mapping[str, Any]) -> None:
     known: dict[str, FileEntry] = {}
     for manifest in folder.glob(f"*/{MANIFEST_NAME}"):
         inside = manifest.parent.relative_to(folder)
-        files = Manifest.from_json(manifest.read_bytes()).files
-        known |= {(inside / name).as_posix(): entry for name, entry in files.items()}
+        found = Manifest.from_json(manifest.read_bytes())
+        if found.hash_name == HASH_NAME:
+            known |= {(inside / name).as_posix(): entry for name, entry in found.files.items()}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     entries = {name: known.get(name) or _entry(folder / name) for name in names}
     (folder / MANIFEST_NAME).write_text(Manifest(files=entries, info=info).to_json())

@@ -11,6 +11,7 @@ from typing import Any
 from composer_checkpoint.errors import NoCheckpointError
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.files import load_file
+from composer_checkpoint.safetensors_index import INDEX_SUFFIX, read_index
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded._targets import METADATA_NAME
 from composer_checkpoint.stores.addresses import is_uri, parse_uri
@@ -18,6 +19,9 @@ from composer_checkpoint.stores.fsspec_store import FsspecObjectStore
 from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
 
 __all__ = ["Source", "find_source", "read_on_rank_zero"]
+
+
+_SUFFIXES = ("pt", "safetensors", "safetensors.index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,9 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
             if is_uri(local):
                 local = os.path.join(folder, posixpath.basename(parse_uri(local).path))
                 get_file(path, local, progress_bar=False)
+                if local.endswith(INDEX_SUFFIX):
+                    for shard in read_index(local).shards:
+                        get_file(posixpath.join(posixpath.dirname(os.fspath(path)), shard), os.path.join(folder, shard))
             contents.append(prepare(load_file(local, trusted=trusted)))
 
         ranks.together(read if ranks.rank == 0 else lambda: None)
@@ -76,7 +83,7 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
 
 def _look(path: str, part: str, wanted: bool | None) -> Source:
     exists, join, reach = _local_place() if not is_uri(path) else _remote_place(path)
-    files = [path, *(join(path, f"{part}.{suffix}") for suffix in ("pt", "safetensors"))]
+    files = [path, *(join(path, f"{part}.{suffix}") for suffix in _SUFFIXES)]
     if exists(join(path, METADATA_NAME)) and wanted is not False:
         return reach(path)
     file = next((file for file in files if exists(file)), None)

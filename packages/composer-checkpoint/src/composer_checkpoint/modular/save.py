@@ -35,6 +35,7 @@ from composer_checkpoint.modular.state_dict import (
     get_resumption_state_dict,
 )
 from composer_checkpoint.names import format_name_with_dist_and_time
+from composer_checkpoint.safetensors_index import save_weights_in_shards
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.sharded._ranks import Ranks
 
@@ -104,6 +105,8 @@ def save_model_to_disk(
     ignore_keys: Patterns = None,
     overwrite: bool = False,
     save_format: str = "pt",
+    *,
+    max_shard_bytes: int | None = None,
 ) -> str | None:
     """Save the weights below `destination_dir/model`. Every rank must call this.
 
@@ -116,9 +119,11 @@ def save_model_to_disk(
         ignore_keys: Patterns of names to leave out.
         overwrite: Whether what is there may be replaced.
         save_format: `'pt'`, or `'safetensors'` for `model/model.safetensors`.
+        max_shard_bytes: With `'safetensors'`, how large a file's tensors may be together. If they are larger, rank 0
+            writes several files and their index, `model/model.safetensors.index.json`, as Hugging Face does.
 
     Returns:
-        As `save_state_dict_to_disk`.
+        As `save_state_dict_to_disk`; of several files, the index.
 
     Raises:
         ValueError: If something is there and `overwrite` is false, or an argument has a wrong value.
@@ -132,8 +137,16 @@ def save_model_to_disk(
         'model/model.pt'
     """
     check_format(save_format, sharded_checkpoint)
-    path = place_of_part(destination_dir, "model", sharded_checkpoint, save_format, overwrite)
+    if max_shard_bytes is not None and save_format != "safetensors":
+        raise ValueError(
+            f"max_shard_bytes={max_shard_bytes!r} is for save_format='safetensors', and it is {save_format!r}. Change "
+            f"one of the two; sharded_checkpoint=True lets each rank write a part."
+        )
+    is_folder = sharded_checkpoint or max_shard_bytes is not None
+    path = place_of_part(destination_dir, "model", is_folder, save_format, overwrite)
     state_dict = get_model_state_dict(model, sharded_checkpoint, precision, include_keys, ignore_keys)
+    if max_shard_bytes is not None:
+        return _save_in_shards(state_dict, path, overwrite, max_shard_bytes)
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
 
@@ -286,6 +299,18 @@ def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sha
     with as_value_error(stripped, "Directory"):
         save_sharded(state_dict, stripped, overwrite=overwrite)
     return os.path.join(stripped, "__{rank}_0.distcp")
+
+
+def _save_in_shards(weights: Mapping[str, Any], folder: str, overwrite: bool, max_shard_bytes: int) -> str | None:
+    written: list[str] = []
+
+    def write() -> None:
+        with as_value_error(folder, "Directory"):
+            path = save_weights_in_shards(weights, folder, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+        written.append(os.fspath(path))
+
+    on_rank_zero(write, folder)
+    return written[0] if written else None
 
 
 def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from blake3 import blake3
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError
+from composer_checkpoint.hashing import new_hasher
 from composer_checkpoint.manifest import Manifest, TensorEntry
 from composer_checkpoint.sharded._frames import FileSlice, find_elements
 from composer_checkpoint.sharded._metadata import part_name
@@ -80,7 +80,7 @@ class OpenShards:
             UnsafeCheckpointError: If it is no tensor and asks for anything but plain data.
         """
         if manifest is not None:
-            self._check_hash(part, manifest.tensors.get(part.name))
+            self._check_hash(part, manifest.tensors.get(part.name), manifest.hash_name)
         try:
             if part.dtype is None:
                 return decode_object(self._slice(part).read(0, part.length))
@@ -106,13 +106,13 @@ class OpenShards:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shards") as pool:
             return list(pool.map(work, items))
 
-    def _check_hash(self, part: Part, entry: TensorEntry | None) -> None:
+    def _check_hash(self, part: Part, entry: TensorEntry | None, hash_name: str) -> None:
         if entry is None:
             raise CorruptCheckpointError(
                 f"{self._path(part)}: the manifest does not list {part.name!r}, so the manifest is of another save. "
                 f"Load another checkpoint."
             )
-        hasher, block, done = blake3(), self._block(), 0
+        hasher, block, done = new_hasher(hash_name), self._block(), 0
         while done < part.length:
             view = memoryview(block)[: min(len(block), part.length - done)]
             read_exactly(self._descriptor(part.file), self._path(part), view, part.offset + done)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as tdist
 
+from composer_checkpoint._bounded import PATIENCE, meet_within, work_within
 from composer_checkpoint.errors import CheckpointError
 from composer_dist.collectives import is_initialized
 from composer_dist.env import get_world_size
@@ -28,13 +29,16 @@ class Ranks:
     Args:
         group: Who takes part. All ranks when `None`. Messages go through the CPU: through a gloo companion where the
             group has no backend for that.
+        timeout_s: How long each rank may work; who does not come is given up after three times that. `None` for the
+            group's own patience, and any length of work.
 
     Raises:
         RuntimeError: If several processes were started and there is no process group.
         ValueError: If this rank is not in the group.
     """
 
-    def __init__(self, group: "ProcessGroup | None" = None) -> None:
+    def __init__(self, group: "ProcessGroup | None" = None, *, timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
         if not is_initialized():
             if get_world_size() > 1:
                 raise RuntimeError(
@@ -53,18 +57,24 @@ class Ranks:
 
         Raises:
             Exception: What the first of the failing ranks raised, on every rank.
+            StorageError: If a rank is given up, with its number, on every rank that came.
         """
         if self.world_size == 1:
-            return combine([work()])[0]
-        mine = _attempt(work, self.rank)
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        tdist.gather_object(mine, gathered, group=self._group, group_dst=0)
-        replies = None if gathered is None else self._combine(gathered, combine)
-        reply: list[Any] = [None]
-        tdist.scatter_object_list(reply, replies, group=self._group, group_src=0)
-        if isinstance(reply[0], _Failure):
-            raise self._as_raised(reply[0], mine)
-        return reply[0]
+            return self._within_time(lambda: combine([work()]))[0]
+        mine = _attempt(lambda: self._within_time(work), self.rank)
+
+        def talk() -> Any:
+            gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+            tdist.gather_object(mine, gathered, group=self._group, group_dst=0)
+            replies = None if gathered is None else self._combine(gathered, combine)
+            reply: list[Any] = [None]
+            tdist.scatter_object_list(reply, replies, group=self._group, group_src=0)
+            return reply[0]
+
+        reply = self._meet(talk)
+        if isinstance(reply, _Failure):
+            raise self._as_raised(reply, mine)
+        return reply
 
     def together(self, work: Callable[[], object]) -> None:
         """Work on each rank, and go on when all of them are done. Every rank must call this.
@@ -82,10 +92,20 @@ class Ranks:
         tdist.all_reduce(votes, op=tdist.ReduceOp.MIN, group=self._group)
         return bool(votes.item())
 
+    def _meet(self, talk: Callable[[], Any]) -> Any:
+        if self._timeout_s is None:
+            return talk()
+        group = self._group or tdist.group.WORLD
+        assert group is not None  # there are several ranks
+        return meet_within(talk, group, PATIENCE * self._timeout_s, self.rank)
+
+    def _within_time(self, work: Callable[[], A]) -> A:
+        return work() if self._timeout_s is None else work_within(work, self._timeout_s, self.rank)
+
     def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Sequence[object]]) -> list[object]:
         failures: list[object] = [outcome for outcome in gathered if isinstance(outcome, _Failure)]
         if not failures:
-            outcome = _attempt(lambda: list(combine(gathered)), self.rank)
+            outcome = _attempt(lambda: self._within_time(lambda: list(combine(gathered))), self.rank)
             if not isinstance(outcome, _Failure):
                 return outcome
             failures = [outcome]

@@ -31,4 +31,4 @@ def check_seal(manifest: Manifest, where: str) -> None:
 
 def _hash(manifest: Manifest) -> str:
     info = {key: value for key, value in manifest.info.items() if key != _KEY}
-    return hash_bytes(replace(manifest, info=info).to_json().encode())
+    return hash_bytes(replace(manifest, info=info).to_json().encode(), manifest.hash_name)

@@ -7,12 +7,16 @@ import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol, cast
 
 from composer_checkpoint.errors import NoCheckpointError
+from composer_checkpoint.retry import retry
 from composer_checkpoint.sharded._targets import is_remote
+from composer_checkpoint.stores.base import ObjectStoreTransientError
 
 __all__ = ["LocalSource", "RemoteSource", "Source", "open_source"]
+
+_ATTEMPTS = 5
 
 
 class Source(Protocol):
@@ -69,33 +73,39 @@ class LocalSource:
 
 
 class RemoteSource:
-    """A folder of a remote store. Files are fetched at their first use, and deleted with this object."""
+    """A folder of a remote store. Files are fetched at their first use, and deleted with this object.
+
+    Within `fetch_once_per_node` each file is fetched by one rank of the node, and deleted at its end.
+    """
 
     def __init__(self, folder: str, storage_options: Mapping[str, Any]) -> None:
-        from fsspec.core import url_to_fs  # here, so that local checkpoints do not load it
+        # Here, so that local checkpoints do not load the stores.
+        from composer_checkpoint.sharded._addresses import FetchedFolder, fetched_folder, store_of
 
         self.folder = folder.rstrip("/")
-        self._store, self._root = url_to_fs(self.folder, **storage_options)
-        self._store.invalidate_cache()  # stores remember listings, and others write
-        self._fetched = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
-        weakref.finalize(self, shutil.rmtree, self._fetched, ignore_errors=True)
+        shared = fetched_folder(self.folder)
+        if shared is None:
+            place = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
+            weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
+            shared = FetchedFolder(*store_of(self.folder, storage_options), place)
+        self._fetched = shared
         self._lock = threading.Lock()
 
     def size_bytes(self, name: str) -> int | None:
         """Return how long an object is, `None` if there is none."""
+        look_up = retry(ObjectStoreTransientError, _ATTEMPTS)(self._fetched.store.get_object_size)
         try:
-            return int(self._store.size(f"{self._root}/{name}"))
+            return look_up(f"{self._fetched.name}/{name}")
         except FileNotFoundError:
             return None
 
     def local_path(self, name: str) -> Path:
         """Return the path of the fetched object."""
-        path = self._fetched / name
-        with self._lock:
+        from composer_checkpoint.sharded._addresses import only_one_process
+
+        path = self._fetched.place / name
+        with self._lock, only_one_process(path):
             if not path.exists():
-                unfinished = path.with_name(f"{name}.part")
-                far = cast(BinaryIO, self._store.open(f"{self._root}/{name}", "rb"))
-                with far, unfinished.open("wb") as near:
-                    shutil.copyfileobj(far, near, 1 << 24)
-                unfinished.replace(path)
+                download = retry(ObjectStoreTransientError, _ATTEMPTS)(self._fetched.store.download_object)
+                download(f"{self._fetched.name}/{name}", path)
         return path

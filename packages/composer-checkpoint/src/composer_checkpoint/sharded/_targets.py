@@ -81,9 +81,18 @@ class RemoteTarget:
     """A folder of a remote store, where nothing can be renamed: the manifest, which makes it whole, comes last."""
 
     def __init__(self, folder: str, overwrite: bool, storage_options: dict[str, Any]) -> None:
-        from fsspec.core import url_to_fs  # here, so that local checkpoints do not load it
+        # Here, so that local checkpoints do not load the stores.
+        from composer_checkpoint.sharded._addresses import store_of
+        from composer_checkpoint.stores.fsspec_store import FsspecObjectStore
 
-        self._store, self._root = url_to_fs(folder, **storage_options)
+        store, name = store_of(folder, storage_options)
+        if not isinstance(store, FsspecObjectStore):
+            raise ValueError(
+                f"folder={folder!r}: {type(store).__name__} takes whole files only, and a sharded checkpoint is "
+                f"written piece by piece. Save to S3 or another store that fsspec reaches, or one file with "
+                f"state_dict_type='full'."
+            )
+        self._store, self._root = store.filesystem, store.filesystem_path(name)
         self._store.invalidate_cache()  # stores remember listings, and others write
         self._folder = folder.rstrip("/")
         self._overwrite = overwrite

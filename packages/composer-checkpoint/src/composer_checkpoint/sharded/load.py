@@ -13,7 +13,7 @@ from composer_checkpoint.sharded.reader import VerifyingReader
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["load_sharded"]
+__all__ = ["check_sharded", "load_sharded", "load_with_reader"]
 
 
 def load_sharded(
@@ -58,6 +58,33 @@ def load_sharded(
     ranks = Ranks(process_group)
     reader = VerifyingReader(folder, verify=verify, storage_options=storage_options)
     planner = ComparingLoadPlanner(strict)
+    load_with_reader(state_dict, reader, planner, ranks)
+
+
+def load_with_reader(
+    state_dict: dict[str, Any], reader: VerifyingReader, planner: ComparingLoadPlanner, ranks: Ranks
+) -> None:
+    """Load as `load_sharded` does, with a reader and a planner of one's own. Every rank must call this."""
+    plan = _plan(state_dict, reader, planner, ranks)
+    ranks.together(lambda: reader.read_data(planner.finish_plan(plan), planner).wait())
+
+
+def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Compare what each rank would load with its hashes, and load nothing. Every rank must call this.
+
+    Args:
+        state_dict: As for `load_sharded`; its tensors' contents do not matter.
+        folder: As for `load_sharded`. What is needed of a remote one is fetched.
+
+    Raises:
+        CheckpointError: On all ranks, as `load_sharded` does.
+    """
+    ranks = Ranks()
+    _plan(state_dict, VerifyingReader(folder), ComparingLoadPlanner(strict=True), ranks)
+
+
+def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: ComparingLoadPlanner, ranks: Ranks) -> LoadPlan:
+    """Return what this rank will read, once every rank has found its part whole and fitting."""
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
@@ -67,4 +94,4 @@ def load_sharded(
 
     plans: list[LoadPlan] = []
     ranks.together(lambda: plans.append(plan_locally()))
-    ranks.together(lambda: reader.read_data(planner.finish_plan(plans[0]), planner).wait())
+    return plans[0]

@@ -1,7 +1,7 @@
 """A DCP planner that compares what is asked for with what there is."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
@@ -30,11 +30,12 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
     Args:
         strict: Whether missing, unexpected and differing entries are refused. If not, what fits is loaded, dtypes are
             converted, and the number of the others is logged.
+        may_lack: Last parts of the names of entries that are no tensors and that the checkpoint need not have.
     """
 
-    def __init__(self, strict: bool = True) -> None:
+    def __init__(self, strict: bool = True, may_lack: Collection[str] = ()) -> None:
         super().__init__(allow_partial_load=True)
-        self._strict = strict
+        self._strict, self._may_lack = strict, frozenset(may_lack)
 
     def create_local_plan(self) -> LoadPlan:
         """Return what to read.
@@ -48,7 +49,7 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         if (set(saved) - set(self.state_dict)) & set(old_names):
             self.state_dict, self.mappings = old_names, old_paths
         asked = self.state_dict
-        missing = [name for name in asked if name not in saved]
+        missing = [name for name in asked if name not in saved and not self._need_not_be_there(name)]
         differing = _differing(asked, saved, self._strict)
         self._judge(missing, _unexpected(asked, self.mappings, self.metadata), differing, len(asked))
         fitting = {name: asked[name] for name in asked if name in saved and name not in differing}
@@ -58,6 +59,9 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         """Put an item that is no tensor into the state dict."""
         checked = decode_object(value.getvalue())
         super().load_bytes(read_item, encode_object(checked))  # runs a pickle, so it gets one that is ours
+
+    def _need_not_be_there(self, name: str) -> bool:
+        return self.mappings[name][-1] in self._may_lack and not isinstance(self.state_dict[name], torch.Tensor)
 
     def _judge(self, missing: list[str], unexpected: list[str], differing: Mapping[str, str], num_asked: int) -> None:
         if not (missing or unexpected or differing):

@@ -1,7 +1,8 @@
 """A DCP `StorageReader` that trusts nothing it reads, and checks everything before anything is changed."""
 
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
 from typing import Any
 
@@ -20,6 +21,7 @@ from composer_checkpoint.sharded._parts import OpenShards, Part, list_parts
 from composer_checkpoint.sharded._seals import check_seal
 from composer_checkpoint.sharded._sources import Source, open_source
 from composer_checkpoint.sharded._targets import METADATA_NAME
+from composer_checkpoint.validation import Specs, chosen_validation, validate_file
 
 __all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest"]
 
@@ -62,6 +64,7 @@ class VerifyingReader(StorageReader):
             files.
         verify: Whether hashes are compared. Sizes always are.
         storage_options: For fsspec, such as `endpoint_url`.
+        validation_function: As in `composer_checkpoint.validation.validate_file`, which is asked before a file is read.
 
     Example:
         >>> import tempfile
@@ -82,8 +85,10 @@ class VerifyingReader(StorageReader):
         *,
         verify: bool = True,
         storage_options: Mapping[str, Any] | None = None,
+        validation_function: Callable[[str, Specs | None], Any] | None = None,
     ) -> None:
         super().__init__()
+        self._validate = validation_function
         self.manifest: Manifest | None = None
         self._verify = verify
         self._storage_options = dict(storage_options or {})
@@ -93,6 +98,10 @@ class VerifyingReader(StorageReader):
     def checkpoint_id(self) -> str:
         """The folder."""
         return self._folder
+
+    def open_source(self) -> Source:
+        """Return where the files are."""
+        return open_source(self._folder, self._storage_options)
 
     @property
     def source(self) -> Source:
@@ -117,7 +126,7 @@ class VerifyingReader(StorageReader):
             UnsafeCheckpointError: If `.metadata` asks for anything that a checkpoint does not need.
             CorruptCheckpointError: If it describes what cannot be, or files are missing, cut short or of another save.
         """
-        source = self._source = open_source(self._folder, self._storage_options)
+        source = self._source = self.open_source()
         if source.size_bytes(METADATA_NAME) is None:
             raise NoCheckpointError(
                 f"{self._folder} has no {METADATA_NAME}, so it is no sharded checkpoint, or its save did not finish. "
@@ -127,7 +136,8 @@ class VerifyingReader(StorageReader):
         if self.manifest is None and self._verify:
             log.warning("%s has no %s: it is loaded unverified.", self._folder, MANIFEST_NAME)
         data = source.local_path(METADATA_NAME).read_bytes()
-        if self.manifest is not None and hash_bytes(data) != self.manifest.files[METADATA_NAME].hash:
+        manifest = self.manifest
+        if manifest is not None and hash_bytes(data, manifest.hash_name) != manifest.files[METADATA_NAME].hash:
             raise CorruptCheckpointError(
                 f"{os.path.join(self._folder, METADATA_NAME)} is not what was written: its hash differs from the "
                 f"manifest's. Load another checkpoint."
@@ -144,8 +154,10 @@ class VerifyingReader(StorageReader):
         Raises:
             CorruptCheckpointError: If a part is not what was written.
             UnsafeCheckpointError: If an item that is no tensor asks for anything but plain data.
+            ValueError: If the validation function refuses a file.
         """
         parts = {index: self._parts[index] for index in in_file_order(self._parts, plan)}
+        self._validate_files(parts.values())
         manifest = self.manifest if self._verify else None
         with OpenShards(self.source) as shards:
             objects = shards.for_each(lambda part: shards.check(part, manifest), parts.values())
@@ -177,6 +189,16 @@ class VerifyingReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return true: whether a folder can be read is seen when it is."""
         return True
+
+    def _validate_files(self, parts: Iterable[Part]) -> None:
+        validate = self._validate or chosen_validation()
+        if validate is None:
+            return
+        specs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for part in parts:
+            specs[part.file].append((part.offset, part.length))
+        for name, stretches in specs.items():
+            validate_file(self.source.local_path(name), stretches, validate)
 
     def _read(self, shards: OpenShards, item: ReadItem, target: torch.Tensor) -> None:
         shards.read(self._parts[item.storage_index], item.storage_offsets, item.lengths, target)

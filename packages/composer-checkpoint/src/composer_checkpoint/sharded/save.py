@@ -28,6 +28,7 @@ def save_sharded(
     process_group: "ProcessGroup | None" = None,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
 ) -> Manifest | None:
     """Save what each rank holds of a state dict into one folder. Every rank of the group must call this.
 
@@ -41,13 +42,15 @@ def save_sharded(
         process_group: The ranks that hold the state dict. All of them when `None`.
         overwrite: Whether a checkpoint of this name may be replaced.
         storage_options: For fsspec.
+        timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
+            `None` waits for a disk as long as it takes.
 
     Returns:
         The manifest on rank 0 of the group, `None` on the others.
 
     Raises:
         CheckpointConflictError: If the folder exists and may not be replaced.
-        StorageError: If a disk or store fails on any rank. What was there before is untouched.
+        StorageError: If a disk or store fails on any rank, or takes too long. What was there before is untouched.
 
     Example:
         >>> import tempfile, torch
@@ -56,7 +59,7 @@ def save_sharded(
         >>> sorted(manifest.tensors)
         ['epoch', 'model.w']
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, timeout_s=timeout_s)
     writer = VerifiedWriter(folder, info=info, overwrite=overwrite, storage_options=storage_options)
     planned = plan_save(state_dict, writer, ranks)
     return write_planned(planned, planned.planner, writer, ranks)

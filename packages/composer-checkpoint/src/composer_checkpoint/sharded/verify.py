@@ -35,7 +35,11 @@ def verify_folder(
     manifest, source = reader.manifest, reader.source
     damaged: set[str] = set()
     if manifest is not None:
-        damaged = {name for name, entry in manifest.files.items() if hash_file(source.local_path(name)) != entry.hash}
+        damaged = {
+            name
+            for name, entry in manifest.files.items()
+            if hash_file(source.local_path(name), manifest.hash_name) != entry.hash
+        }
         parts = [part for part in parts if part.file in damaged or part.dtype is None]
     with OpenShards(source) as shards:
         shards.for_each(lambda part: shards.check(part, manifest), parts)  # names the damaged tensor

@@ -5,23 +5,20 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from blake3 import blake3
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from composer_checkpoint._storage_faults import as_storage_error
-from composer_checkpoint.hashing import PARALLEL_FROM_BYTES, hash_bytes, tensor_bytes
+from composer_checkpoint.hashing import hash_bytes, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
 from composer_checkpoint.sharded._metadata import StorageInfo, part_name
 from composer_checkpoint.sharded._seals import sealed
@@ -121,12 +118,8 @@ class VerifiedWriter(StorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             place: _Place = plan.storage_data
-            with (
-                self._explaining(),
-                self._target.open(place.folder, place.name) as file,
-                ThreadPoolExecutor(2, thread_name_prefix="hash") as pool,
-            ):
-                results = _write_items(plan.items, planner, _HashedFile(file, pool), place.name)
+            with self._explaining(), self._target.open(place.folder, place.name) as file:
+                results = _write_items(plan.items, planner, _HashedFile(file), place.name)
                 _flush(file)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -205,28 +198,22 @@ def _written(result: WriteResult) -> _Written:
 class _HashedFile:
     """A file that hashes all that is written, and besides each item of it, while it writes."""
 
-    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._pool = pool
-        self._whole = blake3()
-        self._item = blake3()
+        self._whole = new_hasher()
+        self._item = new_hasher()
         self._failure: OSError | None = None
         self.position = self._item_start = 0
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
-        updates = [partial(hasher.update, view) for hasher in (self._whole, self._item)]
-        hashing = [self._pool.submit(update) for update in updates] if view.nbytes >= PARALLEL_FROM_BYTES else []
         try:
             self._file.write(view)
         except OSError as error:
             self._failure = error
             raise
-        finally:
-            if hashing:
-                wait(hashing)  # the memory is torch's, and only lent
-        for update in [] if hashing else updates:
-            update()
+        self._whole.update(view)
+        self._item.update(view)
         self.position += view.nbytes
         return view.nbytes
 
@@ -245,7 +232,7 @@ class _HashedFile:
     def end_item(self) -> tuple[int, int, str]:
         """Return the item's offset, length and hash, and begin another one."""
         start, digest = self._item_start, self._item.hexdigest()
-        self._item_start, self._item = self.position, blake3()
+        self._item_start, self._item = self.position, new_hasher()
         return start, self.position - start, digest
 
     def entry(self) -> FileEntry:

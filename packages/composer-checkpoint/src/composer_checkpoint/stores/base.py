@@ -83,6 +83,18 @@ class ObjectStore:
         """
         self._cannot("list objects")
 
+    def delete_object(self, object_name: str) -> None:
+        """Delete an object. There need not be one of this name: an attempt that failed may have deleted it.
+
+        Args:
+            object_name: The object. A folder is none.
+
+        Raises:
+            ObjectStoreTransientError: If it may work the next time.
+            StorageError: If the store refuses.
+        """
+        self._cannot("delete")
+
     def close(self) -> None:
         """Let go of connections."""
 

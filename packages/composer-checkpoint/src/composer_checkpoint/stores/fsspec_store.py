@@ -183,6 +183,26 @@ class FsspecObjectStore(ObjectStore):
         names = (_normalized(path).removeprefix(start).lstrip("/") for path in found)
         return sorted(name for name in names if name.startswith(prefix))
 
+    def delete_object(self, object_name: str) -> None:
+        """Delete an object. There need not be one of this name.
+
+        Raises:
+            ObjectStoreTransientError: If it may work the next time.
+            StorageError: If the store refuses.
+        """
+        path = self._path(object_name)
+        with self._explained(object_name, "delete"):
+            try:
+                self.filesystem.rm_file(path)
+            except Exception as error:
+                if classify(error) is not Fault.MISSING:
+                    raise
+            self.filesystem.invalidate_cache()
+
+    def filesystem_path(self, object_name: str) -> str:
+        """Return what `filesystem` calls an object, for those who read or write it piece by piece."""
+        return self._path(object_name)
+
     def _find_below(self, folder: str) -> list[str]:
         path = self._path(folder) if folder else self._root
         try:

@@ -19,7 +19,8 @@ _EXPERIMENT, _RUN = "{mlflow_experiment_id}", "{mlflow_run_id}"
 class MLFlowObjectStore(ObjectStore):
     """The artifacts of one MLflow run on Databricks, through MLflow's own client.
 
-    Names are relative to the artifacts, or whole paths of the same run.
+    Names are relative to the artifacts, or whole paths of the same run. Artifacts are not deleted one by one: MLflow's
+    client has no way to.
 
     Args:
         path: `databricks/mlflow-tracking/<experiment>/<run>/artifacts/...`. The placeholders `{mlflow_experiment_id}`

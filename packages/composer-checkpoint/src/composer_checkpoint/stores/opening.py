@@ -1,7 +1,7 @@
 """The store in which an address lies."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -23,13 +23,17 @@ from composer_checkpoint.stores.unity_catalog import UCObjectStore
 
 __all__ = [
     "CREDENTIALS_PROBE",
+    "arguments_of",
     "build_remote_backend",
+    "check_scheme",
     "list_remote_objects",
     "maybe_create_object_store_from_uri",
+    "open_store",
     "validate_credentials",
 ]
 
 CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
+_NO_STORES: Final = {"wandb", "http", "https"}  # fsspec reads some of them
 # By functions, which look the classes up when they are called: tests of users put others in their place.
 _BACKENDS: Final[dict[str, Callable[..., ObjectStore]]] = {
     "s3": lambda **settings: S3ObjectStore(**settings),
@@ -72,13 +76,66 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
             return SFTPObjectStore(host=f"sftp://{netloc}")
         case "dbfs":
             return _databricks_store(parsed.path)
-        case "wandb" | "http" | "https":
-            raise NotImplementedError(f"{uri!r}: {_nothing_reaches(parsed.backend)}")
-    try:
-        get_filesystem_class(parsed.backend)
-    except ValueError as error:
-        raise NotImplementedError(f"{uri!r}: {_nothing_reaches(parsed.backend)}") from error
+    check_scheme(uri)
     return FsspecObjectStore(f"{parsed.backend}://{netloc}{'' if netloc else '/'}")
+
+
+def check_scheme(uri: str) -> None:
+    """Raise if no store has this kind of address.
+
+    Raises:
+        NotImplementedError: If nothing here reaches it.
+    """
+    backend = parse_uri(uri).backend
+    if backend in {*_BACKENDS, "ssh", "dbfs"} - {"libcloud"}:
+        return
+    try:
+        known = backend not in _NO_STORES and get_filesystem_class(backend) is not None
+    except ValueError:
+        known = False
+    if not known:
+        raise NotImplementedError(
+            f"{uri!r}: nothing here saves to {backend}:// addresses. Use s3, gs, oci, azure, sftp, hf, dbfs, or "
+            f"another scheme that fsspec knows."
+        )
+
+
+def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> ObjectStore:
+    """Return the store in which an address lies, with more arguments for its class.
+
+    Args:
+        uri: As in `maybe_create_object_store_from_uri`, or `libcloud://container`.
+        backend_kwargs: The arguments. Those that the address gives, such as the bucket, may be among them.
+
+    Raises:
+        NotImplementedError: If nothing here reaches this kind of address.
+        ImportError: If the package for it is not installed, with the line that installs it.
+        ValueError: If it is a local path or malformed, or there are no credentials.
+    """
+    parsed = parse_uri(uri)
+    if parsed.backend in (*_BACKENDS, "dbfs") and (backend_kwargs or parsed.backend == "libcloud"):
+        return build_remote_backend(parsed.backend, {**arguments_of(uri), **(backend_kwargs or {})})
+    store = maybe_create_object_store_from_uri(uri)
+    if isinstance(store, FsspecObjectStore) and backend_kwargs:
+        return FsspecObjectStore(store.uri, **backend_kwargs)
+    if store is None:
+        raise ValueError(f"{uri!r} is a local path. Give an address such as 's3://bucket/folder'.")
+    return store
+
+
+def arguments_of(uri: str) -> dict[str, str]:
+    """Return the arguments that an address gives to `build_remote_backend`."""
+    match parse_uri(uri):
+        case ("s3" | "oci" | "gs", bucket, _):
+            return {"bucket": bucket}
+        case ("azure" | "libcloud", container, _):
+            return {"container": container}
+        case ("sftp", _, _):
+            return {"host": f"sftp://{urlsplit(uri).netloc}"}
+        case ("dbfs", _, path):
+            return {"path": path}
+        case _:
+            return {}
 
 
 def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any]) -> ObjectStore:
@@ -141,10 +198,3 @@ def _databricks_store(path: str) -> ObjectStore:
         return MLFlowObjectStore(path=path)
     UCObjectStore.validate_path(path)
     return UCObjectStore(path=path)
-
-
-def _nothing_reaches(backend: str) -> str:
-    return (
-        f"nothing here saves to {backend}:// addresses. Use s3, gs, oci, azure, sftp, hf, dbfs, or another scheme that "
-        f"fsspec knows."
-    )

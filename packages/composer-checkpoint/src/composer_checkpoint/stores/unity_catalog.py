@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.errors import StorageError
 from composer_checkpoint.stores._faults import Fault, classify
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, Progress
 
@@ -133,18 +134,28 @@ class UCObjectStore(ObjectStore):
             names += [entry.path.removeprefix(f"/{self.prefix}/") for entry in entries if not entry.is_directory]
         return sorted(name for name in names if name.startswith(prefix))
 
+    def delete_object(self, object_name: str) -> None:
+        """Delete an object. There need not be one of this name."""
+        try:
+            self.client.files.delete(self._path(object_name))
+        except Exception as error:
+            if classify(error) is not Fault.MISSING:
+                raise self._explained(error, object_name, asks=False) from error
+
     def _path(self, object_name: str) -> str:
         name = object_name.lstrip("/").removeprefix(f"{self.prefix}/")
         if ".." in name.split("/"):
             raise ValueError(f"object_name={object_name!r} leads out of /{self.prefix}. Use a path without '..'.")
         return f"/{self.prefix}/{name}"
 
-    def _explained(self, error: Exception, object_name: str) -> Exception:
+    def _explained(self, error: Exception, object_name: str, *, asks: bool = True) -> Exception:
         match classify(error):
-            case Fault.MISSING | Fault.FORBIDDEN:
+            case Fault.MISSING | Fault.FORBIDDEN if asks:
                 return FileNotFoundError(f"{self.get_uri(object_name)} does not exist, or must not be seen: {error}")
             case Fault.EXISTS:
                 return FileExistsError(f"Object {self.get_uri(object_name)} already exists: {error}")
             case Fault.TRANSIENT:
                 return ObjectStoreTransientError(f"{self.get_uri(object_name)} could not be reached: {error}")
+            case Fault.FORBIDDEN:
+                return StorageError(f"{self.get_uri(object_name)} must not be deleted: {error}. Look at the grants.")
         return error

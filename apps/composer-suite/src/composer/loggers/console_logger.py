@@ -1,0 +1,207 @@
+"""What was measured, as lines of text: for runs whose output goes to a file."""
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from composer_dist import get_local_rank
+from composer_events.hparams import convert_flat_dict_to_nested_dict
+from composer_events.log_values import format_log_data_value
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+from composer_time import Time, TimeUnit, ensure_time
+
+__all__ = ["NUM_EVAL_LOGGING_EVENTS", "ConsoleLogger"]
+
+NUM_EVAL_LOGGING_EVENTS = 11
+"""How many lines at most say how far one evaluation is."""
+
+_STREAMS = ("stdout", "stderr")
+_RULE = "*" * 30
+
+
+class ConsoleLogger(LoggerDestination):
+    """Writes the metrics of training at intervals and those of each evaluation at its end, as text.
+
+    What was measured between two blocks appears in the next one, with its latest value. Every rank writes; the
+    settings of the run are written once, by local rank 0.
+
+    Args:
+        log_interval: How often: epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). The first one is always
+            written, and what is left at the end.
+        stream: `'stderr'`, `'stdout'` or a text stream.
+        log_traces: Whether to write which algorithms acted, too.
+
+    Attributes:
+        logged_metrics: What the next block will have.
+        tables: The tables that were logged, as JSON.
+
+    Raises:
+        ValueError: If the interval is in another unit, or the stream is another word.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> console = ConsoleLogger(stream="stdout")
+        >>> state = SimpleNamespace(max_duration=None)
+        >>> console.log_to_console({"loss": 0.51234}, state, prefix="Train ")  # doctest: +NORMALIZE_WHITESPACE
+        Train loss: 0.5123
+    """
+
+    def __init__(
+        self, log_interval: int | str | Time[int] = "1ba", stream: str | TextIO = "stderr", log_traces: bool = False
+    ) -> None:
+        self.log_interval: Time[Any] = ensure_time(log_interval, TimeUnit.EPOCH)
+        if self.log_interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
+            raise ValueError(
+                f"The `console_log_interval` argument must have units of EPOCH or BATCH. {log_interval!r} has "
+                f"{self.log_interval.unit.name}. Give epochs ('1ep') or batches ('10ba')."
+            )
+        if self.log_interval.value < 1:
+            raise ValueError(f"console_log_interval={log_interval!r} must be 1 or more.")
+        if isinstance(stream, str):
+            if stream.lower() not in _STREAMS:
+                raise ValueError(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
+            stream = stream.lower()
+        self.should_log_traces = log_traces
+        self.hparams: dict[str, Any] = {}
+        self.logged_metrics: dict[str, Any] = {}
+        self.tables: dict[str, str] = {}
+        self.eval_batch_idxs_to_log: list[int] = []
+        self._stream = stream
+        self._has_shown_hparams = False
+        self._last_batch: int | None = None  # of the latest block of training
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Keep the settings of the run, which are written when it begins."""
+        self.hparams.update(hyperparameters)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Keep the values for the next block."""
+        self.logged_metrics.update(metrics)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Keep the table, which is written with every block from now on."""
+        self.tables[name] = json.dumps({"columns": columns, "data": rows}, separators=(",", ":"), default=str)
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        """Write which algorithms acted, if that is wanted."""
+        if self.should_log_traces:
+            for name, trace in traces.items():
+                self._write(f"[trace]: {name}: {format_log_data_value(trace)}")
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Write the settings of the run."""
+        self._show_hparams()
+
+    def predict_start(self, state: State, logger: Logger) -> None:
+        """Write the settings of the run."""
+        self._show_hparams()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Write a block if the interval counts batches and is over."""
+        self._show_at(TimeUnit.BATCH, int(state.timestamp.batch), state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Write a block if the interval counts epochs and is over."""
+        self._show_at(TimeUnit.EPOCH, int(state.timestamp.epoch), state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write what has not been written yet."""
+        if self._last_batch != int(state.timestamp.batch):
+            self._show_training(state)
+        self.logged_metrics.clear()
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Choose the batches after which to say how far the evaluation is."""
+        self._show_hparams()
+        self.logged_metrics.clear()
+        length = 0 if state.dataloader_len is None else int(state.dataloader_len)
+        if length < NUM_EVAL_LOGGING_EVENTS:
+            chosen = range(1, length)
+        else:
+            steps = NUM_EVAL_LOGGING_EVENTS - 1
+            chosen = (round(1 + (length - 1) * step / steps) for step in range(steps))
+        self.eval_batch_idxs_to_log = list(chosen)  # without the last one, which the metrics follow
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """Say how far the evaluation is."""
+        if int(state.eval_timestamp.batch) in self.eval_batch_idxs_to_log:
+            self.log_to_console({}, state, prefix="Eval ", is_train=False)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Write the results of the evaluation."""
+        self.log_to_console(self.logged_metrics, state, prefix="Eval ", is_train=False)
+        self.logged_metrics.clear()
+
+    def log_to_console(self, data: Mapping[str, Any], state: State, prefix: str = "", is_train: bool = True) -> None:
+        """Write one block.
+
+        Args:
+            data: Values by name.
+            state: Says how far training or evaluation is.
+            prefix: Comes before each name.
+            is_train: Whether the block is about training.
+        """
+        progress = _progress_of_training(state) if is_train else _progress_of_evaluation(state)
+        lines = [f"\n\t {prefix}{name}: {format_log_data_value(value)}" for name, value in data.items()]
+        lines += [f"\n\t {prefix}{name}: {table}" for name, table in self.tables.items()]
+        self._write(progress + (":" if progress and data else "") + "".join(lines))
+
+    def _show_at(self, unit: TimeUnit, count: int, state: State) -> None:
+        is_first = self._last_batch is None
+        if self.log_interval.unit == unit and (is_first or count % self.log_interval.value == 0):
+            self._show_training(state)
+
+    def _show_training(self, state: State) -> None:
+        self.log_to_console(self.logged_metrics, state, prefix="Train ")
+        self.logged_metrics.clear()
+        self._last_batch = int(state.timestamp.batch)
+
+    def _show_hparams(self) -> None:
+        if self._has_shown_hparams or get_local_rank() != 0:
+            return
+        self._has_shown_hparams = True
+        lines = _to_yaml(convert_flat_dict_to_nested_dict(self.hparams))
+        self._write("\n".join([_RULE, "Config:", *lines, _RULE]))
+
+    def _write(self, text: str) -> None:
+        # Looked up late, so that a stream that was redirected meanwhile is the one written to.
+        stream: TextIO = getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
+        stream.write(text + "\n")
+        stream.flush()
+
+
+def _progress_of_training(state: State) -> str:
+    duration = state.max_duration
+    if duration is None:
+        return ""
+    if duration.unit != TimeUnit.EPOCH:
+        now = state.timestamp.get(duration.unit).value
+        return f"[{duration.unit.name.lower()}={now}/{duration.value}]"
+    stamp, length = state.timestamp, state.dataloader_len
+    epoch, batch = int(stamp.epoch) + 1, int(stamp.batch_in_epoch)
+    if batch == 0 and epoch > 1:  # right after an epoch, which is the one to speak of
+        before = state.previous_timestamp
+        epoch, batch = epoch - 1, int(before.batch_in_epoch) if before is not None else 0
+    return f"[epoch={epoch}][batch={batch}{'' if length is None else f'/{int(length)}'}]"
+
+
+def _progress_of_evaluation(state: State) -> str:
+    length = state.dataloader_len
+    batch = int(state.eval_timestamp.batch)
+    return f"[Eval batch={batch}{'' if length is None else f'/{int(length)}'}] Eval on {state.dataloader_label} data"
+
+
+def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
+    """Return nested settings as lines of YAML: every scalar and list of JSON is one of YAML."""
+    lines: list[str] = []
+    for name, value in sorted(values.items()):
+        if isinstance(value, Mapping) and value:
+            lines += [f"{indent}{name}:", *_to_yaml(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name}: {value if isinstance(value, str) else json.dumps(value, default=str)}")
+    return lines

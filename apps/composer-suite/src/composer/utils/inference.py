@@ -1,0 +1,246 @@
+"""Export of trained models, for programs that run them without this library."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from composer.utils._export_formats import (
+    Sample,
+    write_exported_program,
+    write_onnx,
+    write_safetensors,
+    write_torchscript,
+)
+from composer_dist import get_global_rank
+from composer_dist.devices import DeviceCPU
+from composer_dist.wrapping import is_model_ddp, is_model_fsdp, is_model_fsdp2, unwrap_model
+from composer_events.iter_helpers import ensure_tuple
+from composer_time import StringEnum
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+
+__all__ = ["ExportFormat", "Transform", "export_for_inference", "export_with_logger", "quantize_dynamic"]
+
+_log = logging.getLogger(__name__)
+
+Transform = Callable[[nn.Module], nn.Module]
+"""What changes a model before it is written, such as `quantize_dynamic`."""
+
+_SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "export": ".pt2", "safetensors": ".safetensors"}
+
+
+class ExportFormat(StringEnum):
+    """What an exported model is written as.
+
+    - `TORCHSCRIPT`: for `torch.jit.load`, also from C++.
+    - `ONNX`: for other runtimes. Needs a sample of the input.
+    - `EXPORT`: a `.pt2` archive for `torch.export.load`. Needs a sample of the input.
+    - `SAFETENSORS`: the weights alone, which is all that many runtimes want.
+    """
+
+    TORCHSCRIPT = "torchscript"
+    ONNX = "onnx"
+    EXPORT = "export"
+    SAFETENSORS = "safetensors"
+
+
+def export_for_inference(
+    model: nn.Module,
+    save_format: str | ExportFormat,
+    save_path: str | os.PathLike[str],
+    save_object_store: Any = None,
+    sample_input: Any = None,
+    dynamic_axes: Any = None,
+    surgery_algs: Callable[[nn.Module], nn.Module] | Sequence[Callable[[nn.Module], nn.Module]] | None = None,
+    transforms: Transform | Sequence[Transform] | None = None,
+    onnx_opset_version: int | None = None,
+    load_path: str | None = None,
+    load_object_store: Any = None,
+    load_strict: bool = False,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> None:
+    """Write a model so that it can be run elsewhere. Rank 0 writes; the others return at once.
+
+    What is written is a copy on the CPU in evaluation mode; the model itself stays as it is.
+
+    Args:
+        model: The model, not wrapped for several ranks.
+        save_format: See `ExportFormat`.
+        save_path: Where to: a path or an address; with `save_object_store` a name in that store.
+        save_object_store: An `ObjectStore`.
+        sample_input: What the model is called with: one argument, or a tuple of them. A dict at the end of a tuple
+            holds keywords, so that `(batch, {})` is one argument, whatever the batch is.
+        dynamic_axes: Which axes of which inputs have any length: as `torch.onnx.export` takes it, or for `EXPORT` as
+            `torch.export.export` takes `dynamic_shapes`.
+        surgery_algs: Functions that change the model's layers, before weights are loaded into them.
+        transforms: Functions that change the model at the end.
+        onnx_opset_version: By default what PyTorch takes.
+        load_path: A checkpoint whose weights are taken instead of those of the model.
+        load_object_store: Where `load_path` is.
+        load_strict: Whether weights that are missing or too many are an error.
+        input_names: For `ONNX`. By default the keys of a dict, else `input`.
+        output_names: For `ONNX`. By default `output`.
+
+    Raises:
+        ValueError: If the model is wrapped, the format is unknown, or a sample is needed and not given.
+        RuntimeError: If the model cannot be written in this format.
+    """
+    save_format = ExportFormat(save_format)
+    _refuse_wrapped(model)
+    sample = Sample.of(DeviceCPU().batch_to_device(copy.deepcopy(sample_input)))
+    if sample is None and save_format in (ExportFormat.ONNX, ExportFormat.EXPORT):
+        raise ValueError(
+            f"sample_input=None, but save_format={save_format.value!r} needs to see the model run. Give an input, such "
+            "as one batch."
+        )
+    if get_global_rank() != 0:
+        return
+    model = copy.deepcopy(unwrap_model(model)).cpu()
+    model = _changed(model, surgery_algs)
+    if load_path is not None:
+        _load(model, load_path, load_object_store, load_strict)
+    model = _changed(model.eval(), transforms)
+
+    def write(path: str) -> None:
+        if save_format is ExportFormat.TORCHSCRIPT:
+            write_torchscript(model, path, sample)
+        elif save_format is ExportFormat.SAFETENSORS:
+            write_safetensors(model, path)
+        elif save_format is ExportFormat.EXPORT:
+            assert sample is not None
+            write_exported_program(model, path, sample, dynamic_axes)
+        else:
+            assert sample is not None
+            write_onnx(
+                model,
+                path,
+                sample,
+                input_names=input_names,
+                output_names=output_names,
+                dynamic_axes=dynamic_axes,
+                opset_version=onnx_opset_version,
+            )
+
+    with torch.no_grad():
+        _deliver(write, save_format, os.fspath(save_path), save_object_store)
+
+
+def export_with_logger(
+    model: nn.Module,
+    save_format: str | ExportFormat,
+    save_path: str,
+    logger: Logger,
+    save_object_store: Any = None,
+    sample_input: Any = None,
+    transforms: Transform | Sequence[Transform] | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> None:
+    """Write a model as `export_for_inference` does, by way of a logger that keeps files if there is one.
+
+    Args:
+        model: See `export_for_inference`.
+        save_format: See `export_for_inference`.
+        save_path: See `export_for_inference`. Where a logger keeps files and no store is given, their name there.
+        logger: The logger.
+        save_object_store: See `export_for_inference`.
+        sample_input: See `export_for_inference`.
+        transforms: See `export_for_inference`.
+        input_names: See `export_for_inference`.
+        output_names: See `export_for_inference`.
+    """
+    settings: dict[str, Any] = {
+        "model": model,
+        "save_format": save_format,
+        "sample_input": sample_input,
+        "transforms": transforms,
+        "input_names": input_names,
+        "output_names": output_names,
+    }
+    if save_object_store is not None or not logger.has_file_upload_destination():
+        export_for_inference(**settings, save_path=save_path, save_object_store=save_object_store)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.export")
+        export_for_inference(**settings, save_path=path)
+        if get_global_rank() == 0:
+            logger.upload_file(remote_file_name=save_path, file_path=path)
+
+
+def quantize_dynamic(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose linear layers keep their weights in 8 bits.
+
+    Example:
+        >>> layers = quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> layers[0].weight().dtype
+        torch.qint8
+    """
+    with warnings.catch_warnings():
+        # PyTorch means to move this to torchao, which is not needed for as little as this.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.quantize_per_tensor.*", UserWarning)
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if is_model_ddp(model):
+        raise ValueError("model is a DistributedDataParallel. Export what it wraps: model.module.")
+    if is_model_fsdp(model) or is_model_fsdp2(model):
+        raise ValueError(
+            "model is sharded by FSDP, and no rank has the whole of it. Save a checkpoint with state_dict_type='full', "
+            "and export a model that is not sharded with load_path=... ."
+        )
+
+
+def _changed(model: nn.Module, changes: Any) -> nn.Module:
+    for change in ensure_tuple(changes):
+        changed = change(model)
+        model = model if changed is None else changed  # what changes a model in place need not return it
+    return model
+
+
+def _load(model: nn.Module, path: str, store: Any, strict: bool) -> None:
+    from composer_checkpoint.fetching import get_file  # here, since few exports load anything
+    from composer_checkpoint.files import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        local = os.path.join(folder, os.path.basename(path))
+        get_file(path, local, store)
+        weights = load_file(local)["state"]["model"]
+        missing, unexpected = model.load_state_dict(weights, strict=strict)
+    for what, names in (("missing in", missing), ("unexpected in", unexpected)):
+        if names:
+            _log.warning("Weights %s %s: %s.", what, path, ", ".join(names))
+
+
+def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path: str, store: Any) -> None:
+    """Write to a file beside, and bring it where it belongs when it is whole."""
+    name = save_path
+    if store is None:
+        from composer_checkpoint.stores.addresses import parse_uri  # here, since loggers' exports are often local
+        from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
+
+        store, name = maybe_create_object_store_from_uri(save_path), parse_uri(save_path).path
+    folder = Path(name).absolute().parent if store is None else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as beside:
+        # Some writers want to see the suffix of their format, whatever the file is called in the end.
+        path = os.path.join(beside, f"model{_SUFFIXES[save_format.value]}")
+        write(path)
+        if store is None:
+            os.replace(path, name)
+        else:
+            store.upload_object(name, path)

@@ -1,0 +1,39 @@
+"""What a run has measured by the time of a save, by the names that loggers use."""
+
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = ["Measured"]
+
+log = getLogger(__name__)
+
+
+class Measured:
+    """Keeps the latest value of each evaluation's metrics, for whoever keeps the best checkpoints."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def note(self, state: "State") -> None:
+        """Take note of an evaluation that has ended."""
+        label = state.dataloader_label
+        for name in () if label is None else state.eval_metrics.get(label, ()):
+            if name in state.eval_metric_values:
+                self._values[f"metrics/{label}/{name}"] = state.eval_metric_values[name]
+
+    def by_now(self, state: "State", metrics: set[str]) -> dict[str, float]:
+        """Return some metrics, those of training and the losses included. What was not measured is logged."""
+        if not metrics:
+            return {}
+        train = {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
+        known = {**train, **state.total_loss_dict, **self._values}
+        for metric in metrics - known.keys():
+            log.warning(
+                "The best checkpoints by %r cannot be told yet: it has not been measured. Measured were: %s.",
+                metric,
+                ", ".join(known) or "none",
+            )
+        return {metric: float(known[metric]) for metric in metrics & known.keys()}

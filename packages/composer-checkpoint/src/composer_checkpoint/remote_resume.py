@@ -1,0 +1,242 @@
+"""The newest whole checkpoint of a run in a store, found and fetched by all ranks alike."""
+
+import os
+import posixpath
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from logging import DEBUG, WARNING, getLogger
+from typing import TYPE_CHECKING, Any
+
+from composer_checkpoint.conflicts import literal_prefix, numbers_in_name
+from composer_checkpoint.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    NoCheckpointError,
+    StorageError,
+)
+from composer_checkpoint.fetching import extract_path_from_symlink, get_file
+from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.names import partial_format
+from composer_checkpoint.publish import SYMLINK_SUFFIX
+from composer_checkpoint.save_names import within_folder
+from composer_checkpoint.sharded._addresses import fetch_once_per_node
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.sharded._sources import RemoteSource
+from composer_checkpoint.sharded.reader import read_manifest
+from composer_checkpoint.spread_state import check_spread
+from composer_checkpoint.state_io import Layout
+from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.verify import verify
+from composer_dist import dist
+
+if TYPE_CHECKING:
+    from composer_checkpoint.saver import CheckpointSaver
+    from composer_events import Logger, State
+
+__all__ = ["fetched_from_stores", "refuse_weights_only", "shared_name"]
+
+log = getLogger(__name__)
+
+_ORDER = ("batch", "sample", "token", "epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What may be a checkpoint: which store has it, and its name there, with `{rank}` in that of per-rank files."""
+
+    store: int
+    name: str
+
+
+@contextmanager
+def fetched_from_stores(
+    saver: "CheckpointSaver", state: "State", logger: "Logger", layout: Layout
+) -> Iterator[str | None]:
+    """Give the path of the newest whole checkpoint that loggers or the saver's store have. Every rank must call this.
+
+    Each rank fetches what it needs of a candidate, once on each node, and compares it with its hashes. If it is not
+    what was written on any rank, all ranks log why, and go on to the next.
+
+    Yields:
+        A path here, or of a sharded checkpoint its address, what is needed of which is here. `None` without any.
+
+    Raises:
+        StorageError: On all ranks, if a store cannot be asked: to go on with an older checkpoint would lose work.
+    """
+    stores = _stores(saver, logger)
+    ranks = Ranks()
+    candidates: list[_Candidate] = ranks.exchange(
+        lambda: list(_candidates(stores, saver, state, layout)) if ranks.rank == 0 else [],
+        lambda found: [found[0]] * ranks.world_size,
+    )
+    for candidate in candidates:
+        with ExitStack() as fetched:
+            path = _fetch(stores[candidate.store], candidate.name, state, layout, fetched)
+            if path is not None:
+                log.info("Resuming from %s, which was downloaded.", candidate.name)
+                yield path
+                return
+    yield None
+
+
+def refuse_weights_only(manifest: Manifest | None, path: str) -> None:
+    """Raise if a checkpoint cannot be resumed from, although it is whole."""
+    if manifest is not None and manifest.info.get("weights_only"):
+        raise IncompatibleCheckpointError(f"{path} holds the weights only, from which no run goes on.")
+
+
+def shared_name(name: str, template: str, run_name: str | None) -> str:
+    """Return the name that per-rank files share, with `{rank}` in it, from that of any of them."""
+    numbers = numbers_in_name(name, template)
+    numbers.pop("rank", None)
+    return partial_format(template, run_name=run_name, **numbers)
+
+
+def _stores(saver: "CheckpointSaver", logger: "Logger") -> list[Any]:
+    """Return who may have the run's files: `ObjectStore`s, and logger destinations that can only download."""
+    if saver.latest_remote_file_name is None:
+        return []
+    keepers = [place for place in getattr(logger, "destinations", ()) if place.can_upload_files()]
+    keepers = [place if _store_of(place) is None else _store_of(place) for place in keepers]
+    return keepers if saver.remote_uploader is None else [*keepers, saver.remote_uploader.remote_backend]
+
+
+def _store_of(place: Any) -> ObjectStore | None:
+    if not getattr(place, "keeps_names", True):
+        return None
+    backend = getattr(place, "remote_backend", None)
+    return backend if isinstance(backend, ObjectStore) else None
+
+
+def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> Iterator[_Candidate]:
+    """Go through what each store may have, newest first; what only a pointer knows of comes last."""
+    assert saver.latest_remote_file_name is not None
+    pointer = saver.latest_remote_file_name.format(state)
+    for index, store in enumerate(stores):
+        for name in _names_in(store, pointer, saver, state, layout):
+            yield _Candidate(index, name)
+
+
+def _names_in(store: Any, pointer: str, saver: "CheckpointSaver", state: "State", layout: Layout) -> list[str]:
+    pointed = _pointed_to(store, pointer)
+    if saver.remote_file_name is None:
+        return [pointed or pointer]
+    template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
+    template = partial_format(template, run_name=state.run_name)
+    if layout is Layout.MONOLITHIC:
+        template = partial_format(template, rank=0, local_rank=0, node_rank=0)
+    names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
+    if isinstance(store, ObjectStore):
+        objects = store.list_objects(literal_prefix(template))
+        # Folders also where a save did not finish, so that it is said.
+        names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
+    found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
+    newest_first = sorted(found, key=lambda name: [found[name].get(unit, 0) for unit in _ORDER], reverse=True)
+    if layout is Layout.LOCAL:
+        return list(dict.fromkeys(shared_name(name, template, state.run_name) for name in newest_first))
+    last = pointed or (pointer if layout is Layout.MONOLITHIC else None)
+    return list(dict.fromkeys([*newest_first, *([] if last is None else [last])]))
+
+
+def _pointed_to(store: Any, pointer: str) -> str | None:
+    try:
+        return extract_path_from_symlink(pointer + SYMLINK_SUFFIX, store)
+    except (FileNotFoundError, NotImplementedError):
+        return None
+    except CheckpointError as error:
+        log.warning("Skipped %s: %s", pointer + SYMLINK_SUFFIX, error)
+        return None
+
+
+def _fetch(store: Any, name: str, state: "State", layout: Layout, fetched: ExitStack) -> str | None:
+    """Return where a checkpoint can be opened that every rank has found whole, or `None`. Every rank must call this."""
+    with ExitStack() as attempt:
+        if layout is Layout.SHARDED:
+            path, error = _fetch_folder(store, name, state, attempt)
+        else:
+            path, error = _fetch_file(store, name, layout, attempt)
+        problems = dist.all_gather_object(None if error is None else (_is_absent(error), str(error)))
+        if not any(problems):
+            fetched.push(attempt.pop_all())
+            return path
+    # The same on all ranks, each of which has its own log.
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            is_absent, reason = problem
+            log.log(DEBUG if is_absent else WARNING, "Skipped %s: %s (on rank %d)", name, reason, rank)
+            break
+    return None
+
+
+def _is_absent(error: Exception) -> bool:
+    """Return whether nobody has said that there is such a checkpoint."""
+    return isinstance(error, FileNotFoundError | NotImplementedError) and not isinstance(error, NoCheckpointError)
+
+
+def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tuple[str, Exception | None]:
+    """Fetch one file for the ranks of a node, or each rank its own."""
+    own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
+    fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
+    if layout is not Layout.LOCAL:
+        places = dist.all_gather_object((dist.get_node_rank(), own))
+        own = next(place for node, place in places if node == dist.get_node_rank())
+        # Who downloaded deletes it, once the others have read it; after an exception they may be elsewhere.
+        attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
+    path = os.path.join(own, os.path.basename(name))
+    problems: list[Exception] = []
+    save_ids: list[Any] = []
+
+    def fetch() -> None:
+        try:
+            manifest = _fetch_and_check(store, name, path)
+            save_ids.append(None if manifest is None else manifest.info.get(SAVE_ID_KEY))
+        except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
+            _raise_if_storage_failed(error)
+            problems.append(error)
+
+    Ranks().together(lambda: fetch() if fetches else None)
+    if layout is Layout.LOCAL:
+        try:
+            refuse_mixed_saves([save_id for found in dist.all_gather_object(save_ids) for save_id in found], name)
+        except CorruptCheckpointError as error:
+            problems.append(error)
+    return path, next(iter(problems), None)
+
+
+def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
+    rank = str(dist.get_global_rank())
+    here = path.replace("{rank}", rank)
+    try:
+        get_file(name.replace("{rank}", rank), here, store, overwrite=True, progress_bar=False)
+    except FileNotFoundError as error:
+        if "{rank}" not in name:
+            raise
+        raise NoCheckpointError(f"there is no file of rank {rank}: {error}") from error
+    manifest = verify(here)
+    refuse_weights_only(manifest, name)
+    return manifest
+
+
+def _raise_if_storage_failed(error: Exception) -> None:
+    """Raise what says nothing about the checkpoint: who goes on with an older one for that loses work."""
+    if isinstance(error, StorageError):
+        raise error
+
+
+def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
+    """Fetch what this node's ranks need of a folder."""
+    if not isinstance(store, ObjectStore):
+        return "", NotImplementedError(f"{type(store).__name__} has no folders.")
+    address = attempt.enter_context(fetch_once_per_node(store, name))
+    try:
+        # By steps in which all ranks raise together: what they compare next, they compare all.
+        Ranks().together(lambda: refuse_weights_only(read_manifest(RemoteSource(address, {})), name))
+        check_spread(address, state)
+    except CheckpointError as error:
+        _raise_if_storage_failed(error)
+        return address, error
+    return address, None

@@ -1,0 +1,193 @@
+"""However a map-style dataset is read, a run that is stopped anywhere goes on to the last bit."""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from composer import Callback, Trainer
+from composer.models import ComposerClassifier
+from composer.utils import dist
+from composer_dist.testing import run_ranks
+
+BATCHES_PER_EPOCH, BATCH_SIZE, NUM_EPOCHS = 4, 3, 3
+
+KINDS = [
+    pytest.param(num_workers, is_persistent, is_augmented, has_sampler, id="-".join(filter(None, names)))
+    for num_workers, is_persistent, is_augmented, has_sampler in itertools.product(
+        (0, 1, 2), (False, True), (False, True), (False, True)
+    )
+    if num_workers or not is_persistent
+    for names in [
+        (
+            f"{num_workers} workers",
+            "persistent" if is_persistent else "",
+            "augmented" if is_augmented else "",
+            "sampler" if has_sampler else "",
+        )
+    ]
+]
+
+
+class Points(Dataset):
+    """Points in two classes, moved by the noise of all three generators if they are augmented."""
+
+    def __init__(self, size, is_augmented):
+        self.points = torch.randn(size, 2, generator=torch.Generator().manual_seed(0))
+        self.is_augmented = is_augmented
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        point, label = self.points[index], (self.points[index].sum() > 0).long()
+        if self.is_augmented:
+            noise = torch.tensor([random.random(), np.random.rand()], dtype=torch.float32) + torch.randn(2)
+            point = point + 0.1 * noise
+        return point, label
+
+
+class Losses(Callback):
+    """Keeps the loss of each batch, to the last bit, and draws on its own as any listener may."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def batch_end(self, state, logger):
+        self.seen[int(state.timestamp.batch)] = float(state.loss.detach()).hex()
+
+
+def train(num_workers=0, is_persistent=False, is_augmented=True, has_sampler=False, callbacks=(), **settings):
+    torch.set_num_threads(1)  # to the last bit, a sum depends on how many threads share it
+    torch.manual_seed(0)
+    model = ComposerClassifier(
+        nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2)), num_classes=2
+    )
+    losses = Losses()
+    dataset = Points(BATCHES_PER_EPOCH * BATCH_SIZE * dist.get_world_size(), is_augmented)
+    sampler = dist.get_sampler(dataset, shuffle=True) if has_sampler else None
+    loader = DataLoader(
+        dataset,
+        BATCH_SIZE,
+        shuffle=sampler is None,
+        sampler=sampler,
+        num_workers=num_workers,
+        persistent_workers=is_persistent,
+    )
+    with Trainer(
+        model=model,
+        train_dataloader=loader,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=0.05),
+        callbacks=[losses, *callbacks],
+        device="cpu",
+        progress_bar=False,
+        seed=5,
+        run_name="plum",
+        **{"max_duration": f"{NUM_EPOCHS}ep", **settings},
+    ) as trainer:
+        trainer.fit()
+    return losses.seen
+
+
+def checkpoint(folder, batch):
+    return os.path.join(folder, f"ep{(batch - 1) // BATCHES_PER_EPOCH}-ba{batch}-rank0.pt")
+
+
+def assert_resumed(expected, folder, stops, *kind):
+    for batch in stops:
+        resumed = train(*kind, load_path=checkpoint(folder, batch))
+        assert resumed == {number: expected[number] for number in range(batch + 1, 13)}, batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "is_persistent", "is_augmented", "has_sampler"), KINDS)
+def test_a_run_goes_on_to_the_last_bit(tmp_path, num_workers, is_persistent, is_augmented, has_sampler):
+    kind = (num_workers, is_persistent, is_augmented, has_sampler)
+    expected = train(*kind, save_folder=str(tmp_path), save_interval="1ba")
+    # In the middle of the first epoch, at its end, after the first batch of the next one, in the middle of the last;
+    # processes take their time to start.
+    assert_resumed(expected, str(tmp_path), (4, 10) if num_workers else (2, 4, 5, 10), *kind)
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+def test_the_number_of_workers_changes_no_loss(has_sampler):
+    alone = train(0, False, True, has_sampler)
+    assert train(1, False, True, has_sampler) == alone
+    assert train(2, True, True, has_sampler) == alone
+
+
+def test_what_a_listener_draws_changes_no_batch():
+    class Points(Callback):
+        def __init__(self, draws):
+            self.draws, self.seen = draws, []
+
+        def batch_start(self, state, logger):
+            self.seen.append(state.batch[0].tolist())
+            if self.draws:
+                torch.rand(7), random.random(), np.random.rand()
+
+    plain, drawing = Points(draws=False), Points(draws=True)
+    train(callbacks=[plain])
+    train(callbacks=[drawing])
+    assert plain.seen == drawing.seen
+
+
+def resume_on_two_ranks(folder, num_workers, is_persistent):
+    kind = (num_workers, is_persistent, True, True)
+    expected = train(*kind, save_folder=folder, save_interval="1ba")
+    dist.barrier()
+    assert_resumed(expected, folder, (2, 4, 9), *kind)
+    return expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "is_persistent"), [(0, False), (1, False), (2, False), (2, True)])
+def test_two_ranks_go_on_to_the_last_bit(tmp_path, num_workers, is_persistent):
+    first, second = run_ranks(
+        resume_on_two_ranks,
+        str(tmp_path / "saved"),
+        num_workers,
+        is_persistent,
+        store=tmp_path / "store",
+        timeout_s=200,
+    )
+    assert first != second  # each rank has losses of its own
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+from test_module import Callback, train
+
+class Killed(Callback):
+    def batch_checkpoint(self, state, logger):
+        if state.timestamp.batch == {batch}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    train({num_workers}, callbacks=[Killed()], save_folder={saved!r}, save_interval="1ba", autoresume=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "batch"), [(0, 3), (1, 8), (2, 6)])
+def test_a_killed_process_is_gone_on_from(tmp_path, num_workers, batch):
+    shutil.copyfile(__file__, tmp_path / "test_module.py")
+    script, saved = tmp_path / "script.py", str(tmp_path / "saved")
+    script.write_text(SCRIPT.format(folder=str(tmp_path), batch=batch, num_workers=num_workers, saved=saved))
+    killed = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = train(num_workers, save_folder=saved, save_interval="1ba", autoresume=True)
+    # Whether the listener is told before or after the saver, at most the batch at hand is trained on again.
+    assert min(resumed) in (batch, batch + 1)
+    expected = train(num_workers)
+    assert resumed == {number: expected[number] for number in range(min(resumed), 13)}
