@@ -73,7 +73,8 @@ def make_trainer(make_model, make_loader):
     trainers = []
 
     def make(**settings):
-        model = settings.pop("model", None) or make_model()
+        model = settings.pop("model", None)
+        model = make_model() if model is None else model
         settings.setdefault("optimizers", torch.optim.SGD(model.parameters(), lr=0.1))
         settings.setdefault("train_dataloader", make_loader(8, 4))
         trainer = Trainer(model=model, **{"device": "cpu", "progress_bar": False, "seed": 3, **settings})

@@ -1,12 +1,14 @@
 """The Trainer's arguments about saving, loading and resuming."""
 
 import os
+import shutil
 
 import pytest
 import torch
 
 from composer.callbacks import CheckpointSaver
 from composer.core import Callback, Event
+from composer.loggers import RemoteUploaderDownloader
 from composer.utils import checkpoint
 
 
@@ -254,6 +256,7 @@ def test_an_argument_that_never_was_is_a_type_error(make_trainer):
         make_trainer(load_ignore_keys="rng")
 
 
+@pytest.mark.filterwarnings("ignore:.*is an older spelling:DeprecationWarning")
 def test_older_names_of_arguments_still_work(make_trainer, trained, folder):
     state = checkpoint.safe_torch_load(folder / "ep2-ba4-rank0.pt")
     state["state"]["model"].popitem()
@@ -311,3 +314,44 @@ def test_without_spinning_the_batches_before_are_not_read_again(make_trainer, ma
     read.clear()
     run(max_duration="4ba", load_path=path).fit()
     assert read == list(range(8))
+
+
+def test_a_logger_that_uploads_under_other_names_cannot_have_a_latest_one(make_trainer):
+    uploader = RemoteUploaderDownloader("memory://box", file_path_format_string="x/{remote_file_name}")
+    with pytest.raises(
+        ValueError, match="Specifying a `file_path_format_string` to a `RemoteUploader"
+    ):
+        make_trainer(loggers=uploader)
+    make_trainer(loggers=uploader, save_latest_filename=None)
+
+
+def test_a_logger_that_uploads_several_files_at_a_time_cannot_resume(make_trainer, folder):
+    uploader = RemoteUploaderDownloader("memory://box", num_concurrent_uploads=2)
+    settings = {"save_folder": str(folder), "run_name": "plum", "loggers": [uploader]}
+    with pytest.raises(
+        ValueError, match="Multiple concurrent uploads is not currently supported when using"
+    ):
+        make_trainer(**settings, autoresume=True)
+    make_trainer(**settings)
+
+
+def test_checkpoints_go_to_a_store_by_a_logger_and_a_lost_disk_resumes_from_there(make_trainer, folder, tmp_path):
+    bucket = (tmp_path / "remote").as_uri()
+
+    def make(max_duration):
+        return make_trainer(
+            loggers=RemoteUploaderDownloader(bucket),
+            save_folder=str(folder),
+            run_name="plum",
+            max_duration=max_duration,
+            autoresume=True,
+        )
+
+    first = make("1ep")
+    first.fit()
+    first.close()
+    shutil.rmtree(folder)
+    second = make("2ep")
+    assert second.state.timestamp.epoch == 1
+    second.fit()
+    second.close()

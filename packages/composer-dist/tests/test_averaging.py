@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from composer_dist import dist
-from composer_dist.averaging import average_gradients, average_values, sum_counts
+from composer_dist.averaging import average_gradients, average_values, broadcast_tensors, sum_counts
 from composer_dist.testing import run_ranks
 
 SHAPES = [(), (3, 2), (5,), (4, 1), (2,)]
@@ -62,6 +62,25 @@ def averages():
     return by_bucket, (reductions.number, means, untouched), sum_counts([2**40 + rank, 3]), sum_counts([0.5, rank])
 
 
+def broadcasts():
+    rank = dist.get_global_rank()
+    tensors = [
+        torch.full((2, 3), float(rank)),
+        torch.tensor(7 + rank),
+        torch.tensor([rank == 0, True]),
+        torch.arange(6.0).reshape(2, 3).t() + rank,  # not contiguous
+        torch.empty(0),
+    ]
+    for bucket_bytes in (1, 2**20):
+        copies = [tensor.clone() for tensor in tensors]
+        broadcast_tensors(copies, bucket_bytes=bucket_bytes)
+        yield copies
+
+
+def all_broadcasts():
+    return list(broadcasts())
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     return run_ranks(averages, store=tmp_path_factory.mktemp("averaging") / "store")
@@ -105,3 +124,16 @@ def test_counts_are_summed_and_stay_what_they_are(ranks):
 
 def test_no_values_need_no_collective():
     assert average_values({}) == {}
+
+
+def test_tensors_become_those_of_the_first_rank(tmp_path):
+    first, second = run_ranks(all_broadcasts, store=tmp_path / "store")
+
+    for copies in (*first, *second):
+        assert [copy.tolist() for copy in copies] == [
+            [[0, 0, 0], [0, 0, 0]],
+            7,
+            [True, True],
+            [[0, 3], [1, 4], [2, 5]],
+            [],
+        ]

@@ -1,3 +1,6 @@
+from contextlib import nullcontext, suppress
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -389,3 +392,67 @@ def test_an_error_in_a_microbatch_averages_nothing():
             fail()
     finally:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+class Normed(torch.nn.Module):
+    """Has buffers that differ between the ranks after each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.last = torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)
+
+    def forward(self, inputs):
+        return self.last(self.norm(inputs))
+
+
+def steps_with_attempts(sync_strategy, attempts_of_steps):
+    """Take steps of two microbatches, each attempted so often, of which all but the last fail on rank 1."""
+    rank = dist.get_global_rank()
+    strategy = DDP(CPU, sync_strategy=sync_strategy)
+    model = Normed()
+    wrapped, optimizers = strategy.prepare(model, [torch.optim.SGD(model.parameters(), lr=0.5)])
+    generator = torch.Generator().manual_seed(rank)
+    for attempts in attempts_of_steps:
+        microbatches = [torch.randn(3, 2, generator=generator) for _ in range(2)]
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        for left in reversed(range(attempts or 1)):
+            optimizers[0].zero_grad()
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            check = partial(fail_together, left > 0)
+            with suppress(ConnectionError), strategy.attempt(check) if attempts else nullcontext():
+                for index, microbatch in enumerate(microbatches):
+                    with strategy.microbatch(is_last=index == 1):
+                        strategy.backward(wrapped(microbatch).square().mean() / 2)
+                    if left and rank == 1:
+                        fail_together(True)
+        strategy.step(optimizers[0])
+    # With this one, the buffers of other ranks than the first are sent anew before each microbatch.
+    are_sent_again = sync_strategy == "multi_auto_sync" and rank == 1
+    return [value.detach().clone() for value in (model.parameters() if are_sent_again else model.state_dict().values())]
+
+
+def fail_together(fails):
+    """Raise on both ranks if one says so."""
+    told = torch.tensor([int(fails)])
+    dist.all_reduce(told)
+    if told.item():
+        raise ConnectionError
+
+
+@pytest.mark.parametrize("sync_strategy", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+def test_a_step_that_one_rank_gave_up_is_repeated_by_all(sync_strategy, tmp_path):
+    repeated = run_ranks(steps_with_attempts, sync_strategy, (1, 3, 2), store=tmp_path / "repeated")
+    plain = run_ranks(steps_with_attempts, sync_strategy, (0, 0, 0), store=tmp_path / "plain")
+
+    for one, other in zip(repeated, plain, strict=True):
+        # The sum of two ranks' gradients has no order, but that over microbatches and ranks has.
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_an_attempt_goes_past_no_hook():
+    strategy = DDP(CPU, comm_hook="bf16_compress")
+    with pytest.raises(ValueError, match="comm_hook='bf16_compress' does nothing in a step that may be repeated"):
+        strategy.attempt(lambda: None).__enter__()

@@ -1,5 +1,6 @@
 import sys
 import warnings
+from types import ModuleType
 
 import pytest
 import torch
@@ -137,6 +138,20 @@ def test_a_cpu_does_not_train_in_fp16_or_fp8(precision):
         validate_precision(precision, DeviceCPU())
 
 
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("precision", [one for one in Precision if one is not Precision.AMP_FP8])
 def test_other_devices_are_not_refused(precision):
     validate_precision(precision, DeviceElsewhere())
+
+
+def test_fp8_is_refused_before_training_where_its_package_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(ImportError, match=r"TransformerEngine is not installed.*'transformer-engine'.*amp_bf16"):
+        validate_precision("amp_fp8", DeviceElsewhere())
+
+
+def test_fp8_is_refused_on_a_device_that_cannot_compute_in_it(monkeypatch):
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common.recipe"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"current device does not support it.*None.*\(8, 9\)"):
+        validate_precision("amp_fp8", DeviceElsewhere())

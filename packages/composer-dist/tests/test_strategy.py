@@ -71,6 +71,29 @@ def test_a_microbatch_costs_no_new_context(strategy):
     assert strategy.microbatch(is_last=True, sync=False) is strategy.microbatch(is_last=True)
 
 
+def test_an_attempt_asks_at_its_end_whether_it_counts(strategy):
+    asked = []
+    with strategy.attempt(lambda: asked.append(True)):
+        assert not asked
+    assert asked == [True]
+
+
+def test_an_attempt_that_fails_asks_nobody(strategy):
+    asked = []
+
+    def fail():
+        with strategy.attempt(lambda: asked.append(True)):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not asked
+
+
+def test_nobody_is_met_in_a_forward_pass(strategy):
+    assert not strategy.meets_in_forward
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")  # torch's advice, heeded below
 def test_a_graph_of_the_gradients_can_be_kept(strategy):
     weight = torch.tensor(3.0, requires_grad=True)

@@ -63,6 +63,7 @@ __getattr__, __dir__ = lazy_face(
         "callbacks",
         "checkpoint",
         "core",
+        "datasets",
         "devices",
         "distributed",
         "functional",

@@ -1,4 +1,4 @@
-"""Sums and means over the ranks, of many numbers with few collectives."""
+"""Sums, means and copies over the ranks, of many numbers with few collectives."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -11,7 +11,7 @@ from composer_dist.objects import cpu_group
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BUCKET_BYTES", "average_gradients", "average_values", "sum_counts"]
+__all__ = ["BUCKET_BYTES", "average_gradients", "average_values", "broadcast_tensors", "sum_counts"]
 
 TNumber = TypeVar("TNumber", int, float)
 
@@ -57,6 +57,24 @@ def average_values(values: Mapping[str, torch.Tensor], group: "ProcessGroup | No
         name: part.view(values[name].shape).to(values[name].dtype) for name, part in zip(names, parts, strict=True)
     }
     return {name: means[name] for name in values}
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], group: "ProcessGroup | None" = None, *, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Replace each tensor by that of the group's first rank, in place. Every rank of the group must call this.
+
+    Args:
+        tensors: The same shapes and dtypes on every rank, in the same order.
+        group: The ranks that take part. All of them when `None`.
+        bucket_bytes: About how many bytes travel in one collective.
+    """
+    for bucket in _buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        tdist.broadcast(flat, group_src=0, group=group)
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def sum_counts(values: Sequence[TNumber], group: "ProcessGroup | None" = None) -> list[TNumber]:

@@ -1,16 +1,17 @@
 """Data parallelism: each rank holds the whole model, and the gradients are averaged."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as tdist
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_dist.averaging import average_gradients, average_values, sum_counts
+from composer_dist.averaging import average_gradients, average_values, broadcast_tensors, sum_counts
 from composer_dist.devices import Device
 from composer_dist.strategy import SingleDevice, TNumber
 from composer_dist.wrapping import unwrap_model
@@ -144,6 +145,7 @@ class DDP(SingleDevice):
         self.find_unused_parameters = find_unused_parameters
         self.comm_hook = comm_hook
         self._model: DistributedDataParallel | None = None
+        self._postpones = False  # whether gradients wait for the end of an attempt
         _check_comm_hook(comm_hook, self.sync_strategy)
 
     @property
@@ -172,11 +174,60 @@ class DDP(SingleDevice):
         """Return the context in which one microbatch runs forward and backward."""
         if self._model is None:
             return _NOTHING
-        if not sync:
+        if not sync or self._postpones:
             return self._model.no_sync()
         # Ranks with fewer microbatches would not be there for every one of `multi_auto_sync`.
         meet_once = not is_aligned and self.sync_strategy is DDPSyncStrategy.MULTI_AUTO_SYNC
         return _sync_context(self._model, is_last, DDPSyncStrategy.FORCED_SYNC if meet_once else self.sync_strategy)
+
+    @contextmanager
+    def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
+        """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
+
+        The ranks meet at its begin, where rank 0 sends its buffers, and at its end, where the gradients are averaged
+        as with `forced_sync`. In between each computes for itself, so that the averaging does not overlap with the
+        backward pass.
+
+        Raises:
+            ValueError: If there is a communication hook, which such an averaging goes past.
+        """
+        if self.comm_hook is not None:
+            raise ValueError(
+                f"comm_hook={self.comm_hook!r} does nothing in a step that may be repeated, which sends the gradients "
+                "itself. Leave the hook out, or give the size of a microbatch as a number."
+            )
+        model = self._model
+        if model is None or not torch.is_grad_enabled():
+            yield
+            check()
+            return
+        sends_buffers = model.require_forward_param_sync
+        if sends_buffers:  # before the forward pass, in which DDP would do it, but a rank may be missing
+            broadcast_tensors(model.module.buffers(), model.process_group)
+        model.require_forward_param_sync = False
+        self._postpones = True
+        try:
+            yield
+            check()
+        except BaseException:
+            model.require_forward_param_sync = sends_buffers  # the next attempt begins with what was there before
+            raise
+        finally:
+            self._postpones = False
+        if sync:
+            average_gradients(model.parameters(), model.process_group)
+            model.require_forward_param_sync = True
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
+    ) -> Any:
+        """Let an optimizer move the weights, by way of the scaler if one scaled the losses."""
+        try:
+            return super().step(optimizer, closure, scaler=scaler)
+        except BaseException:
+            if self._model is not None:  # whoever repeats the step begins before its first closure
+                self._model.require_forward_param_sync = True
+            raise
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
         """Return, for each of a few counts below 2**53, its sum over all ranks. Every rank calls this."""

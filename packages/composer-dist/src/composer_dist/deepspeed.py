@@ -72,6 +72,11 @@ class DeepSpeed:
         return tdist.get_world_size()
 
     @property
+    def meets_in_forward(self) -> bool:
+        """Whether the weights are gathered, layer by layer, in each forward pass: at stage 3."""
+        return self._config.get("zero_optimization", {}).get("stage", 0) == 3
+
+    @property
     def engine(self) -> Any:
         """DeepSpeed's engine, which `prepare` makes.
 
@@ -138,6 +143,17 @@ class DeepSpeed:
         yield
         if not is_last:
             self.engine.step()  # moves no weights here; the engine counts the microbatches
+
+    def attempt(self, check: Callable[[], None], *, sync: bool = True) -> AbstractContextManager[Any]:
+        """Refuse: the engine counts the microbatches of a step, and cannot go back to its begin.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "DeepSpeed's engine cannot repeat a step with smaller microbatches, whose size its configuration must "
+            "say. Give the size of a microbatch as a number, or train with DDP or FSDP."
+        )
 
     def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
         """Add the gradients of a loss, which already has its weight within the batch, to the engine's.

@@ -281,13 +281,17 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """Return the batch with `function` applied to its tensors, in new collections."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if type(batch) is tuple:  # the usual ones; whether something is a Mapping takes long to find out of what is none
+        return tuple(map_tensors(item, function) for item in batch)
+    if type(batch) is list:
+        return [map_tensors(item, function) for item in batch]
     if isinstance(batch, PackedSequence):
         return _map_packed(batch, function)
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         mapped = [map_tensors(item, function) for item in batch]
-        if type(batch) is list or hasattr(batch, "_fields"):  # a named tuple does not take its items as one argument
+        if hasattr(batch, "_fields"):  # a named tuple does not take its items as one argument
             return mapped
         kind: Any = type(batch)
         try:

@@ -124,6 +124,8 @@ def validate_precision(precision: str | Precision, device: Device) -> None:
 
     Raises:
         ValueError: If the device cannot train in this precision, or if a string names none.
+        ImportError: If float8 is asked for and TransformerEngine is not installed.
+        RuntimeError: If float8 is asked for and the GPU cannot compute in it.
     """
     precision = Precision(precision)
     if isinstance(device, DeviceCPU) and precision not in (Precision.FP32, Precision.AMP_BF16):
@@ -131,6 +133,8 @@ def validate_precision(precision: str | Precision, device: Device) -> None:
             f"precision={precision.value!r} is not supported for CPU training. A CPU trains in 'fp32' or 'amp_bf16'. "
             "Choose one of them, or pass device='gpu' where there is one."
         )
+    if precision is Precision.AMP_FP8:
+        _require_fp8()
 
 
 def _device_type_in_use() -> str:
@@ -144,6 +148,14 @@ def _device_type_in_use() -> str:
 
 def _fp8_context(config: Mapping[str, Any] | None, enabled: bool) -> AbstractContextManager[Any]:
     """Return TransformerEngine's context for float8."""
+    engine, recipe = _require_fp8()
+    defaults = {"fp8_format": recipe.Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
+    scaling = recipe.DelayedScaling(**(defaults if config is None else config))
+    return engine.fp8_autocast(enabled=enabled, fp8_recipe=scaling)
+
+
+def _require_fp8() -> tuple[Any, Any]:
+    """Return TransformerEngine's modules for PyTorch and for recipes, if they and the device can be used."""
     try:
         engine: Any = importlib.import_module("transformer_engine.pytorch")
         recipe: Any = importlib.import_module("transformer_engine.common.recipe")
@@ -158,6 +170,4 @@ def _fp8_context(config: Mapping[str, Any] | None, enabled: bool) -> AbstractCon
             f"AMP_FP8 precision is used but current device does not support it: its compute capability is "
             f"{capability}, and float8 needs a CUDA device of {_FP8_CAPABILITY} or later. Choose precision='amp_bf16'."
         )
-    defaults = {"fp8_format": recipe.Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
-    scaling = recipe.DelayedScaling(**(defaults if config is None else config))
-    return engine.fp8_autocast(enabled=enabled, fp8_recipe=scaling)
+    return engine, recipe

@@ -1,7 +1,7 @@
 """How a model is spread over devices: the one thing of a training loop that knows of other ranks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -45,6 +45,8 @@ class Strategy(Protocol):
             that the loop needs neither autocast nor a `GradScaler`.
         prepares_before_load: Whether a checkpoint is loaded into the model that `prepare` returns. Where it is not,
             what a checkpoint says about the model's layers may still change them.
+        meets_in_forward: Whether the ranks meet in each forward pass of the model, also in an evaluation, so that
+            every rank must run as many of them as the others.
     """
 
     @property
@@ -60,6 +62,11 @@ class Strategy(Protocol):
     @property
     def prepares_before_load(self) -> bool:
         """Whether a checkpoint is loaded into the model that `prepare` returns."""
+        ...
+
+    @property
+    def meets_in_forward(self) -> bool:
+        """Whether every rank must run as many forward passes as the others."""
         ...
 
     def place(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -88,6 +95,26 @@ class Strategy(Protocol):
             sync: Whether they must agree at all. An optimizer that looks at a batch several times may want each rank's
                 own gradients first.
             is_aligned: Whether every rank has as many microbatches in this step, so that they may meet in each.
+        """
+        ...
+
+    def attempt(self, check: Callable[[], None], *, sync: bool = True) -> AbstractContextManager[Any]:
+        """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
+
+        A rank that leaves it by an error must not keep the others waiting for it. So in this context the ranks do not
+        meet without having called `check` before, equally often on all of them; a rank that fails calls it once in its
+        handler instead, and then it raises on all the others. On leaving without an error, every rank calls `check`
+        a last time before the gradients are made to agree. After an error the model may be run again as if it had not
+        been run; what is left of gradients is the loop's to drop.
+
+        An evaluation, which has no gradients (`torch.no_grad`), uses it in the same way.
+
+        Args:
+            check: Raises if any rank has failed. Every rank must call it equally often.
+            sync: Whether the gradients must agree at all; see `microbatch`.
+
+        Raises:
+            ValueError: If this strategy cannot repeat a step.
         """
         ...
 
@@ -182,12 +209,18 @@ class SingleDevice:
     world_size = 1
     has_own_precision = False
     prepares_before_load = False
+    meets_in_forward = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def place(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Move the model and the optimizers' states to the device, in place."""
+        """Move the model and the optimizers' states to the device, in place.
+
+        Raises:
+            ValueError: If the model has weights without values.
+        """
+        _refuse_meta(model, self.device)
         self.device.module_to_device(model)
         for optimizer in optimizers:
             self.device.optimizer_to_device(optimizer)
@@ -206,6 +239,12 @@ class SingleDevice:
     def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
         """Return a context that does nothing, the same one each time: there is nobody to synchronise with."""
         return _NOTHING
+
+    @contextmanager
+    def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
+        """Return a context that calls `check` at its end: nobody waits for this rank."""
+        yield
+        check()
 
     def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
         """Add the gradients of a loss to those of the parameters."""
@@ -256,3 +295,13 @@ class SingleDevice:
     ) -> None:
         """Load an optimizer's state, in place."""
         optimizer.load_state_dict(dict(state_dict))
+
+
+def _refuse_meta(model: torch.nn.Module, device: Device) -> None:
+    names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if names and device.torch_device.type != "meta":
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ValueError(
+            f"the model's {', '.join(map(repr, names[:3]))}{more} are on the meta device, where they have no values to "
+            "train. Build the model on a real device, or call model.to_empty(device='cpu') and initialize it."
+        )

@@ -26,6 +26,8 @@ def count_samples(batch: Any) -> int:
         NotImplementedError: If the batch is neither a tensor, a tuple, a list nor a mapping, or if its parts differ in
             length, or there is none.
     """
+    if type(batch) in (tuple, list) and (length := _length_of_all(batch)) is not None:
+        return length
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return _first_dimension(batch, shape)
@@ -46,7 +48,8 @@ def count_tokens(batch: Any, max_sequence_length: int | None, num_samples: int |
 
     Padding is counted too.
     """
-    if isinstance(batch, Mapping) and "input_ids" in batch:
+    # Whether something is a Mapping takes long to find out of what is none.
+    if type(batch) not in (list, tuple) and isinstance(batch, Mapping) and "input_ids" in batch:
         input_ids: Any = cast("Mapping[str, Any]", batch)["input_ids"]
         shape = getattr(input_ids, "shape", None)
         if shape is None:
@@ -55,6 +58,17 @@ def count_tokens(batch: Any, max_sequence_length: int | None, num_samples: int |
     if max_sequence_length is not None:
         return int(max_sequence_length * num_samples)
     return 0
+
+
+def _length_of_all(batch: Sequence[Any]) -> int | None:
+    """Return the length of each of the tensors that a batch consists of, `None` if it is any other batch."""
+    length = None
+    for item in batch:
+        shape = getattr(item, "shape", None)
+        if not shape or shape[0] != (shape[0] if length is None else length):
+            return None
+        length = shape[0]
+    return None if length is None else int(length)
 
 
 def _lengths_in_sequence(batch: Sequence[Any]) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import is_
 from typing import TYPE_CHECKING, Final
 
+from composer_events._data_source import DataSource
 from composer_events._overrides import overrides
 from composer_events._watched_list import WatchedList
 from composer_events.callback import Callback
@@ -24,7 +25,8 @@ class Listeners:
     """A table of the callbacks that each event has to call, for the callbacks of a state as they are now.
 
     Attributes:
-        watched_state: The state, if its lists count their changes and are the same lists for life, else `None`.
+        watched_state: The state, if it is a `State`, whose lists count their changes and are the same lists for life,
+            else `None`.
         callbacks: The state's callbacks.
         version: The count of changes of `callbacks` for which the table holds.
         algorithms: The state's algorithms.
@@ -37,7 +39,8 @@ class Listeners:
     def __init__(self, state: State) -> None:
         self.callbacks, self.algorithms = state.callbacks, state.algorithms
         lists: list[object] = [self.callbacks, self.algorithms]
-        is_watched = all(isinstance(hooks, WatchedList) for hooks in lists)
+        is_state = isinstance(state, DataSource)  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
+        is_watched = is_state and all(isinstance(hooks, WatchedList) for hooks in lists)
         self.watched_state = state if is_watched else None
         self.version = self.callbacks.version if is_watched else -1
         self._snapshot = tuple(self.callbacks)

@@ -80,18 +80,20 @@ def load_model(
 
 def load_optimizers(state: State, saved: Mapping[str, Any], strict: bool) -> None:
     """Load every optimizer that the checkpoint has. Every rank must call this."""
-    states: Mapping[str, Any] = saved["optimizers"]
+    states: Mapping[str, Any] = saved["optimizers"] or {}  # rank 0 may be the only one that has read them
+    broadcast = state.load_monolith_rank0_only
     for name, optimizer in named_by_class(state.optimizers):
-        if any_rank(name not in states):
+        is_missing = not any_rank(name in states) if broadcast else any_rank(name not in states)
+        if is_missing:
             _warn_not_saved(name)
             continue
         set_optimizer_state(
             state.model,
             optimizer,
-            states[name],
+            states.get(name, {}),
             state.fsdp_state_dict_type,
             strict=strict,
-            broadcast=state.load_monolith_rank0_only,
+            broadcast=broadcast,
         )
 
 

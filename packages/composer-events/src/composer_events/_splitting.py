@@ -40,6 +40,8 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
         >>> default_split_batch(["a", "b", "c"], 2)
         [['a', 'b'], ['c']]
     """
+    if type(batch) in (tuple, list) and type(microbatch_size) is int and _has_tensors_of(batch, microbatch_size):
+        return [tuple(batch)]
     microbatch_size = _whole_number(microbatch_size)
     length = _length(batch)
     if length is None or length == microbatch_size:  # nothing that can be cut, or nothing to cut: the usual case
@@ -98,6 +100,14 @@ def _whole_number(microbatch_size: int | float) -> int:
     if size < 1:
         raise ValueError(f"microbatch_size={size} is not a size: a microbatch has 1 sample or more.")
     return size
+
+
+def _has_tensors_of(batch: Sequence[Any], length: int) -> bool:
+    """Say whether a tuple or list holds tensors of one length and nothing else: the usual batch, not to be cut."""
+    for item in batch:
+        if not _is_tensor(item) or not item.ndim or item.shape[0] != length:
+            return False
+    return len(batch) > 0 and length > 0
 
 
 def _length(batch: Any) -> int | None:

@@ -106,8 +106,7 @@ class DataSpec:
         return counts[token_type]
 
     def _default_get_num_tokens_in_batch(self, batch: Any) -> int:
-        dataset = getattr(self.dataloader, "dataset", None)
-        max_sequence_length: int | None = getattr(dataset, "max_seq_len", None)
+        max_sequence_length: int | None = getattr(getattr(self.dataloader, "dataset", None), "max_seq_len", None)
         # Samples are counted only where the answer needs them.
         num_samples = 0 if max_sequence_length is None else self.get_num_samples_in_batch(batch)
         return count_tokens(batch, max_sequence_length, num_samples)

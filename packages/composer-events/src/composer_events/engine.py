@@ -157,14 +157,15 @@ class Engine:
             event = Event(event)
         state, listeners = self.state, self._listeners
         # The way of most events in most runs, and it is taken many times for each batch: nobody wants to know.
+        # A watched state is a State: what is read past its properties would otherwise take as long as all the rest.
         if (
-            state is listeners.watched_state
+            event not in listeners.by_event
+            and state is listeners.watched_state
             and listeners.callbacks.version == listeners.version
-            and event not in listeners.by_event
             and not listeners.algorithms
-            and state.dataloader is not None
-            and state.max_duration is not None
-            and getattr(state, "profiler", None) is None
+            and state._dataloader is not None  # pyright: ignore[reportPrivateUsage]
+            and state._max_duration is not None  # pyright: ignore[reportPrivateUsage]
+            and state.profiler is None
             and not self._observer.writes_debug_lines
             and not self._closer.is_closed
         ):

@@ -1,1 +1,76 @@
-"""How a model is sharded over devices: FSDP2, hybrid sharding and tensor parallelism."""
+"""How a model is sharded over devices: FSDP2, hybrid sharding and tensor parallelism.
+
+- `config`: `FSDPConfig`, `FSDP2Config`, `TPConfig` and `ParallelismConfig`, the settings as users write them; `parse`
+  reads a Trainer's arguments.
+- `plan`: `ShardingPlan`, the one form of all settings, checked against each other.
+- `strategy`: `FSDP`, for a training loop.
+- `parallelize`: one function for a plain module.
+- `wrap_rules`, `activation`, `mixed_precision`, `groups`, `meta_init`, `tied`, `prefetch`: what the settings mean.
+- `summon`: whole parameters for a while.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_fsdp.activation import apply_ac as apply_ac
+    from composer_fsdp.config import FSDP2Config as FSDP2Config
+    from composer_fsdp.config import FSDPConfig as FSDPConfig
+    from composer_fsdp.config import ParallelismConfig as ParallelismConfig
+    from composer_fsdp.config import TPConfig as TPConfig
+    from composer_fsdp.parallelize import parallelize_composer_model as parallelize_composer_model
+    from composer_fsdp.parallelize import parallelize_model as parallelize_model
+    from composer_fsdp.parse import parse_parallelism as parse_parallelism
+    from composer_fsdp.plan import ShardingPlan as ShardingPlan
+    from composer_fsdp.plan import make_plan as make_plan
+    from composer_fsdp.strategy import FSDP as FSDP
+    from composer_fsdp.summon import get_summon_params_fn as get_summon_params_fn
+    from composer_fsdp.summon import summon_full_params_fsdp2 as summon_full_params_fsdp2
+
+_HOME = {
+    "FSDPConfig": "composer_fsdp.config",
+    "FSDP2Config": "composer_fsdp.config",
+    "TPConfig": "composer_fsdp.config",
+    "ParallelismConfig": "composer_fsdp.config",
+    "parse_parallelism": "composer_fsdp.parse",
+    "ShardingPlan": "composer_fsdp.plan",
+    "make_plan": "composer_fsdp.plan",
+    "FSDP": "composer_fsdp.strategy",
+    "parallelize_model": "composer_fsdp.parallelize",
+    "parallelize_composer_model": "composer_fsdp.parallelize",
+    "apply_ac": "composer_fsdp.activation",
+    "summon_full_params_fsdp2": "composer_fsdp.summon",
+    "get_summon_params_fn": "composer_fsdp.summon",
+}
+
+__all__ = [
+    "FSDPConfig",
+    "FSDP2Config",
+    "TPConfig",
+    "ParallelismConfig",
+    "parse_parallelism",
+    "ShardingPlan",
+    "make_plan",
+    "FSDP",
+    "parallelize_model",
+    "parallelize_composer_model",
+    "apply_ac",
+    "summon_full_params_fsdp2",
+    "get_summon_params_fn",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # reading metadata takes longer than importing this package
+
+        return version("composer-fsdp")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -191,8 +191,9 @@ class Timestamp(Serializable):
             tokens: How many tokens the batch held.
             duration: How long it took; `None` for no time at all.
         """
-        samples = plain_count("samples", samples, TimeUnit.SAMPLE)
-        tokens = plain_count("tokens", tokens, TimeUnit.TOKEN)
+        if type(samples) is not int or type(tokens) is not int:
+            samples = plain_count("samples", samples, TimeUnit.SAMPLE)
+            tokens = plain_count("tokens", tokens, TimeUnit.TOKEN)
         after = self._after(duration)
         after._batch += 1
         after._batch_in_epoch += 1

@@ -1,4 +1,4 @@
-"""How gradients are shared by ranks."""
+"""How a model is spread over ranks."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,37 @@ if TYPE_CHECKING:
     from composer_dist import DDPSyncStrategy as DDPSyncStrategy
     from composer_dist import ddp_sync_context as ddp_sync_context
     from composer_dist import prepare_ddp_module as prepare_ddp_module
+    from composer_fsdp.parallelize import parallelize_composer_model as parallelize_composer_model
+    from composer_fsdp.parallelize import parallelize_model as parallelize_model
+    from composer_fsdp.prepare import prepare_fsdp_module as prepare_fsdp_module
+    from composer_fsdp.prepare import prepare_tp_module as prepare_tp_module
+    from composer_fsdp.summon import get_summon_params_fn as get_summon_params_fn
 
-__all__ = ["DDPSyncStrategy", "ddp_sync_context", "prepare_ddp_module"]
+__all__ = [
+    "DDPSyncStrategy",
+    "ddp_sync_context",
+    "prepare_ddp_module",
+    "parallelize_composer_model",
+    "parallelize_model",
+    "prepare_fsdp_module",
+    "prepare_tp_module",
+    "get_summon_params_fn",
+]
 
-__getattr__, __dir__ = lazy_face(__name__, {"composer_dist": __all__}, submodules=["dist_strategy"])
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "composer_dist": ["DDPSyncStrategy", "ddp_sync_context", "prepare_ddp_module"],
+        "composer_fsdp.parallelize": ["parallelize_composer_model", "parallelize_model"],
+        "composer_fsdp.prepare": ["prepare_fsdp_module", "prepare_tp_module"],
+        "composer_fsdp.summon": ["get_summon_params_fn"],
+    },
+    submodules=[
+        "activation_checkpointing",
+        "dist_strategy",
+        "fsdp2",
+        "fsdp2_utils",
+        "prepare_distributed",
+        "shared_utils",
+    ],
+)

@@ -9,14 +9,14 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from composer.loggers.progress_bar_logger import ProgressBarLogger
 from composer.trainer._batch import needs_closure
+from composer.trainer._caller import level_of_user
+from composer.trainer._scaler import ClosureGradScaler
+from composer.trainer._step_control import takes_none
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU
 from composer_dist.precision import validate_precision
-from composer_events.data_spec import DataSpec, default_split_batch
 from composer_events.iter_helpers import ensure_tuple
-from composer_events.logger_destination import LoggerDestination
 from composer_models import ComposerModel
 from composer_optim import DecoupledSGDW
 from composer_time import Time, TimeUnit, ensure_time
@@ -87,13 +87,13 @@ def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
     if not parameters:
         warnings.warn(
             "No optimizer was specified, and the model does not have parameters, so it can be evaluated, not trained.",
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
         return []
     warnings.warn(
         "No optimizer was specified. Training uses DecoupledSGDW(model.parameters(), lr=0.1); pass optimizers=... "
         "to choose your own.",
-        stacklevel=3,
+        stacklevel=level_of_user(),
     )
     return [DecoupledSGDW(parameters, lr=0.1)]
 
@@ -116,32 +116,20 @@ def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optim
     if precision is not Precision.AMP_FP16:
         return None
     for optimizer in optimizers:
-        if needs_closure(optimizer):
+        if needs_closure(optimizer) and not takes_none(optimizer):
             raise ValueError(
                 f"precision='amp_fp16' scales the loss, and {type(optimizer).__name__} evaluates it itself. Use "
                 "precision='amp_bf16' or 'fp32', or another optimizer."
             )
-    return GradScaler(device.torch_device.type)
+    closures = any(needs_closure(optimizer) for optimizer in optimizers)
+    return (ClosureGradScaler if closures else GradScaler)(device.torch_device.type)
 
 
-def choose_microbatch_size(asked: Any, data_spec: DataSpec) -> int | float:
-    """Return into how many samples each batch is cut: as asked, else the dataloader's batch size.
-
-    Raises:
-        ValueError: If it is neither given nor known, or not a positive number.
-    """
-    if asked is None:
-        asked = getattr(data_spec.dataloader, "batch_size", None)
-        if asked is None:
-            raise ValueError(
-                "`device_train_microbatch_size` must be set when train_dataloader does not have a `batch_size` "
-                f"attribute, and {type(data_spec.dataloader).__name__} has none. Give the number of samples."
-            )
-    # A part of a sample makes sense only to somebody's own way to split.
-    kinds = int if data_spec.split_batch is default_split_batch else (int, float)
-    if isinstance(asked, bool) or not isinstance(asked, kinds) or not asked > 0:
-        raise ValueError(f"device_train_microbatch_size={asked!r} must be a whole number of samples greater than 0.")
-    return asked
+def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], device: Device) -> GradScaler | None:
+    """Return a scaler, or one for closures in its place if an algorithm has put in an optimizer that calls them."""
+    if type(scaler) is GradScaler and any(map(needs_closure, optimizers)):
+        return ClosureGradScaler(device.torch_device.type)
+    return scaler
 
 
 def check_subset(name: str, num_batches: Any) -> None:
@@ -181,24 +169,6 @@ def check_iterable(name: str, dataloader: Any) -> None:
         raise TypeError(f"{name}={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of them.")
 
 
-def choose_destinations(loggers: Any, progress_bar: bool, console_stream: Any) -> list[LoggerDestination]:
-    """Return the destinations of the log, with the progress bar at the end unless one was given or it is off.
-
-    Raises:
-        TypeError: If one of them is no LoggerDestination.
-    """
-    destinations = list(ensure_tuple(loggers))
-    for destination in destinations:
-        if not isinstance(destination, LoggerDestination):
-            raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination.")
-    if any(isinstance(destination, ProgressBarLogger) for destination in destinations):
-        if progress_bar:
-            warnings.warn("loggers already holds a ProgressBarLogger; progress_bar=True adds no second.", stacklevel=3)
-    elif progress_bar:
-        destinations.append(ProgressBarLogger(stream=console_stream))
-    return destinations
-
-
 def check_members(name: str, given: Any, kind: type) -> list[Any]:
     """Return the algorithms or callbacks as a list.
 
@@ -222,6 +192,16 @@ def check_seed(seed: int | None) -> None:
     """
     if seed is not None and (not isinstance(seed, int) or not 0 <= seed <= reproducibility.MAX_SEED):
         raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
+
+
+def check_dist_timeout(timeout_s: Any) -> None:
+    """Refuse a time to wait for other ranks that is none.
+
+    Raises:
+        ValueError: If it is no number greater than 0.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ValueError(f"dist_timeout={timeout_s!r} must be a number of seconds greater than 0.")
 
 
 def choose_run_name(run_name: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,9 @@ from torch.optim import Optimizer
 
 from composer.trainer._autocast import Autocast
 from composer.trainer._blame import in_stage
+from composer.trainer._fitting import Fitting
+from composer.trainer._guard import Guard
+from composer.trainer._microbatching import size_for
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
 from composer_dist.strategy import Strategy
@@ -18,6 +22,8 @@ from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
 from composer_models import ComposerModel
+
+_TOTAL = "loss/train/total"
 
 
 class BatchTrainer:
@@ -37,6 +43,8 @@ class BatchTrainer:
         create_graph: Whether an algorithm differentiates through the gradients.
         ranks: Know how much the batch weighs on all ranks together.
         by_tokens: Whether microbatches count by their loss-generating tokens instead of their samples.
+        guard: Says of each step whether it may be made.
+        fitting: Says what becomes of a batch that does not fit into memory.
     """
 
     def __init__(
@@ -52,6 +60,8 @@ class BatchTrainer:
         create_graph: bool,
         ranks: Ranks,
         by_tokens: bool,
+        guard: Guard,
+        fitting: Fitting,
     ) -> None:
         self._state = state
         self._engine = engine
@@ -63,31 +73,46 @@ class BatchTrainer:
         self._create_graph = create_graph
         self._ranks = ranks
         self._by_tokens = by_tokens
+        self._guard = guard
+        self._fitting = fitting
+        self._optimizers = state.optimizers  # the same list for life
         self._needs_closure: dict[Optimizer, bool] = {}  # looked up once for each, as algorithms may replace it
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
-        optimizer, scaler = self._state.optimizers[0], self._state.scaler
+        optimizer, scaler = self._optimizers[0], self._state.scaler
         if optimizer not in self._needs_closure:
             self._needs_closure[optimizer] = needs_closure(optimizer)
         losses: dict[str, Tensor] = {}
+        self._guard.begin_batch()
         if self._needs_closure[optimizer]:
 
-            def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor:
+            def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
                 seen = losses if loss_dict is None else loss_dict  # the optimizer says which look is logged
-                seen.clear()
                 self._compute_gradients(seen, sync=ddp_sync)
                 if ddp_sync:
-                    seen.update(self._strategy.mean(seen))  # who looks at the loss decides alike on every rank
-                return seen["loss/train/total"]
+                    total = {_TOTAL: seen[_TOTAL]}
+                    seen.update(self._strategy.mean(total))  # who looks at the loss decides alike on every rank
+                    if self._guard.refuses(optimizer, seen):
+                        return None
+                return seen[_TOTAL]
 
-            self._step(optimizer, closure)
+            with self._guard.closures(optimizer):
+                self._fitting.step(optimizer, None, partial(self._step, optimizer, closure, scaler=scaler))
         else:
-            self._compute_gradients(losses)
-            self._step(optimizer, scaler=scaler)
+
+            def prepare() -> bool:
+                self._compute_gradients(losses)
+                return self._guard.admits(optimizer, losses)
+
+            self._fitting.step(optimizer, prepare, partial(self._step, optimizer, scaler=scaler))
         if scaler is not None:
             scaler.update()
         return losses
+
+    def finish(self) -> None:
+        """Wait for what is not yet known of the latest steps."""
+        self._guard.end_fit()
 
     @in_stage("the optimizer's step")
     def _step(self, optimizer: Optimizer, closure: Any = None, *, scaler: Any = None) -> None:
@@ -98,27 +123,35 @@ class BatchTrainer:
 
         Without `sync` they are those of this rank's part of the batch.
         """
-        state, spec = self._state, self._data_spec
+        self._fitting.gradients(partial(self._attempt_gradients, losses, sync=sync))
+
+    def _attempt_gradients(self, losses: dict[str, Tensor], *, sync: bool) -> None:
+        state = self._state
+        losses.clear()
         self._engine.run_event(Event.BEFORE_TRAIN_BATCH)
-        for optimizer in state.optimizers:
+        for optimizer in self._optimizers:
             self._strategy.zero_grad(optimizer)
         self._metrics.reset()
 
         batch = state.batch
-        assert state.device_train_microbatch_size is not None, "the Trainer sets it with the dataloader"
-        microbatches = cut(batch, spec, state.device_train_microbatch_size)
+        microbatches = cut(batch, self._data_spec, size_for(batch, self._data_spec, state))
         shares, is_aligned = self._weigh(microbatches)
-        for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
-            on_device = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
-            state.batch = self._strategy.prepare_batch(on_device)
-            is_last = index == len(microbatches)
-            with self._strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
-                self._train_microbatch(share, losses)
+        with self._fitting.meeting(sync=sync):
+            for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
+                self._move(microbatch)
+                is_last = index == len(microbatches)
+                with self._strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
+                    self._train_microbatch(share, losses)
         state.batch = batch
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizers[0])  # listeners see the gradients in their true size
 
         self._engine.run_event(Event.AFTER_TRAIN_BATCH)
+
+    def _move(self, microbatch: Any) -> None:
+        """Put a microbatch on the device and on the state."""
+        on_device = self._state.device.batch_to_device(microbatch)
+        self._state.batch = self._strategy.prepare_batch(self._data_spec.microbatch_transforms(on_device))
 
     def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
         """Return each microbatch's share in the loss, and whether the ranks have equally many of them.
@@ -133,7 +166,7 @@ class BatchTrainer:
         whole, is_aligned = self._ranks.compare_batch(
             sum(weights), len(weights), is_count_of_samples=not self._by_tokens
         )
-        if len(weights) == 1 and weights[0] == whole:
+        if len(weights) == 1 and weights[0] == whole and whole:
             return [1.0], is_aligned
         return [weight / whole if whole else 0.0 for weight in weights], is_aligned
 
@@ -151,10 +184,12 @@ class BatchTrainer:
 
         run_event(Event.BEFORE_BACKWARD)
         named = name_losses(state.loss)
+        total = named.pop(_TOTAL)
+        weighted = _weigh(total, share)
         for name, value in named.items():
-            weighted = _weigh(value.detach(), share)
-            losses[name] = losses[name] + weighted if name in losses else weighted
-        self._backward(named["loss/train/total"], share)
+            _add(losses, name, _weigh(value.detach(), share))
+        _add(losses, _TOTAL, weighted.detach())
+        self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
         self._metrics.update(state.outputs, self._autocast)
@@ -172,7 +207,7 @@ class BatchTrainer:
     @in_stage("the backward pass")
     def _backward(self, loss: Tensor, share: float) -> None:
         # A part that weighs nothing may have no loss at all, such as a mean over no tokens, and still must take part.
-        loss = _weigh(loss, share) if share else _zero_over(self._state.outputs)
+        loss = self._guard.mark(loss) if share else _zero_over(self._state.outputs)
         if self._state.scaler is not None:
             loss = self._state.scaler.scale(loss)
         self._strategy.backward(loss, create_graph=self._create_graph)
@@ -199,7 +234,7 @@ def name_losses(loss: Tensor | Mapping[str, Tensor] | Sequence[Tensor]) -> dict[
         TypeError: If the loss is of another kind.
     """
     if isinstance(loss, Tensor):
-        return {"loss/train/total": _mean(loss)}
+        return {_TOTAL: _mean(loss)}
     named: Mapping[str, Any] = {}
     if isinstance(loss, Mapping):
         named = loss
@@ -211,8 +246,8 @@ def name_losses(loss: Tensor | Mapping[str, Tensor] | Sequence[Tensor]) -> dict[
             "tensors (optionally with the key 'total')."
         )
     parts = {f"loss/train/{name}": _mean(part) for name, part in named.items()}
-    if "loss/train/total" not in parts:
-        parts["loss/train/total"] = torch.stack(list(parts.values())).sum()
+    if _TOTAL not in parts:
+        parts[_TOTAL] = torch.stack(list(parts.values())).sum()
     return parts
 
 
@@ -220,6 +255,10 @@ def _weigh(loss: Tensor, share: float) -> Tensor:
     if share == 1.0:
         return loss
     return loss * share if share else torch.zeros_like(loss)
+
+
+def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
+    losses[name] = losses[name] + loss if name in losses else loss
 
 
 def _zero_over(outputs: Any) -> Tensor:

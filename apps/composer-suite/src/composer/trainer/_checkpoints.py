@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import check_ignore_keys
 
 if TYPE_CHECKING:
+    from composer.trainer._given import Given
     from composer_checkpoint.ignore_keys import IgnoreKeys
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events.callback import Callback
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_time import Time
 
-__all__ = ["Loading", "Saving", "choose_saver", "find_saver", "load", "take_older_names"]
+__all__ = ["Loading", "Saving", "check_uploaders", "choose_saver", "find_saver", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,25 @@ class Saving:
     remote_filename: str | None = None
     latest_remote_filename: str | None = None
 
+    @classmethod
+    def of(cls, given: Given) -> Saving:
+        """Return what the arguments say, unchecked."""
+        return cls(
+            folder=given.save_folder,
+            filename=given.save_filename,
+            latest_filename=given.save_latest_filename,
+            overwrite=given.save_overwrite,
+            interval=given.save_interval,
+            weights_only=given.save_weights_only,
+            ignore_keys=given.save_ignore_keys,
+            num_checkpoints_to_keep=given.save_num_checkpoints_to_keep,
+            keep=given.save_keep,
+            is_async=given.save_async,
+            async_policy=given.save_async_policy,
+            remote_filename=given.save_artifact_name,
+            latest_remote_filename=given.save_latest_artifact_name,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:
@@ -57,32 +77,47 @@ class Loading:
     is_trusted: bool
     autoresume: bool
 
+    @classmethod
+    def of(cls, given: Given) -> Loading:
+        """Return what the arguments say, unchecked."""
+        return cls(
+            path=given.load_path,
+            object_store=given.load_object_store,
+            weights_only=given.load_weights_only,
+            is_strict=given.load_strict_model_weights,
+            progress_bar=given.load_progress_bar,
+            ignore_keys=given.load_ignore_keys,
+            exclude_algorithms=given.load_exclude_algorithms,
+            is_trusted=given.load_trusted,
+            autoresume=given.autoresume,
+        )
 
-def take_older_names(saving: Saving, loading: Loading, older: Mapping[str, Any]) -> tuple[Saving, Loading]:
-    """Return the arguments with those that a user gave under the names of older releases.
+
+def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callback]) -> None:
+    """Raise if a logger that uploads could not bring back what a run that is started again looks for.
 
     Raises:
-        TypeError: If there never was such a name.
-        ValueError: If an argument is given under both names.
+        ValueError: If one has names of its own or several uploads at a time.
     """
-    for name, value in older.items():
-        match name:
-            case "load_strict":
-                if not loading.is_strict and value:
-                    raise ValueError(
-                        f"load_strict={value!r} and load_strict_model_weights=False contradict each other, and mean "
-                        "the same. Give load_strict_model_weights alone."
-                    )
-                loading = replace(loading, is_strict=bool(value))
-            case "load_chunk_size":
-                pass  # downloads choose their own
-            case "save_artifact_name":
-                saving = replace(saving, remote_filename=value)
-            case "save_latest_artifact_name":
-                saving = replace(saving, latest_remote_filename=value)
-            case _:
-                raise TypeError(f"Trainer.__init__() got an unexpected keyword argument {name!r}")
-    return saving, loading
+    module: Any = sys.modules.get("composer_checkpoint.remote_uploader_downloader")  # whoever has one has loaded it
+    if module is None:
+        return
+    for listener in listeners:
+        if not isinstance(listener, module.RemoteUploaderDownloader):
+            continue
+        if loading.autoresume and listener.num_concurrent_uploads != 1:
+            raise ValueError(
+                "Multiple concurrent uploads is not currently supported when using autoresume, and a "
+                f"RemoteUploaderDownloader has num_concurrent_uploads={listener.num_concurrent_uploads!r}: the latest "
+                "checkpoint could be named before it has arrived. Set it to 1."
+            )
+        if saving.latest_filename is not None and not listener.has_default_names:
+            raise ValueError(
+                "Specifying a `file_path_format_string` to a `RemoteUploaderDownloader` is not currently supported "
+                f"while save_latest_filename={saving.latest_filename!r}: it is {listener.file_path_format_string!r}, "
+                "and what the latest one points to would have another name. Leave it out, or pass "
+                "save_latest_filename=None."
+            )
 
 
 def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback], run_name: str | None) -> Any:

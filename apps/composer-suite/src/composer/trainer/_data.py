@@ -5,7 +5,9 @@ from typing import Any
 
 from composer.trainer._blame import in_stage
 from composer.trainer._ranks import Ranks
-from composer_checkpoint.data_position import DataPosition, keeps_own_state
+from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
+from composer_dist import get_local_rank
+from composer_dist.stale_memory import tidy_shared_memory
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event
@@ -35,6 +37,7 @@ class TrainBatches:
         self._position = position
         self._open: Iterator[Any] | None = None  # the epoch being read
         self._num_read = 0  # batches taken from it
+        self._is_untouched = True  # nothing was read since it was opened, be it here or at its end
         self._latest: Any = None
         self._exhausted = False
 
@@ -68,6 +71,8 @@ class TrainBatches:
 
         In the middle of an epoch they are those of the next batch, and wait until the epoch is opened.
         """
+        if dataset_counts_samples(self.data_spec.dataloader) and get_local_rank() == 0:
+            tidy_shared_memory()
         self._position.restore_between_epochs(self._state)
 
     def restart(self) -> None:
@@ -96,15 +101,22 @@ class TrainBatches:
         """Read the next batch, and say whether there was one."""
         assert self._open is not None
         if self._is_capped():
-            if keeps_own_state(self.data_spec.dataloader):
-                next(self._open, None)  # it must see the end of the epoch itself, to begin the next one
+            self._show_end()
             return False
         try:
             batch = next(self._open)
         except StopIteration:
             return False
+        self._is_untouched = False
         self._latest = self.data_spec.batch_transforms(batch)
         return True
+
+    def _show_end(self) -> None:
+        """Let data that know their place see the end of the epoch themselves, to begin the next one."""
+        assert self._open is not None
+        loader = self.data_spec.dataloader
+        if keeps_own_state(loader) or (self._is_untouched and dataset_counts_samples(loader)):
+            next(self._open, None)
 
     def _count(self, batch: Any) -> None:
         self.num_samples = self.data_spec.get_num_samples_in_batch(batch)
@@ -121,5 +133,5 @@ class TrainBatches:
         return length is not None and self._num_read >= int(length)
 
     def _open_epoch(self) -> Iterator[Any]:
-        self._num_read = int(self._state.timestamp.batch_in_epoch)
+        self._num_read, self._is_untouched = int(self._state.timestamp.batch_in_epoch), True
         return self._position.open(self._state, self.data_spec.dataloader)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer.trainer._ranks import Ranks, agreed_facts
+from composer.trainer._sharding import make_strategy
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed_config import check_deepspeed_fits, parse_deepspeed_config
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from composer_events.data_spec import DataSpec
     from composer_events.evaluator import Evaluator
     from composer_events.state import State
+    from composer_fsdp import ShardingPlan
     from composer_models import ComposerModel
 
 _PLAIN = (bool, int, float, str, Time, type(None))
@@ -54,12 +56,15 @@ def choose_strategy(
     sync_strategy: str | DDPSyncStrategy | None,
     comm_hook: str | None,
     deepspeed_config: Mapping[str, Any] | None,
+    sharding: ShardingPlan | None = None,
 ) -> Strategy:
-    """Return how the model is spread: with DeepSpeed if it is configured, else over the ranks there are.
+    """Return how the model is spread: with DeepSpeed or FSDP if it is configured, else over the ranks there are.
 
     Raises:
-        ValueError: If there is no such way to synchronise gradients.
+        ValueError: If there is no such way to synchronise gradients, or an algorithm does not go with it.
     """
+    if sharding is not None:
+        return make_strategy(sharding, device, algorithms, sync_strategy, comm_hook)
     if deepspeed_config is not None:
         if sync_strategy is not None or comm_hook is not None:
             raise ValueError(
@@ -90,6 +95,7 @@ def _refuse_second_derivatives(algorithms: Iterable[Algorithm]) -> None:
 def complete_deepspeed_config(
     config: Mapping[str, Any] | None,
     *,
+    parallelism_config: object = None,
     data_spec: DataSpec | None,
     microbatch_size: int | float | None,
     precision: Precision,
@@ -113,7 +119,9 @@ def complete_deepspeed_config(
     _refuse_averages(config, algorithms)
     if find_spec("deepspeed") is None:
         raise MissingConditionalImportError("deepspeed", "deepspeed", distribution="composer-suite")
-    check_deepspeed_fits(parallelism_config=None, has_train_dataloader=data_spec is not None, callbacks=callbacks)
+    check_deepspeed_fits(
+        parallelism_config=parallelism_config, has_train_dataloader=data_spec is not None, callbacks=callbacks
+    )
     assert data_spec is not None
     return parse_deepspeed_config(
         config,
@@ -187,6 +195,7 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec) -> None:
                 "batch": int(state.timestamp.batch),
                 "epoch": int(state.timestamp.epoch),
                 "device_train_microbatch_size": state.device_train_microbatch_size,
+                "grad_accum": state.grad_accum,
                 "precision": str(state.precision),
                 "batches in an epoch": str(state.dataloader_len),
                 "schedulers": [type(scheduler).__name__ for scheduler in state.schedulers],
@@ -231,7 +240,10 @@ def check_agreement(
     """
     if get_world_size() == 1:
         return
-    facts: dict[str, Any] = {name: str(value) for name, value in arguments.items()}
+    facts: dict[str, Any] = {
+        name: {key: str(part) for key, part in value.items()} if isinstance(value, Mapping) else str(value)
+        for name, value in arguments.items()
+    }
     facts["model"] = agreement.describe_model(model)
     facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in optimizers}
     facts["algorithms"] = [_name(algorithm) for algorithm in algorithms]

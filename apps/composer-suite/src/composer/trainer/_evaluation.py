@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from composer.trainer._autocast import Autocast
 from composer.trainer._batch import cut
 from composer.trainer._blame import in_stage
 from composer.trainer._clock import Clock
+from composer.trainer._fitting import halve, release_memory
+from composer.trainer._out_of_memory import Attempts, Stage
 from composer.trainer._padding import Padding, without_last
 from composer.trainer._ranks import Ranks
+from composer.trainer._undo import MetricsUndo
 from composer_checkpoint.data_position import set_epoch
 from composer_dist import get_global_rank
 from composer_dist.strategy import Strategy
+from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.evaluator import Evaluator
 from composer_events.event import Event
@@ -51,6 +55,7 @@ class Evaluation:
         self._model = model
         self._eval_forward = _of_batch(model.eval_forward)
         self._autocast = autocast
+        self._attempts = Attempts(strategy, ValueError)
 
     def run(self, evaluator: Evaluator, metrics: Mapping[str, Any], subset_num_batches: int = -1) -> None:
         """Evaluate over one dataloader, log the metrics, and leave the state's dataloader and mode as they were.
@@ -70,6 +75,9 @@ class Evaluation:
                 ranks.begin(evaluator.dataloader)
                 for state.batch in self._batches(evaluator, ranks):
                     self._evaluate_batch(evaluator, metrics, ranks, padding)
+                if evaluator.auto_microbatching:
+                    key = f"trainer/{evaluator.label}/device_eval_microbatch_size"
+                    self._logger.log_metrics({key: evaluator.device_eval_microbatch_size})
                 if int(state.eval_timestamp.batch) > 0:
                     self._report(evaluator.label, metrics)
                 else:
@@ -101,24 +109,70 @@ class Evaluation:
         num_tokens = spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
         run_event(Event.EVAL_BATCH_START)
-        microbatches = cut(state.batch, spec, evaluator.device_eval_microbatch_size)
-        for index, microbatch in enumerate(microbatches, 1):
-            is_counted = True
-            if has_repeated and index == len(microbatches):
-                microbatch, is_counted = without_last(microbatch, spec)
-            state.batch = self._strategy.prepare_batch(
-                spec.microbatch_transforms(state.device.batch_to_device(microbatch))
-            )
+        evaluate = functools.partial(self._evaluate_microbatches, evaluator, metrics, ranks, has_repeated)
+        if evaluator.auto_microbatching:
+            self._evaluate_until_it_fits(evaluator, metrics, evaluate)
+        else:
+            evaluate()
+        state.batch = batch
+        samples, tokens, _ = ranks.total(num_samples, num_tokens)
+        state.eval_timestamp = state.eval_timestamp.to_next_batch(samples=samples - num_repeated, tokens=tokens)
+        run_event(Event.EVAL_BATCH_END)
+
+    def _evaluate_microbatches(
+        self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, has_repeated: bool
+    ) -> None:
+        spec = evaluator.dataloader
+        microbatches = cut(self._state.batch, spec, evaluator.device_eval_microbatch_size)
+        parts = [(microbatch, True) for microbatch in microbatches]
+        if has_repeated:
+            parts[-1] = without_last(microbatches[-1], spec)
+        if self._strategy.meets_in_forward and not ranks.keep_step:
+            # The last one again, uncounted, for the ranks that have more of them.
+            parts += [(microbatches[-1], False)] * (ranks.most(len(parts)) - len(parts))
+        if not evaluator.auto_microbatching:
+            self._evaluate_parts(spec, parts, metrics)
+            return
+        with self._attempts.meeting(sync=False):
+            self._evaluate_parts(spec, parts, metrics)
+
+    def _evaluate_parts(self, spec: DataSpec, parts: Sequence[tuple[Any, bool]], metrics: Mapping[str, Any]) -> None:
+        """Evaluate microbatches, of which some do not count."""
+        state, run_event = self._state, self._engine.run_event
+        for microbatch, is_counted in parts:
+            on_device = state.device.batch_to_device(microbatch)
+            state.batch = self._strategy.prepare_batch(spec.microbatch_transforms(on_device))
             run_event(Event.EVAL_BEFORE_FORWARD)
             with self._autocast():
                 state.outputs = self._eval_forward(state.batch)
             run_event(Event.EVAL_AFTER_FORWARD)
             if is_counted:
                 self._update(metrics)
-        state.batch = batch
-        samples, tokens, _ = ranks.total(num_samples, num_tokens)
-        state.eval_timestamp = state.eval_timestamp.to_next_batch(samples=samples - num_repeated, tokens=tokens)
-        run_event(Event.EVAL_BATCH_END)
+
+    def _evaluate_until_it_fits(
+        self, evaluator: Evaluator, metrics: Mapping[str, Any], evaluate: Callable[[], None]
+    ) -> None:
+        """Evaluate a batch, with microbatches of half the size on all ranks whenever it does not fit on one of them."""
+        state, undo = self._state, MetricsUndo(metrics)
+        batch = state.batch
+        while not self._attempts.succeeds(evaluate, Stage.GRADIENTS):
+            state.batch, state.outputs = batch, torch.empty(0)
+            undo()
+            old = evaluator.device_eval_microbatch_size
+            assert old is not None, "Evaluator begins with a size"
+            evaluator.device_eval_microbatch_size = halve(old)
+            if evaluator.device_eval_microbatch_size is None:
+                raise RuntimeError(
+                    f"The device ran out of memory in evaluator {evaluator.label!r}, on one rank at least, with a "
+                    "single sample. Use a smaller model, a lower precision, or shorter samples."
+                )
+            warnings.warn(
+                f"An evaluation ran out of memory. Eval microbatch size of {evaluator.label!r} will be decreased from "
+                f"{old} to {evaluator.device_eval_microbatch_size}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            release_memory()
 
     def _update(self, metrics: Mapping[str, Any]) -> None:
         state = self._state

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from composer.trainer._arguments import check_interval, check_iterable, check_subset
+from composer.trainer._caller import level_of_user
+from composer_dist.devices import Device
 from composer_events.evaluator import Evaluator, ensure_evaluator
 from composer_events.iter_helpers import ensure_tuple
 from composer_models import ComposerModel
@@ -16,7 +18,9 @@ from composer_models import ComposerModel
 _log = logging.getLogger("composer.trainer.trainer")
 
 
-def make_evaluators(given: Any, model: ComposerModel, eval_interval: Any, subset_num_batches: int) -> list[Evaluator]:
+def make_evaluators(
+    given: Any, model: ComposerModel, eval_interval: Any, subset_num_batches: int, device: Device
+) -> list[Evaluator]:
     """Wrap each dataloader into an Evaluator that computes all metrics of the model.
 
     Args:
@@ -24,10 +28,11 @@ def make_evaluators(given: Any, model: ComposerModel, eval_interval: Any, subset
         model: Says which metrics there are.
         eval_interval: For evaluators that have no interval.
         subset_num_batches: For evaluators that say nothing about it; -1 for all batches.
+        device: Where they run.
 
     Raises:
-        ValueError: If Evaluators and other dataloaders are mixed, or a dataloader's end cannot be known and no
-            subset limits it.
+        ValueError: If Evaluators and other dataloaders are mixed, if a dataloader's end cannot be known and no
+            subset limits it, or if the size of microbatches is to be found out on another device than a GPU.
     """
     items = _listed(given)
     if not items:
@@ -46,6 +51,11 @@ def make_evaluators(given: Any, model: ComposerModel, eval_interval: Any, subset
     warn_of_known_labels(evaluators, [])
     for evaluator in evaluators:
         check_iterable("eval_dataloader", evaluator.dataloader.dataloader)
+        if evaluator.auto_microbatching and device.name != "gpu":
+            raise ValueError(
+                f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
+                f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
+            )
         if evaluator.subset_num_batches is None:
             evaluator.subset_num_batches = subset_num_batches
         if evaluator.eval_interval is None:
@@ -61,7 +71,7 @@ def _warn_of_idle(eval_interval: Any, subset_num_batches: int) -> None:
             f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
             f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
             "eval_dataloader.",
-            stacklevel=4,
+            stacklevel=level_of_user(),
         )
 
 

@@ -13,6 +13,7 @@ from composer.trainer._evaluation import restore_dataloader
 from composer_events.data_spec import ensure_data_spec
 
 if TYPE_CHECKING:
+    from composer.trainer._microbatching import Microbatching
     from composer.trainer._ranks import Ranks
     from composer.trainer._schedules import Schedule
     from composer_checkpoint.data_position import DataPosition
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "check_data"]
 
 
-def check_data(dataloader: Any, microbatch_size: Any) -> DataSpec:
+def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
     """Return a dataloader as a DataSpec.
 
     Raises:
-        TypeError, ValueError: If it cannot be read, or its batches cannot be cut.
+        TypeError, ValueError, AttributeError: If it cannot be read, or its batches cannot be cut.
     """
     data_spec = ensure_data_spec(dataloader)
     arguments.check_iterable("train_dataloader", data_spec.dataloader)
-    arguments.choose_microbatch_size(microbatch_size, data_spec)
+    microbatching.resolve(data_spec)
     return data_spec
 
 
@@ -39,12 +40,12 @@ class Plan:
     """Keeps what the constructor was given until a fit needs it, and what a fit changes.
 
     Attributes:
-        microbatch_size: As the user gave it; `None` for the dataloader's batch size.
+        microbatching: How batches are cut, as the user said.
         steps_every_batch: How often schedulers step; see `SchedulerSteps`.
     """
 
     def __init__(
-        self, state: State, engine: Engine, ranks: Ranks, position: DataPosition, microbatch_size: Any
+        self, state: State, engine: Engine, ranks: Ranks, position: DataPosition, microbatching: Microbatching
     ) -> None:
         self._state = state
         self._engine = engine
@@ -52,7 +53,8 @@ class Plan:
         self._position = position
         self._batches: TrainBatches | None = None
         self._schedule: Schedule | None = None  # what waits for a duration and a dataloader
-        self.microbatch_size = microbatch_size
+        self._cut: tuple[Microbatching, DataSpec] | None = None  # what the state's size of microbatches follows
+        self.microbatching = microbatching
         self.steps_every_batch: bool | None = True
 
     def set_data(self, data_spec: DataSpec, label: str, subset_num_batches: int) -> TrainBatches:
@@ -61,7 +63,7 @@ class Plan:
         state.set_dataloader(data_spec.dataloader, label, subset_num_batches)
         distributed.share_length(state)
         state.train_dataloader = data_spec.dataloader
-        state.device_train_microbatch_size = arguments.choose_microbatch_size(self.microbatch_size, data_spec)
+        self._set_microbatching(data_spec)
         self._batches = TrainBatches(data_spec, state, self._engine, self._ranks, self._position)
         return self._batches
 
@@ -75,18 +77,27 @@ class Plan:
             arguments.check_subset("train_subset_num_batches", subset_num_batches)
         if dataloader is not None:
             subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
-            return self.set_data(check_data(dataloader, self.microbatch_size), label, subset_num_batches)
+            return self.set_data(check_data(dataloader, self.microbatching), label, subset_num_batches)
         if self._batches is None:
             raise ValueError(
                 "train_dataloader is a required argument and must be specified when constructing the Trainer or when "
                 "calling Trainer.fit(). Give an iterable of batches, such as a torch DataLoader."
             )
-        data_spec = self._batches.data_spec
-        self._state.device_train_microbatch_size = arguments.choose_microbatch_size(self.microbatch_size, data_spec)
+        self._set_microbatching(self._batches.data_spec)
         if subset_num_batches is not None:
             self._state.dataloader_len = subset_num_batches
             distributed.share_length(self._state)
         return self._batches
+
+    def _set_microbatching(self, data_spec: DataSpec) -> None:
+        """Cut batches as the user said, unless they are cut so already; a size that was found out stays."""
+        cut = (self.microbatching, data_spec)
+        if self._cut == cut:
+            return
+        state = self._state
+        state.device_train_microbatch_size = self.microbatching.resolve(data_spec)
+        state.grad_accum, state.auto_microbatching = self.microbatching.count, self.microbatching.is_auto
+        self._cut = cut
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known."""
@@ -108,8 +119,10 @@ class Plan:
     def undone_if_refused(self) -> Iterator[None]:
         """Put back what a fit was about to change, should it turn out that it cannot begin."""
         state = self._state
-        own = {name: getattr(self, name) for name in ("_batches", "microbatch_size", "_schedule", "steps_every_batch")}
-        names = ("train_dataloader", "device_train_microbatch_size", "max_duration", "timestamp")
+        names = ("_batches", "microbatching", "_cut", "_schedule", "steps_every_batch")
+        own = {name: getattr(self, name) for name in names}
+        names = ("train_dataloader", "max_duration", "timestamp")
+        names += ("device_train_microbatch_size", "grad_accum", "auto_microbatching")
         shared = {name: getattr(state, name) for name in names} | {"schedulers": list(state.schedulers)}
         data = (state.dataloader, state.dataloader_label, state.dataloader_len)
         try:

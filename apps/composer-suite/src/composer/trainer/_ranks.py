@@ -4,12 +4,16 @@ A rank that is alone asks nobody. Ranks whose dataloaders keep step by construct
 asking, so they exchange nothing either, unless somebody reads the losses or the clock.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from composer_dist import get_global_rank
+from composer.trainer._loss_means import LossMeans
+from composer_dist import get_global_rank, get_world_size
+from composer_dist.averaging import sum_counts
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
 
@@ -35,6 +39,7 @@ class Ranks:
         self.listen = True
         self.log = True
         self._count_tokens: bool | None = None  # known after the first batch
+        self._losses = LossMeans(strategy)
 
     def begin(self, data_spec: DataSpec, *, listens: bool = False, logs: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this.
@@ -64,6 +69,18 @@ class Ranks:
             return stops
         return self._strategy.sum([int(stops)])[0] > 0
 
+    def most(self, number: int) -> int:
+        """Return the largest of the ranks' numbers. Every rank must call this."""
+        rank = get_global_rank()
+        return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
+
+    def mean_losses(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the mean of each loss over the ranks that have one of its name. Every rank must call this.
+
+        A name that no rank had in the first batch has, when it comes for the first time, the value of this rank alone.
+        """
+        return dict(losses) if self.world_size == 1 else self._losses(losses)
+
     def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
         """Return the samples and tokens of a batch on all ranks together, and rank 0's duration of it.
 
@@ -81,7 +98,12 @@ class Ranks:
             self._refuse_tokens(num_tokens)
             return round(num_samples * self.world_size), 0, duration_s
         of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
-        samples, tokens, seconds = self._strategy.sum([float(num_samples), float(num_tokens), of_rank_0])
+        has_news = float(self._losses.has_news)
+        samples, tokens, seconds, num_news = self._strategy.sum(
+            [float(num_samples), float(num_tokens), of_rank_0, has_news]
+        )
+        if num_news:
+            self._losses.compare_names()
         if self._count_tokens is None:
             self._count_tokens = tokens > 0
         return round(samples), round(tokens), seconds
@@ -107,6 +129,11 @@ class Ranks:
                 f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
                 "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
             )
+
+
+def sum_over_everybody(values: Sequence[int]) -> Sequence[int]:
+    """Return the sum of each number over all ranks, also those that share a batch. Every rank must call this."""
+    return values if get_world_size() == 1 else sum_counts(values)
 
 
 def keeps_length(dataloader: Any) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
 from composer_dist import get_local_world_size, get_world_size
-from composer_dist.strategy import Strategy
 from composer_events.logger import Logger
 from composer_events.state import State
 
@@ -15,11 +14,10 @@ from composer_events.state import State
 class Report:
     """Hands what the loop knows to the logger, at the step the state's timestamp says."""
 
-    def __init__(self, state: State, logger: Logger, metrics: TrainMetrics, strategy: Strategy, ranks: Ranks) -> None:
+    def __init__(self, state: State, logger: Logger, metrics: TrainMetrics, ranks: Ranks) -> None:
         self._state = state
         self._logger = logger
         self._metrics = metrics
-        self._strategy = strategy
         self._ranks = ranks
 
     def algorithms(self) -> None:
@@ -44,13 +42,18 @@ class Report:
 
     def losses(self, losses: Mapping[str, Any]) -> None:
         """Log the losses of a batch, as they lie on the device: whoever reads a number waits for it, nobody else."""
-        self._state.total_loss_dict = dict(self._strategy.mean(losses) if self._ranks.listen else losses)
-        self._logger.log_metrics({"trainer/device_train_microbatch_size": self._state.device_train_microbatch_size})
+        self._state.total_loss_dict = self._ranks.mean_losses(losses) if self._ranks.listen else dict(losses)
+        if not self._logger.destinations:
+            return
+        cut: dict[str, Any] = {"trainer/device_train_microbatch_size": self._state.device_train_microbatch_size}
+        if self._state.grad_accum is not None:
+            cut["trainer/grad_accum"] = self._state.grad_accum
+        self._logger.log_metrics(cut)
         self._logger.log_metrics(self._state.total_loss_dict)
 
     def train_metrics(self) -> None:
         """Compute and log the metrics of the latest batch, if anybody on any rank takes them."""
-        if self._ranks.listen:
+        if self._ranks.listen and (self._logger.destinations or self._state.train_metrics):
             values = self._metrics.compute()
             self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
 

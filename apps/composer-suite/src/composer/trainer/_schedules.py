@@ -22,23 +22,23 @@ class SchedulerSteps:
 
     def __init__(self, state: State, every_batch: bool | None) -> None:
         check_together(state.schedulers)
-        self._state = state
+        self._schedulers = state.schedulers  # the same list for life
         self._every_batch = every_batch
 
     def after_batch(self) -> None:
         """Step the schedulers if they go by batches."""
-        if self._steps_every_batch():
-            self._state.schedulers.step()
+        if self._schedulers and self._steps_every_batch():
+            self._schedulers.step()
 
     def after_epoch(self) -> None:
         """Step the schedulers if they go by epochs."""
         if not self._steps_every_batch():
-            self._state.schedulers.step()
+            self._schedulers.step()
 
     def _steps_every_batch(self) -> bool:
         if self._every_batch is not None:
             return self._every_batch
-        return all(compiled_for(scheduler) is not None for scheduler in self._state.schedulers)
+        return all(compiled_for(scheduler) is not None for scheduler in self._schedulers)
 
 
 @dataclass(frozen=True, slots=True)

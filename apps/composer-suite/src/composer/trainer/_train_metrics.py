@@ -26,17 +26,18 @@ class TrainMetrics:
 
     def reset(self) -> None:
         """Start anew, for another batch."""
-        for metric in self._metrics().values():
-            metric.reset()
+        if metrics := self._state.train_metrics:
+            for metric in metrics.values():
+                metric.reset()
 
     def keep(self, microbatch: Any) -> None:
         """Remember a microbatch whose containers algorithms are free to change from now on."""
-        if self._metrics():
+        if self._state.train_metrics:
             self._kept = _copy_containers(microbatch)
 
     def update(self, outputs: Any, autocast: Autocast) -> None:
         """Show the remembered microbatch and the model's outputs to every metric, in the precision of training."""
-        metrics = self._metrics()
+        metrics = self._state.train_metrics
         if not metrics:
             return
         mode: AbstractContextManager[Any] = nullcontext() if self._reuses_outputs else model_eval_mode(self._model)
@@ -53,14 +54,11 @@ class TrainMetrics:
         """
         values = {
             name: metric.compute()
-            for name, metric in self._metrics().items()
+            for name, metric in (self._state.train_metrics or {}).items()
             if getattr(metric, "update_called", True)  # what torchmetrics says of its own
         }
         self._state.train_metric_values.update(values)
         return values
-
-    def _metrics(self) -> Mapping[str, Any]:
-        return self._state.train_metrics or {}
 
 
 def _copy_containers(batch: Any) -> Any:

@@ -13,6 +13,7 @@ from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
 from composer.trainer._data import TrainBatches
 from composer.trainer._evaluation import FitEvaluation
+from composer.trainer._preemption import Preemption
 from composer.trainer._ranks import Ranks
 from composer.trainer._report import Report
 from composer.trainer._schedules import SchedulerSteps
@@ -34,6 +35,7 @@ class Loop:
     report: Report
     clock: Clock
     ranks: Ranks
+    preemption: Preemption
 
     def fit(self) -> None:
         """Train until `state.max_duration` is reached."""
@@ -66,6 +68,7 @@ class Loop:
                 run_event(Event.BATCH_CHECKPOINT)
                 if not self._goes_on():
                     break
+                self.preemption.leave_if_asked()
 
             if self.batches.epoch_is_complete():
                 self.report.train_metrics()
@@ -81,6 +84,7 @@ class Loop:
                     run_event(Event.ITERATION_END)
                     run_event(Event.ITERATION_CHECKPOINT)
 
+        self.train_batch.finish()
         self.report.epoch_and_time()
         run_event(Event.FIT_END)
         self.evaluate(Event.FIT_END)
@@ -92,9 +96,11 @@ class Loop:
     def _goes_on(self) -> bool:
         """Say whether training goes on after this batch, on all ranks alike: one of them may have been stopped."""
         is_over = not self._is_training()
-        if self.ranks.any_stops(is_over) and not is_over:
+        if not self.ranks.any_stops(is_over):
+            return True
+        if not is_over:
             self.state.stop_training()
-        return self._is_training()
+        return False
 
     def _batches_of_this_epoch(self) -> Iterator[Any]:
         self.clock.start_batch()

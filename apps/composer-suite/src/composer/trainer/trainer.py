@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from composer.trainer import _arguments as arguments
-from composer.trainer import _checkpoints as checkpoints
 from composer.trainer import _distributed as distributed
-from composer.trainer import _schedules as schedules
-from composer.trainer._autocast import make_autocast
-from composer.trainer._batch import BatchTrainer
-from composer.trainer._clock import Clock
-from composer.trainer._evaluation import Evaluation, FitEvaluation
-from composer.trainer._evaluators import make_evaluators, metrics_of, warn_of_known_labels
-from composer.trainer._plan import Plan, check_data
-from composer.trainer._ranks import Ranks
-from composer.trainer._report import Report, log_run_facts
-from composer.trainer._schedules import Schedule
-from composer.trainer._train_metrics import TrainMetrics
-from composer.trainer.loop import Loop
+from composer.trainer import _export as export
+from composer.trainer import _sharding as sharding
+from composer.trainer._fit_arguments import take_fit_arguments
+from composer.trainer._given import Given
+from composer.trainer._parts import check, check_agreement
+from composer.trainer._prediction import check_prediction
+from composer.trainer._python_log import set_log_level
+from composer.trainer._standalone_evaluation import evaluate_alone
+from composer.trainer._workings import Workings
 from composer.utils import checkpoint
-from composer_checkpoint.data_position import DataPosition
-from composer_dist import dist, reproducibility
-from composer_dist.devices import get_device
+from composer_dist import dist
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
-from composer_events.algorithm import Algorithm
-from composer_events.callback import Callback
-from composer_events.engine import Engine
-from composer_events.event import Event
-from composer_events.logger import Logger
-from composer_events.state import State
-from composer_time import Timestamp
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -41,13 +27,18 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from composer.trainer._data import TrainBatches
+    from composer.trainer.divergence import OnDivergence
+    from composer.utils.inference import ExportFormat, Transform
     from composer_checkpoint.ignore_keys import IgnoreKeys
     from composer_dist.ddp import DDPSyncStrategy
     from composer_dist.devices import Device
     from composer_dist.precision import Precision
-    from composer_events.evaluator import Evaluator
+    from composer_events.algorithm import Algorithm
+    from composer_events.callback import Callback
+    from composer_events.event import Event
     from composer_events.logger_destination import LoggerDestination
+    from composer_events.state import State
+    from composer_fsdp import ParallelismConfig
     from composer_models import ComposerModel
     from composer_time import Time
 
@@ -80,7 +71,14 @@ class Trainer:
         loggers: One or several destinations of the log.
         run_name: Names the run; made up by default, also from `COMPOSER_RUN_NAME` or `RUN_NAME`.
         progress_bar: Whether to show one.
+        log_to_console: Whether to write metrics as lines of text, which suits a file better than a bar does. `None`
+            where there is no progress bar.
         console_stream: Where to: `'stderr'`, `'stdout'` or a text stream.
+        console_log_interval: How often: epochs (`'1ep'`) or batches (`'10ba'`).
+        log_traces: Whether bar and console show, too, which algorithms acted.
+        auto_log_hparams: Whether to log these arguments, reduced to names and numbers, as hyperparameters.
+        python_log_level: From which level on Python's logging shows what Composer's loggers say, such as `'info'`. By
+            default it is left as the application has it.
         load_path: A checkpoint to go on from: a path or an address, in which `{run_name}` and `{rank}` are filled in.
         load_object_store: Where `load_path` is: an `ObjectStore`, or a logger that can download.
         load_weights_only: Load the model, and nothing else.
@@ -112,7 +110,9 @@ class Trainer:
         precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
         precision_config: Settings of an 8-bit precision.
         device_train_microbatch_size: How many samples go through the model at once; gradients add up over the rest
-            of the batch. By default the dataloader's `batch_size`.
+            of the batch. By default the dataloader's `batch_size`. `'auto'` begins with that, and halves it on all
+            ranks whenever a GPU runs out of memory, for the same batch and all that follow.
+        grad_accum: The older way to say so: into how many microbatches each batch is cut, or `'auto'`.
         accumulate_train_batch_on_tokens: Whether a microbatch counts by the tokens that enter its loss instead of its
             samples.
         seed: Seeds Python, NumPy and PyTorch, in [0, 2**32). Drawn by default. Rank r goes on with `seed + r`.
@@ -123,13 +123,23 @@ class Trainer:
             they are by default.
         deepspeed_config: Settings of DeepSpeed, which then trains the model. What follows from the other arguments
             may be left out; `{}` leaves out everything.
-        **older_names: Arguments of older releases: `load_strict`, `load_chunk_size`, `save_artifact_name` and
-            `save_latest_artifact_name`.
+        parallelism_config: How the model is sharded over the ranks: `{'fsdp': {...}}` with the settings of
+            `composer.utils.FSDPConfig`, and with `'tp'` beside it those of tensor parallelism.
+        compile_config: Arguments of `torch.compile`, by which the model then runs; `{}` for the defaults. The names of
+            its weights stay what they are. A model that `torch.compile` returned is taken as it is.
+        on_divergence: What to do about a batch whose loss or gradient is not finite, before the optimizer steps and on
+            all ranks alike: `'raise'` a `DivergenceError`, `'skip'` the step, `'rollback'` to a copy of the weights in
+            memory, an `OnDivergence` for more (also about losses that jump), or `None` for nothing.
+        **older_names: Arguments as older releases called them, each with a `DeprecationWarning` that says what to
+            write today: `load_strict`, `load_chunk_size`, `save_artifact_name`, `save_latest_artifact_name`,
+            `grad_clip_norm`, `compute_training_metrics`, `console_log_level`, `fsdp_config`, `fsdp_auto_wrap` and
+            `load_fsdp_monolith_rank0_only`.
 
     Attributes:
         state: Where training stands; what algorithms and callbacks see.
         engine: Runs the events.
         logger: Hands values to the loggers.
+        divergences: The batches that `on_divergence` had to do something about.
         strategy: How the model is spread over ranks; it has the whole weights, whatever a rank keeps of them.
 
     Raises:
@@ -171,7 +181,12 @@ class Trainer:
         loggers: LoggerDestination | Sequence[LoggerDestination] | None = None,
         run_name: str | None = None,
         progress_bar: bool = True,
+        log_to_console: bool | None = False,
         console_stream: str | TextIO = "stderr",
+        console_log_interval: int | str | Time[int] = "1ba",
+        log_traces: bool = False,
+        auto_log_hparams: bool = False,
+        python_log_level: str | None = None,
         load_path: str | PathLike[str] | None = None,
         load_object_store: Any = None,
         load_weights_only: bool = False,
@@ -196,7 +211,8 @@ class Trainer:
         device: str | Device | None = None,
         precision: str | Precision | None = None,
         precision_config: dict[str, Any] | None = None,
-        device_train_microbatch_size: int | float | None = None,
+        device_train_microbatch_size: int | float | Literal["auto"] | None = None,
+        grad_accum: int | Literal["auto"] | None = None,
         accumulate_train_batch_on_tokens: bool = False,
         seed: int | None = None,
         deterministic_mode: bool = False,
@@ -204,144 +220,33 @@ class Trainer:
         ddp_sync_strategy: str | DDPSyncStrategy | None = None,
         ddp_comm_hook: str | None = None,
         deepspeed_config: dict[str, Any] | None = None,
+        parallelism_config: Mapping[str, Any] | ParallelismConfig | None = None,
+        compile_config: dict[str, Any] | None = None,
+        on_divergence: str | OnDivergence | None = "raise",
         **older_names: Any,
     ) -> None:
-        saving = checkpoints.Saving(
-            folder=save_folder,
-            filename=save_filename,
-            latest_filename=save_latest_filename,
-            overwrite=save_overwrite,
-            interval=save_interval,
-            weights_only=save_weights_only,
-            ignore_keys=save_ignore_keys,
-            num_checkpoints_to_keep=save_num_checkpoints_to_keep,
-            keep=save_keep,
-            is_async=save_async,
-            async_policy=save_async_policy,
-        )
-        loading = checkpoints.Loading(
-            path=load_path,
-            object_store=load_object_store,
-            weights_only=load_weights_only,
-            is_strict=load_strict_model_weights,
-            progress_bar=load_progress_bar,
-            ignore_keys=load_ignore_keys,
-            exclude_algorithms=load_exclude_algorithms,
-            is_trusted=load_trusted,
-            autoresume=autoresume,
-        )
-        saving, loading = checkpoints.take_older_names(saving, loading, older_names)
-        self._model = arguments.check_model(model)
-        device = get_device(device)
-        precision = arguments.choose_precision(precision, device)
-        schedule = Schedule.of(schedulers, scale_schedule_ratio, step_schedulers_every_batch)
-        duration = schedules.to_duration(max_duration, "max_duration")
-        algorithms = arguments.check_members("algorithms", algorithms, Algorithm)
-        callbacks = arguments.check_members("callbacks", callbacks, Callback)
-        run_name = arguments.choose_run_name(run_name)
-        self._saver = checkpoints.choose_saver(saving, loading, callbacks, run_name)
-        if self._saver is not None and self._saver not in callbacks:
-            callbacks.append(self._saver)
-        destinations = arguments.choose_destinations(loggers, progress_bar, console_stream)
-        evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
-        self._by_tokens = accumulate_train_batch_on_tokens
-        arguments.check_subset("train_subset_num_batches", train_subset_num_batches)
-        data_spec = None if train_dataloader is None else check_data(train_dataloader, device_train_microbatch_size)
-        arguments.check_seed(seed)
-        optimizers = arguments.choose_optimizers(optimizers, self._model)
-        deepspeed_config = distributed.complete_deepspeed_config(
-            deepspeed_config,
-            data_spec=data_spec,
-            microbatch_size=device_train_microbatch_size,
-            precision=precision,
-            algorithms=algorithms,
-            callbacks=callbacks,
-        )
-        self.strategy = distributed.choose_strategy(
-            device, algorithms, ddp_sync_strategy, ddp_comm_hook, deepspeed_config
-        )
-        scaler = None if self.strategy.has_own_precision else arguments.make_scaler(precision, device, optimizers)
+        given = Given(locals(), Trainer.__init__.__kwdefaults__ or {})
+        parts = check(given)
+        set_log_level(given.python_log_level)
+        distributed.join(parts.device, given.dist_timeout, is_needed=sharding.needs_group(parts.strategy))
+        check_agreement(given, parts)
 
-        distributed.join(device, dist_timeout, is_needed=deepspeed_config is not None)
-        distributed.check_agreement(
-            self._model,
-            optimizers,
-            algorithms,
-            schedule.schedulers,
-            evaluators,
-            None if data_spec is None else data_spec.dataloader,
-            {
-                "seed": seed,
-                "max_duration": duration,
-                "precision": precision,
-                "device_train_microbatch_size": device_train_microbatch_size,
-                "train_subset_num_batches": train_subset_num_batches,
-                "scale_schedule_ratio": scale_schedule_ratio,
-                "step_schedulers_every_batch": step_schedulers_every_batch,
-                "accumulate_train_batch_on_tokens": accumulate_train_batch_on_tokens,
-                "ddp_sync_strategy": ddp_sync_strategy,
-                "ddp_comm_hook": ddp_comm_hook,
-                "deepspeed_config": deepspeed_config,
-                "load_path": load_path,
-                "autoresume": autoresume,
-                "CheckpointSaver": None if self._saver is None else self._saver.filename.filename,
-            },
-        )
-        self._ranks = Ranks(self.strategy)
-        if deterministic_mode:
-            reproducibility.configure_deterministic_mode()
-        rank_zero_seed = distributed.share_seed(seed)
-        distributed.seed_rank(rank_zero_seed)
-        self.strategy.place(self._model, optimizers)
-        self.state = State(
-            self._model,
-            rank_zero_seed=rank_zero_seed,
-            run_name=run_name,
-            device=device,
-            device_train_microbatch_size=device_train_microbatch_size,
-            precision=precision,
-            precision_config=precision_config,
-            optimizers=optimizers,
-            scaler=scaler,
-            save_metrics=save_metrics,
-            deepspeed_config=deepspeed_config,
-            algorithms=algorithms,
-            callbacks=[*destinations, *callbacks],
-        )
-        self.state.run_name = distributed.share_run_name(self.state.run_name)
-        vars(self.state)["strategy"] = self.strategy  # for whoever saves: it has the whole weights
-        self._position = DataPosition.attach(self.state, spin_dataloaders)
-        self.logger = Logger(self.state, destinations)
-        self.engine = Engine(self.state, self.logger, algorithm_passes)
-        self._model.logger = self.logger
-        self._train_metrics = TrainMetrics(self.state, self._model)
-        self._report = Report(self.state, self.logger, self._train_metrics, self.strategy, self._ranks)
-        self._clock = Clock()
+        self._workings = Workings(given, parts)
+        self.state = self._workings.state
+        self.engine = self._workings.engine
+        self.logger = self._workings.logger
+        self.strategy = self._workings.strategy
+        self.divergences = self._workings.divergences
+        self.python_log_level = given.python_log_level
+        self.auto_log_hparams = given.auto_log_hparams
         self._has_failed = False
-        self._plan = Plan(self.state, self.engine, self._ranks, self._position, device_train_microbatch_size)
-
         try:
-            self.engine.run_event(Event.INIT)
-            log_run_facts(self.state, self.logger, arguments.version())
-            metrics = copy.deepcopy(self._model.get_metrics(is_train=True))
-            self.state.train_metrics = {name: device.module_to_device(metric) for name, metric in metrics.items()}
-            self._set_evaluators(evaluators)
-            if data_spec is not None:
-                self._plan.set_data(data_spec, train_dataloader_label, train_subset_num_batches)
-            self.state.max_duration = duration
-            self._plan.set_schedule(schedule)
-            if self.strategy.prepares_before_load:
-                self._prepare_model()
-            self.engine.run_event(Event.BEFORE_LOAD)
-            checkpoints.load(loading, self._saver, self.state, self.logger, self.engine)
-            self.engine.run_event(Event.AFTER_LOAD)
-            if not self.strategy.prepares_before_load:
-                self._prepare_model()
+            self._workings.begin(given, parts)
         except BaseException:
             self.engine.close()  # nobody else can: there will be no Trainer to close
             raise
-        # Whatever algorithms drew so far, training draws the same numbers.
-        distributed.seed_rank(self.state.rank_zero_seed)
+        if given.auto_log_hparams:
+            self.local_hparams = self._workings.local_hparams
 
     def fit(
         self,
@@ -358,12 +263,17 @@ class Trainer:
         eval_dataloader: Any = None,
         eval_subset_num_batches: int = -1,
         eval_interval: Any = 1,
-        device_train_microbatch_size: int | float | None = None,
+        device_train_microbatch_size: int | float | Literal["auto"] | None = None,
         precision: str | Precision | None = None,
+        grad_accum: int | Literal["auto"] | None = None,
     ) -> None:
-        """Train until `max_duration`, or for another `duration`.
+        """Train until `max_duration`, or for another `duration`. Every rank must call this.
 
         Arguments named as in the constructor replace what was given there.
+
+        SIGTERM, SIGUSR1 and SIGINT, sent to any rank, end the training on all ranks after the same batch, with a
+        checkpoint if there is a `save_folder`. Handlers of before are called too, and are back afterwards; a second
+        SIGINT is a `KeyboardInterrupt` at once.
 
         Args:
             train_dataloader: See the constructor.
@@ -380,44 +290,19 @@ class Trainer:
             eval_interval: See the constructor.
             device_train_microbatch_size: See the constructor.
             precision: See the constructor.
+            grad_accum: See the constructor.
 
         Raises:
             ValueError: If something needed is missing (optimizer, data, duration), or no time is left to train.
+            SystemExit: After a signal: with status 130 for SIGINT, else 143.
         """
-        state = self.state
-        if not state.optimizers:
-            raise ValueError(
-                "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
-            )
-        longer = schedules.to_duration(duration, "duration")
-        schedule = Schedule.of(schedulers, scale_schedule_ratio, step_schedulers_every_batch)
-        evaluators = make_evaluators(eval_dataloader, self._model, eval_interval, eval_subset_num_batches)
-        new_precision = arguments.choose_precision(precision or state.precision, state.device)
-        if self.strategy.has_own_precision:
-            arguments.check_same_precision(new_precision, state.precision)
-        scaler = arguments.make_scaler(new_precision, state.device, state.optimizers)
-        with self._plan.undone_if_refused():
-            if device_train_microbatch_size is not None:
-                self._plan.microbatch_size = device_train_microbatch_size
-            batches = self._plan.choose_batches(train_dataloader, train_dataloader_label, train_subset_num_batches)
-            if reset_time:
-                state.timestamp = Timestamp()
-            if longer is not None:
-                state.max_duration = state.timestamp.get(longer.unit) + longer
-            self._plan.set_schedule(schedule)
-            schedules.check_time_left(state)
-        if reset_time:
-            self._plan.begin_again(batches)
-        if spin_dataloaders is not None:
-            self._position.spin = spin_dataloaders
-        if eval_dataloader is not None:
-            self._set_evaluators(evaluators)
-        if new_precision is not state.precision:
-            state.precision, state.scaler = new_precision, scaler
-        with self._failing_alone():
-            distributed.begin_fit(state, self._ranks, batches.data_spec)
-            self._make_loop(batches).fit()
-        for optimizer in state.optimizers:
+        asked = SimpleNamespace(**{name: value for name, value in locals().items() if name != "self"})
+        workings = self._workings
+        batches = take_fit_arguments(workings, asked)
+        with self._failing_alone(), workings.preemption.watched():
+            distributed.begin_fit(self.state, workings.ranks, batches.data_spec)
+            workings.make_loop(batches).fit()
+        for optimizer in self.state.optimizers:
             self.strategy.zero_grad(optimizer)
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
@@ -431,31 +316,96 @@ class Trainer:
         Raises:
             ValueError: If there is nothing to evaluate on.
         """
-        state = self.state
-        evaluators: list[Evaluator] = list(state.evaluators)
-        if eval_dataloader is not None:
-            evaluators = make_evaluators(eval_dataloader, self._model, 1, subset_num_batches)
-            warn_of_known_labels(evaluators, state.evaluators)
-            self._add_metrics(evaluators)
-        if not evaluators:
-            raise ValueError("eval_dataloader must be provided to either Trainer init() or eval().")
-        self.engine.run_event(Event.EVAL_STANDALONE_START)
-        state.evaluators = [*state.evaluators, *(e for e in evaluators if e not in state.evaluators)]
-        try:
-            evaluation = self._make_evaluation()
-            with self._failing_alone():
-                for evaluator in evaluators:
-                    subset = evaluator.subset_num_batches if subset_num_batches == -1 else subset_num_batches
-                    evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
-        finally:
-            if eval_dataloader is not None:
-                state.evaluators = [e for e in state.evaluators if e not in evaluators]
-        self.engine.run_event(Event.EVAL_STANDALONE_END)
+        with self._failing_alone():
+            evaluate_alone(self._workings, eval_dataloader, subset_num_batches)
+
+    def predict(
+        self,
+        dataloader: Any,
+        subset_num_batches: int = -1,
+        *,
+        return_outputs: bool = True,
+        device_predict_microbatch_size: int | None = None,
+    ) -> list[Any]:
+        """Run the model over batches, in evaluation mode and without gradients. Every rank must call this.
+
+        Where the ranks have unequally many batches, prediction ends with the shortest.
+
+        Args:
+            dataloader: Any iterable of batches, a `DataSpec`, or a dict of a DataSpec's arguments.
+            subset_num_batches: At most so many batches; -1 for all.
+            return_outputs: Whether to keep the outputs. Without, a callback can take them from `state.outputs`.
+            device_predict_microbatch_size: How many samples go through the model at once. By default whole batches.
+
+        Returns:
+            What the model returned for each batch of this rank, on the CPU; nothing without `return_outputs`.
+
+        Raises:
+            ValueError, TypeError: If an argument cannot be used.
+        """
+        data_spec = check_prediction(dataloader, subset_num_batches, device_predict_microbatch_size)
+        prediction = self._workings.make_prediction()
+        with self._failing_alone():
+            return prediction.run(data_spec, subset_num_batches, device_predict_microbatch_size, return_outputs)
+
+    def export_for_inference(
+        self,
+        save_format: str | ExportFormat,
+        save_path: str,
+        save_object_store: Any = None,
+        sample_input: Any = None,
+        transforms: Transform | Sequence[Transform] | None = None,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+    ) -> None:
+        """Write the model so that it can be run elsewhere; the model itself stays as it is. Rank 0 writes.
+
+        Args:
+            save_format: `'torchscript'`, `'onnx'`, `'export'` (a `.pt2` archive of `torch.export`) or `'safetensors'`
+                (the weights alone).
+            save_path: A path or an address; a name in `save_object_store`, or in the logger that keeps files, if there
+                is one.
+            save_object_store: An `ObjectStore`.
+            sample_input: A batch. By default the latest one, where the format needs one.
+            transforms: Functions that change the copy that is written, such as `quantize_dynamic`.
+            input_names: For `'onnx'`. By default the keys of a dict, else `input`.
+            output_names: For `'onnx'`. By default `output`.
+
+        Raises:
+            ValueError: If the model is sharded, or a sample is needed and there is none.
+            RuntimeError: If the model cannot be written in this format.
+        """
+        export.export_model(
+            self.state,
+            self.logger,
+            save_format,
+            save_path,
+            save_object_store=save_object_store,
+            sample_input=sample_input,
+            transforms=transforms,
+            input_names=input_names,
+            output_names=output_names,
+        )
+
+    @property
+    def cumulative_alloc_retries(self) -> int:
+        """How often the GPU's memory had to be tidied up for room, with microbatches of a size that is found out."""
+        return self._workings.until_it_fits.cumulative_alloc_retries
+
+    @property
+    def num_consecutive_thrashes(self) -> int:
+        """In how many of the latest batches in a row it had to be, on any rank."""
+        return self._workings.until_it_fits.num_consecutive_thrashes
+
+    @property
+    def num_consecutive_non_OOM_batches(self) -> int:  # Composer's name
+        """How many batches have fitted into memory since the latest that did not."""
+        return self._workings.until_it_fits.num_consecutive_non_oom_batches
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """The paths of the checkpoints that this run has saved and not deleted, oldest first."""
-        return [] if self._saver is None else self._saver.saved_checkpoints
+        return [] if self._workings.saver is None else self._workings.saver.saved_checkpoints
 
     def save_checkpoint(
         self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False
@@ -477,12 +427,12 @@ class Trainer:
         Raises:
             ValueError: If there is no `save_folder` and no `CheckpointSaver`.
         """
-        if self._saver is None:
+        if self._workings.saver is None:
             raise ValueError(
                 "There is no folder to save to: the Trainer has neither a save_folder nor a CheckpointSaver. Give "
                 "save_folder, or call save_checkpoint(name)."
             )
-        self._saver.save(self.state, self.logger)
+        self._workings.saver.save(self.state, self.logger)
 
     def close(self) -> None:
         """Let every callback and logger finish; afterwards the Trainer cannot be used.
@@ -510,52 +460,3 @@ class Trainer:
         except BaseException:
             self._has_failed = True
             raise
-
-    def _prepare_model(self) -> None:
-        state = self.state
-        state.model, state.optimizers = self.strategy.prepare(state.model, list(state.optimizers))
-
-    def _set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
-        self.state.eval_metrics = {}
-        self._add_metrics(evaluators)
-        self.state.evaluators = list(evaluators)
-
-    def _add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
-        for evaluator in evaluators:
-            self.state.eval_metrics[evaluator.label] = metrics_of(evaluator, self._model)
-
-    def _make_loop(self, batches: TrainBatches) -> Loop:
-        state = self.state
-        train_batch = BatchTrainer(
-            state,
-            self.engine,
-            self.strategy,
-            model=self._model,
-            data_spec=batches.data_spec,
-            autocast=make_autocast(self.state, self.strategy),
-            metrics=self._train_metrics,
-            create_graph=any(algorithm.backwards_create_graph for algorithm in state.algorithms),
-            ranks=self._ranks,
-            by_tokens=self._by_tokens,
-        )
-        return Loop(
-            state=state,
-            engine=self.engine,
-            batches=batches,
-            train_batch=train_batch,
-            schedulers=schedules.SchedulerSteps(state, self._plan.steps_every_batch),
-            evaluate=FitEvaluation(state, self.engine, self._make_evaluation(), self._clock),
-            report=self._report,
-            clock=self._clock,
-            ranks=self._ranks,
-        )
-
-    def _make_evaluation(self) -> Evaluation:
-        return Evaluation(
-            self.state,
-            self.engine,
-            self.logger,
-            self.strategy,
-            model=self._model,
-            autocast=make_autocast(self.state, self.strategy),
-        )

@@ -11,6 +11,7 @@ from composer_dist.launch.explain import explain, explain_elastic
 from composer_dist.launch.preflight import CannotStartError, check_command, check_meeting_point, check_rendezvous
 from composer_dist.launch.rendezvous import Rendezvous, resolve_rendezvous
 from composer_dist.launch.topology import Topology, resolve, resolve_nproc
+from composer_dist.stale_memory import tidy_shared_memory
 
 __all__ = ["main"]
 
@@ -58,6 +59,7 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
         check_rendezvous(rendezvous)
     elif topology is not None:
         check_meeting_point(topology)
+    tidy_shared_memory()  # a dataset may need the names that a killed run has left
     # What follows loads torch, which neither `--help` nor a wrong command line should wait for.
     if rendezvous is not None:
         from composer_dist.launch.elastic import run_elastic
@@ -87,6 +89,7 @@ def _configure_logging(options: Options) -> None:
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO if options.verbose else logging.WARNING)
     log.propagate = False
+    logging.getLogger("composer_dist.stale_memory").addHandler(handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.INFO if options.verbose else logging.CRITICAL)
 
 

@@ -1,0 +1,58 @@
+"""Where the Trainer's log goes: the loggers given, a progress bar, the console."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from composer.loggers.console_logger import ConsoleLogger
+from composer.loggers.progress_bar_logger import ProgressBarLogger
+from composer.trainer._caller import level_of_user
+from composer_events.iter_helpers import ensure_tuple
+from composer_events.logger_destination import LoggerDestination
+
+if TYPE_CHECKING:
+    from composer.trainer._given import Given
+
+__all__ = ["choose_destinations"]
+
+
+def choose_destinations(given: Given) -> list[LoggerDestination]:
+    """Return the destinations of the log: those given, then the progress bar and the console if they are wanted.
+
+    Raises:
+        TypeError: If one of them is no LoggerDestination.
+        ValueError: If there is no such stream or interval.
+    """
+    destinations = list(ensure_tuple(given.loggers))
+    for destination in destinations:
+        if not isinstance(destination, LoggerDestination):
+            hint = f" Call it: {destination.__name__}()." if isinstance(destination, type) else ""
+            raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination.{hint}")
+    if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
+        destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
+    # Made even where it is not wanted, so that a wrong interval is an error wherever the script runs.
+    console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
+    if _wants_console(given) and not _is_given("log_to_console", ConsoleLogger, destinations):
+        if given.progress_bar:
+            warnings.warn(
+                "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
+                "Give progress_bar=False.",
+                stacklevel=level_of_user(),
+            )
+        destinations.append(console)
+    return destinations
+
+
+def _wants_console(given: Given) -> bool:
+    # None was what older releases had by default: the console where there is no progress bar.
+    return not given.progress_bar if given.log_to_console is None else given.log_to_console
+
+
+def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
+    if not any(isinstance(destination, kind) for destination in destinations):
+        return False
+    warnings.warn(
+        f"loggers already holds a {kind.__name__}; {argument}=True adds no second.", stacklevel=level_of_user()
+    )
+    return True

@@ -1,0 +1,203 @@
+"""Into what a batch is cut: what the user asked for, as one value."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from composer.trainer._caller import level_of_user
+from composer_dist.ddp import DDP
+from composer_dist.devices import Device
+from composer_dist.strategy import Strategy
+from composer_events.data_spec import DataSpec, default_split_batch
+from composer_events.state import State
+
+__all__ = ["Microbatching", "size_for"]
+
+_AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatching:
+    """How many samples go through the model at once.
+
+    Attributes:
+        size: So many; `None` for as many as the dataloader's batches have.
+        count: In place of a size, into how many microbatches each batch is cut.
+        is_auto: Whether size or count are where to begin, and change when the device runs out of memory.
+    """
+
+    size: int | float | None = None
+    count: int | None = None
+    is_auto: bool = False
+
+    @classmethod
+    def of(cls, size: Any, grad_accum: Any, device: Device, *, profiler: Any = None) -> "Microbatching":
+        """Make one of the arguments `device_train_microbatch_size` and `grad_accum`.
+
+        Raises:
+            ValueError: If one of them is none of what it can be, if they contradict each other, or if `'auto'` goes
+                with neither the device nor a profiler.
+        """
+        if grad_accum is not None:
+            _check_grad_accum(grad_accum)
+            _warn_of_grad_accum(grad_accum)
+            if size is not None and grad_accum != 1:
+                raise ValueError(
+                    "Cannot use both device_train_microbatch_size and grad_accum: they are "
+                    f"device_train_microbatch_size={size!r} and grad_accum={grad_accum!r}. Give the first alone."
+                )
+        name, asked = "device_train_microbatch_size", size
+        if size is None and grad_accum is not None:
+            name, asked = "grad_accum", grad_accum
+        if asked == _AUTO:
+            _check_auto(name, device, profiler)
+        elif name == "device_train_microbatch_size":
+            _check_size(asked)
+        if name == "grad_accum":
+            return cls(count=1 if asked == _AUTO else asked, is_auto=asked == _AUTO)
+        return cls(size=None if asked == _AUTO else asked, is_auto=asked == _AUTO)
+
+    def resolve(self, data_spec: DataSpec) -> int | float | None:
+        """Return how many samples a microbatch of a dataloader has; `None` where each batch says so itself.
+
+        Raises:
+            ValueError: If that is neither given nor known, or not a positive number.
+            AttributeError: If it is to be found out, and the dataloader does not say where to begin.
+        """
+        if self.count is not None:
+            return None
+        size = _batch_size(data_spec, is_auto=self.is_auto) if self.size is None else self.size
+        # A part of a sample makes sense only to somebody's own way to split.
+        kinds = int if data_spec.split_batch is default_split_batch else (int, float)
+        if isinstance(size, bool) or not isinstance(size, kinds) or not size > 0:
+            raise ValueError(_say_not_positive(size))
+        if self.is_auto:
+            _refuse_parts_of_samples(data_spec)
+        return size
+
+    def of_one_size(self, batch_size: Any) -> Any:
+        """Return the size of a microbatch for an engine that has to know it beforehand, with one size of batches."""
+        if self.is_auto:
+            return _AUTO
+        if self.count is None or not isinstance(batch_size, int):
+            return self.size
+        return math.ceil(batch_size / self.count)
+
+
+def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
+    """Return how many samples a microbatch of this batch has, and put it on the state where each batch has its own.
+
+    Cut into a number of microbatches, they are of equal size but for the last, as `torch.chunk` cuts.
+    """
+    if state.grad_accum is not None:
+        num_samples = data_spec.get_num_samples_in_batch(batch)
+        if num_samples < state.grad_accum:
+            warnings.warn(
+                f"Cannot split batch of length {num_samples} into grad_accum={state.grad_accum} microbatches, so each "
+                "of its samples is one.",
+                stacklevel=2,
+            )
+        state.device_train_microbatch_size = max(math.ceil(num_samples / state.grad_accum), 1)
+    assert state.device_train_microbatch_size is not None, "the Trainer sets it with the dataloader"
+    return state.device_train_microbatch_size
+
+
+def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_deepspeed: bool = False) -> None:
+    """Refuse to find out a size where a step cannot be repeated.
+
+    Raises:
+        ValueError: If the two do not go together.
+    """
+    if not microbatching.is_auto:
+        return
+    if isinstance(strategy, DDP) and strategy.comm_hook is not None:
+        raise ValueError(
+            f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
+            "averaged apart from the backward pass, past the hook. Leave the hook out, or give the size as a number."
+        )
+    if is_deepspeed:
+        raise ValueError(
+            "device_train_microbatch_size='auto' does not go with deepspeed_config: DeepSpeed's engine cannot repeat "
+            "a step. Give the size as a number."
+        )
+
+
+def _check_size(size: Any) -> None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float))):
+        raise ValueError(
+            f"device_train_microbatch_size must be an int or ``'auto'``: device_train_microbatch_size={size!r} is no "
+            "number of samples. Leave it out to train on whole batches."
+        )
+    if size is not None and not size > 0:
+        raise ValueError(_say_not_positive(size))
+
+
+def _say_not_positive(size: Any) -> str:
+    return f"device_train_microbatch_size={size!r} must be a whole number of samples greater than 0."
+
+
+def _check_grad_accum(count: Any) -> None:
+    if count == _AUTO or (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
+        return
+    raise ValueError(
+        f"grad_accum={count!r} must be a whole number of microbatches from 1, or 'auto'. Better give "
+        "device_train_microbatch_size, the number of samples in each."
+    )
+
+
+def _warn_of_grad_accum(count: int | str) -> None:
+    newer = "'auto'" if count == _AUTO else f"the batch size of a rank divided by {count}"
+    warnings.warn(
+        f"grad_accum={count!r} is an older spelling. Write device_train_microbatch_size=..., here {newer}. A "
+        "DataSpec's split_batch gets a number of samples, not of microbatches. It goes with release 1.0.",
+        DeprecationWarning,
+        stacklevel=level_of_user(),
+    )
+
+
+def _check_auto(name: str, device: Device, profiler: Any) -> None:
+    if device.name != "gpu":
+        raise ValueError(
+            f"Can only use adaptive {name} on GPU, and device is {device.name!r}: other devices do not say that "
+            f"they are out of memory. Give {name} as a number."
+        )
+    if profiler is not None:
+        raise ValueError(
+            f"{name}='auto' is not compatible with the profiler, which would record attempts that fail. Find the "
+            "size without profiler=..., then give it as a number."
+        )
+    warnings.warn(
+        f"{name}='auto' is experimental: it may run into CUDA errors that cannot be told from a lack of memory. If "
+        "training fails with one, give a number.",
+        UserWarning,
+        stacklevel=level_of_user(),
+    )
+
+
+def _batch_size(data_spec: DataSpec, *, is_auto: bool) -> Any:
+    loader = data_spec.dataloader
+    if is_auto and not hasattr(loader, "batch_size"):
+        raise AttributeError(
+            f"device_train_microbatch_size='auto' begins with the `batch_size` of train_dataloader, and "
+            f"{type(loader).__name__} has no such attribute. Give the number of samples."
+        )
+    size = getattr(loader, "batch_size", None)
+    if size is None and is_auto:  # a DataLoader made with a batch_sampler knows it only there
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if size is None:
+        raise ValueError(
+            "`device_train_microbatch_size` must be set when train_dataloader does not have a `batch_size` "
+            f"attribute, and {type(loader).__name__} has none. Give the number of samples."
+        )
+    return size
+
+
+def _refuse_parts_of_samples(data_spec: DataSpec) -> None:
+    for holder in (data_spec, data_spec.dataloader):
+        parallel: Any = getattr(holder, "seq_parallel_world_size", 1)
+        if parallel != 1:
+            raise ValueError(
+                "device_train_microbatch_size='auto' does not go with the dataloader's seq_parallel_world_size="
+                f"{parallel!r}, where each sample is spread over ranks. Give the microbatch size as a number."
+            )

@@ -1,0 +1,226 @@
+"""What a Trainer is made of: its arguments, each checked and turned into the one form that is used inside.
+
+Nothing is written, loaded or asked of other ranks before all of them have been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer.trainer import _arguments as arguments
+from composer.trainer import _checkpoints as checkpoints
+from composer.trainer import _distributed as distributed
+from composer.trainer import _schedules as schedules
+from composer.trainer import _sharding as sharding
+from composer.trainer._compilation import Compilation
+from composer.trainer._destinations import choose_destinations
+from composer.trainer._evaluators import make_evaluators
+from composer.trainer._microbatching import Microbatching, refuse_unrepeatable
+from composer.trainer._plan import check_data
+from composer.trainer._python_log import check_log_level
+from composer.trainer._schedules import Schedule
+from composer.trainer.divergence import OnDivergence, to_policy
+from composer_dist.devices import get_device
+from composer_events.algorithm import Algorithm
+from composer_events.callback import Callback
+from composer_events.state import State
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+
+    from composer.trainer._given import Given
+    from composer_checkpoint.saver import CheckpointSaver
+    from composer_dist.devices import Device
+    from composer_dist.precision import Precision
+    from composer_dist.strategy import Strategy
+    from composer_events.data_spec import DataSpec
+    from composer_events.evaluator import Evaluator
+    from composer_events.logger_destination import LoggerDestination
+    from composer_fsdp import ParallelismConfig
+    from composer_models import ComposerModel
+    from composer_time import Time
+
+__all__ = ["Parts", "check", "check_agreement", "clip_by_strategy", "make_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The arguments after they have been checked."""
+
+    model: ComposerModel
+    compilation: Compilation
+    device: Device
+    precision: Precision
+    strategy: Strategy
+    scaler: GradScaler | None
+    optimizers: list[Optimizer]
+    algorithms: list[Algorithm]
+    callbacks: list[Callback]
+    destinations: list[LoggerDestination]
+    microbatching: Microbatching
+    data_spec: DataSpec | None
+    evaluators: list[Evaluator]
+    duration: Time[int] | None
+    schedule: Schedule
+    saver: CheckpointSaver | None
+    loading: checkpoints.Loading
+    run_name: str | None
+    deepspeed_config: dict[str, Any] | None
+    parallelism_config: ParallelismConfig | None
+    on_divergence: OnDivergence | None
+
+
+def check(given: Given) -> Parts:
+    """Return what the Trainer is made of.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
+    """
+    check_log_level(given.python_log_level)
+    compilation = Compilation.of(given.compile_config, given.model)
+    model = arguments.check_model(compilation.model)
+    device = get_device(given.device)
+    precision = arguments.choose_precision(given.precision, device)
+    schedule = Schedule.of(given.schedulers, given.scale_schedule_ratio, given.step_schedulers_every_batch)
+    duration = schedules.to_duration(given.max_duration, "max_duration")
+    algorithms = arguments.check_members("algorithms", given.algorithms, Algorithm)
+    callbacks = arguments.check_members("callbacks", given.callbacks, Callback)
+    destinations = choose_destinations(given)
+    evaluators = make_evaluators(
+        given.eval_dataloader, model, given.eval_interval, given.eval_subset_num_batches, device
+    )
+    arguments.check_subset("train_subset_num_batches", given.train_subset_num_batches)
+    microbatching = Microbatching.of(
+        given.device_train_microbatch_size, given.grad_accum, device, profiler=getattr(given, "profiler", None)
+    )
+    data_spec = None if given.train_dataloader is None else check_data(given.train_dataloader, microbatching)
+    arguments.check_seed(given.seed)
+    arguments.check_dist_timeout(given.dist_timeout)
+    on_divergence = to_policy(given.on_divergence, is_deepspeed=given.deepspeed_config is not None)
+    optimizers = arguments.choose_optimizers(given.optimizers, model)
+    parallelism_config = sharding.read_parallelism(given)
+    deepspeed_config = distributed.complete_deepspeed_config(
+        given.deepspeed_config,
+        parallelism_config=parallelism_config,
+        data_spec=data_spec,
+        microbatch_size=microbatching.of_one_size(getattr(getattr(data_spec, "dataloader", None), "batch_size", None)),
+        precision=precision,
+        algorithms=algorithms,
+        callbacks=callbacks,
+    )
+    strategy = distributed.choose_strategy(
+        device,
+        algorithms,
+        given.ddp_sync_strategy,
+        given.ddp_comm_hook,
+        deepspeed_config,
+        sharding.plan_sharding(parallelism_config, precision, is_auto=microbatching.is_auto),
+    )
+    refuse_unrepeatable(microbatching, strategy)
+    scaler = None if strategy.has_own_precision else arguments.make_scaler(precision, device, optimizers)
+    run_name = arguments.choose_run_name(given.run_name)
+    loading = checkpoints.Loading.of(given)
+    saving = checkpoints.Saving.of(given)
+    checkpoints.check_uploaders(saving, loading, [*destinations, *callbacks])
+    # Last, since a saver for an address makes a folder for what it is going to send there.
+    saver = checkpoints.choose_saver(saving, loading, callbacks, run_name)
+    if saver is not None and saver not in callbacks:
+        callbacks.append(saver)
+    return Parts(
+        model=model,
+        compilation=compilation,
+        device=device,
+        precision=precision,
+        strategy=strategy,
+        scaler=scaler,
+        optimizers=optimizers,
+        algorithms=algorithms,
+        callbacks=callbacks,
+        destinations=destinations,
+        microbatching=microbatching,
+        data_spec=data_spec,
+        evaluators=evaluators,
+        duration=duration,
+        schedule=schedule,
+        saver=saver,
+        loading=loading,
+        run_name=run_name,
+        deepspeed_config=deepspeed_config,
+        parallelism_config=parallelism_config,
+        on_divergence=on_divergence,
+    )
+
+
+def check_agreement(given: Given, parts: Parts) -> None:
+    """Compare what every rank was given, before any of it is used. Every rank must call this.
+
+    Raises:
+        ValueError: On every rank, with what differs and where.
+    """
+    as_given = (
+        "seed",
+        "device_train_microbatch_size",
+        "grad_accum",
+        "train_subset_num_batches",
+        "scale_schedule_ratio",
+        "step_schedulers_every_batch",
+        "accumulate_train_batch_on_tokens",
+        "ddp_sync_strategy",
+        "ddp_comm_hook",
+        "compile_config",
+        "on_divergence",
+        "load_path",
+        "autoresume",
+    )
+    distributed.check_agreement(
+        parts.model,
+        parts.optimizers,
+        parts.algorithms,
+        parts.schedule.schedulers,
+        parts.evaluators,
+        None if parts.data_spec is None else parts.data_spec.dataloader,
+        {
+            **{name: getattr(given, name) for name in as_given},
+            "max_duration": parts.duration,
+            "precision": parts.precision,
+            "deepspeed_config": parts.deepspeed_config,
+            "parallelism_config": sharding.facts_of(parts.strategy),
+            "CheckpointSaver": None if parts.saver is None else parts.saver.filename.filename,
+        },
+    )
+
+
+def clip_by_strategy(algorithms: Iterable[Algorithm], strategy: Strategy) -> None:
+    """Let algorithms that clip the norm of the gradients do it as the strategy does, which has them in its parts."""
+    for algorithm in algorithms:
+        if hasattr(algorithm, "clip_grad_norm"):
+            vars(algorithm)["clip_grad_norm"] = strategy.clip_grad_norm
+
+
+def make_state(given: Given, parts: Parts, rank_zero_seed: int) -> State:
+    """Return the state of a training that has not begun. Every rank must call this."""
+    state = State(
+        parts.model,
+        rank_zero_seed=rank_zero_seed,
+        run_name=parts.run_name,
+        device=parts.device,
+        device_train_microbatch_size=parts.microbatching.size,
+        auto_microbatching=parts.microbatching.is_auto,
+        grad_accum=parts.microbatching.count,
+        precision=parts.precision,
+        precision_config=given.precision_config,
+        optimizers=parts.optimizers,
+        scaler=parts.scaler,
+        save_metrics=given.save_metrics,
+        deepspeed_config=parts.deepspeed_config,
+        parallelism_config=parts.parallelism_config,
+        algorithms=parts.algorithms,
+        callbacks=[*parts.destinations, *parts.callbacks],
+    )
+    state.run_name = distributed.share_run_name(state.run_name)
+    vars(state)["strategy"] = parts.strategy  # for whoever saves: it has the whole weights
+    sharding.share_mesh(parts.strategy, state)
+    return state

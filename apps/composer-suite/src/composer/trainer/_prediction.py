@@ -1,0 +1,143 @@
+"""Prediction: the model's outputs for the batches of a dataloader."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from composer.trainer._arguments import check_iterable, check_subset
+from composer.trainer._blame import in_stage
+from composer.trainer._clock import Clock
+from composer.trainer._evaluation import restore_dataloader
+from composer.trainer._ranks import Ranks
+from composer_checkpoint.data_position import set_epoch
+from composer_dist.devices import DeviceCPU
+from composer_events.data_spec import DataSpec, ensure_data_spec
+from composer_events.event import Event
+from composer_models import model_eval_mode
+from composer_time import Timestamp
+
+if TYPE_CHECKING:
+    from composer.trainer._autocast import Autocast
+    from composer_dist.strategy import Strategy
+    from composer_events.engine import Engine
+    from composer_events.state import State
+
+__all__ = ["Prediction", "check_prediction"]
+
+_NO_BATCH: Any = object()
+
+
+def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: Any) -> DataSpec:
+    """Return a dataloader as a DataSpec.
+
+    Raises:
+        TypeError, ValueError: If it cannot be read, or a number is none of batches or samples.
+    """
+    data_spec = ensure_data_spec(dataloader)
+    check_iterable("dataloader", data_spec.dataloader)
+    check_subset("subset_num_batches", subset_num_batches)
+    is_size = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size > 0
+    if microbatch_size is not None and not is_size:
+        raise ValueError(
+            f"device_predict_microbatch_size={microbatch_size!r} must be a whole number of samples greater than 0, or "
+            "None for whole batches."
+        )
+    return data_spec
+
+
+class Prediction:
+    """Runs the model over batches, with the events of `predict`, and leaves its mode and the data as they were."""
+
+    def __init__(self, state: State, engine: Engine, strategy: Strategy, autocast: Autocast) -> None:
+        self._state = state
+        self._engine = engine
+        self._strategy = strategy
+        self._autocast = autocast
+        self._clock = Clock()
+
+    def run(self, data_spec: DataSpec, subset_num_batches: int, microbatch_size: int | None, keeps: bool) -> list[Any]:
+        """Return the outputs for each batch on the CPU; none unless it `keeps` them."""
+        state, run_event = self._state, self._engine.run_event
+        before = (state.dataloader, state.dataloader_label, state.dataloader_len)
+        state.predict_timestamp = Timestamp()
+        outputs: list[Any] = []
+        try:
+            with torch.no_grad(), model_eval_mode(state.model):
+                state.set_dataloader(data_spec.dataloader, "predict", subset_num_batches)
+                run_event(Event.PREDICT_START)
+                ranks = Ranks(self._strategy)
+                ranks.begin(data_spec, listens=bool(state.callbacks))
+                self._clock.start_batch()
+                for batch in self._batches(data_spec, ranks):
+                    parts = self._predict(batch, data_spec, ranks, microbatch_size, keeps)
+                    outputs += [_join(parts)] if keeps else []
+                    run_event(Event.PREDICT_BATCH_END)
+                run_event(Event.PREDICT_END)
+        finally:
+            restore_dataloader(state, *before)
+        return outputs
+
+    def _batches(self, data_spec: DataSpec, ranks: Ranks) -> Iterator[Any]:
+        state = self._state
+        length = state.dataloader_len
+        set_epoch(data_spec.dataloader, int(state.timestamp.batch))
+        batches = iter(data_spec.dataloader)
+        while True:
+            may_read = length is None or state.predict_timestamp.batch < length
+            batch = self._read(batches) if may_read else _NO_BATCH
+            if not ranks.all_have_a_batch(batch is not _NO_BATCH):
+                break
+            yield data_spec.batch_transforms(batch)
+
+    @in_stage("the dataloader of a prediction")
+    def _read(self, batches: Iterator[Any]) -> Any:
+        return next(batches, _NO_BATCH)
+
+    @in_stage("a prediction")
+    def _predict(
+        self, batch: Any, data_spec: DataSpec, ranks: Ranks, microbatch_size: int | None, keeps: bool
+    ) -> list[Any]:
+        """Return the outputs for a batch, in as many parts as it is cut into."""
+        state, run_event = self._state, self._engine.run_event
+        num_samples, num_tokens = data_spec.get_num_samples_in_batch(batch), data_spec.get_num_tokens_in_batch(batch)
+        microbatches = [batch] if microbatch_size is None else _cut(batch, data_spec, microbatch_size)
+        outputs: list[Any] = []
+        for index, microbatch in enumerate(microbatches):
+            on_device = data_spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+            state.batch = self._strategy.prepare_batch(on_device)
+            if index == 0:
+                run_event(Event.PREDICT_BATCH_START)
+            run_event(Event.PREDICT_BEFORE_FORWARD)
+            with self._autocast():
+                state.outputs = state.model(state.batch)
+            run_event(Event.PREDICT_AFTER_FORWARD)
+            outputs += [DeviceCPU().batch_to_device(state.outputs)] if keeps else []
+        samples, tokens, seconds = ranks.total(num_samples, num_tokens, self._clock.end_batch_s())
+        state.predict_timestamp = state.predict_timestamp.to_next_batch(
+            samples=samples, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
+        )
+        return outputs
+
+
+def _cut(batch: Any, data_spec: DataSpec, size: int) -> Sequence[Any]:
+    # The last batch may be smaller than a microbatch, about which `split_batch` would warn.
+    return [batch] if data_spec.get_num_samples_in_batch(batch) <= size else data_spec.split_batch(batch, size)
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    """Return the outputs for a whole batch, from those for its parts."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts)) if first.ndim else torch.stack(list(parts))
+    if isinstance(first, Mapping):
+        return {key: _join([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_join(items) for items in zip(*parts, strict=True))
+    return first

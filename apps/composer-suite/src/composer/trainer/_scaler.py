@@ -1,0 +1,104 @@
+"""Scaling of losses in float16 for optimizers that evaluate the loss themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from composer_dist import dist
+
+__all__ = ["ClosureGradScaler", "forget_checks"]
+
+
+class ClosureGradScaler(GradScaler):
+    """A `GradScaler` for optimizers that call a closure, such as SAM, once or several times in a step.
+
+    After each call the gradients have their true size. Where one is infinite or NaN on any rank, the closure returns
+    `None` on all of them, by which the optimizer knows that there is no step to make; it must take a closure that does.
+    The scale is the same on every rank.
+
+    Args:
+        device: The type of the gradients' device, `'cuda'` or `'cpu'`, and all other arguments of a `GradScaler`.
+
+    Example:
+        >>> weight = torch.tensor([3.0], requires_grad=True)
+        >>> class Careful(torch.optim.SGD):
+        ...     def step(self, closure):
+        ...         loss = closure()
+        ...         return loss if loss is None else super().step()
+        >>> scaler, optimizer = ClosureGradScaler("cpu", init_scale=4.0), Careful([weight], lr=0.1)
+        >>> def closure():
+        ...     scaler.scale((weight**2).sum() / 2).backward()
+        ...     return weight.grad
+        >>> _ = scaler.step(optimizer, closure=closure)
+        >>> scaler.update()
+        >>> round(weight.item(), 4)
+        2.7
+    """
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Let an optimizer step. Every rank must call this.
+
+        Args:
+            optimizer: Whose parameters have scaled gradients, or get them from the closure.
+            *args: As for `GradScaler.step`.
+            **kwargs: As for `GradScaler.step`, and `closure`. It computes the loss, and scaled gradients, which it may
+                unscale itself. It takes any arguments that the optimizer passes on.
+
+        Returns:
+            What the optimizer's `step` returned.
+        """
+        closure: Callable[..., Any] | None = kwargs.pop("closure", None)
+        if closure is None or not self.is_enabled():
+            own = {} if closure is None else {"closure": closure}
+            return super().step(optimizer, *args, **kwargs, **own)
+
+        def checked(**settings: Any) -> Any:
+            _forget(self, optimizer)
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                value = closure(**settings)
+            if _state(self, optimizer)["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            return None if self._is_infinite_anywhere(optimizer) else value
+
+        result = optimizer.step(*args, closure=checked, **kwargs)  # pyright: ignore[reportCallIssue]  # takes what it knows
+        _state(self, optimizer)["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Lower the scale if a gradient was not finite on any rank, or raise it at times. Every rank must call this."""
+        if self.is_enabled() and new_scale is None:
+            for found in _all_found(self):
+                dist.all_reduce(found, "MAX")
+        super().update(new_scale)
+
+    def _is_infinite_anywhere(self, optimizer: Optimizer) -> bool:
+        found = list(_state(self, optimizer)["found_inf_per_device"].values())
+        # One number, as the ranks' gradients may lie on devices of different number.
+        together = torch.stack([one.to(found[0].device) for one in found]).amax() if found else torch.zeros(())
+        dist.all_reduce(together, "MAX")
+        for one in found:
+            one.copy_(together)
+        return bool(together.item())
+
+
+def forget_checks(scaler: GradScaler) -> None:
+    """Let a scaler check gradients anew that it has unscaled already, since they are computed once more."""
+    # As `update` does, which would also change the scale; there is no public way.
+    scaler._per_optimizer_states.clear()
+
+
+def _forget(scaler: GradScaler, optimizer: Optimizer) -> None:
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def _state(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
+    return scaler._per_optimizer_states[id(optimizer)]
+
+
+def _all_found(scaler: GradScaler) -> list[torch.Tensor]:
+    states = scaler._per_optimizer_states.values()
+    return [found for state in states for found in state["found_inf_per_device"].values()]

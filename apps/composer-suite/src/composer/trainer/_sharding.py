@@ -1,0 +1,136 @@
+"""How a Trainer's model is sharded: from its arguments to a strategy, and what the state learns of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from composer.trainer._caller import level_of_user
+from composer_dist import get_world_size
+
+if TYPE_CHECKING:
+    from composer.trainer._given import Given
+    from composer_dist.ddp import DDPSyncStrategy
+    from composer_dist.devices import Device
+    from composer_dist.precision import Precision
+    from composer_dist.strategy import Strategy
+    from composer_events.algorithm import Algorithm
+    from composer_events.state import State
+    from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
+
+__all__ = ["facts_of", "make_strategy", "needs_group", "plan_sharding", "read_parallelism", "share_mesh"]
+
+
+def read_parallelism(given: Given) -> ParallelismConfig | None:
+    """Return how the model shall be sharded, whatever arguments say so, or `None`.
+
+    Raises:
+        ValueError, TypeError: If they contradict each other, or say what there is not.
+    """
+    arguments = (given.parallelism_config, given.fsdp_config)
+    if all(argument is None for argument in arguments):
+        return None
+    from composer_fsdp.parse import parse_parallelism  # few shard
+
+    return parse_parallelism(
+        given.parallelism_config,
+        fsdp_config=given.fsdp_config,
+        fsdp_auto_wrap=given.fsdp_auto_wrap,
+        load_fsdp_monolith_rank0_only=given.load_fsdp_monolith_rank0_only,
+        stacklevel=level_of_user(),
+    )
+
+
+def plan_sharding(config: ParallelismConfig | None, precision: Precision, *, is_auto: bool) -> ShardingPlan | None:
+    """Return the plan that settings of parallelism make, or `None` without any.
+
+    Args:
+        config: The settings.
+        precision: In which the run computes.
+        is_auto: Whether the size of a microbatch is found out.
+
+    Raises:
+        ValueError: If the settings contradict each other.
+    """
+    if config is None:
+        return None
+    if is_auto and config.fsdp2 is not None:
+        raise ValueError(
+            "Auto microbatching is not supported outside of FSDP1: device_train_microbatch_size='auto' does not go "
+            "with an FSDP2Config. Give the size as a number, or an FSDPConfig."
+        )
+    from composer_fsdp.plan import make_plan
+
+    return make_plan(config, precision=precision, world_size=get_world_size(), stacklevel=level_of_user())
+
+
+def make_strategy(
+    plan: ShardingPlan,
+    device: Device,
+    algorithms: Iterable[Algorithm],
+    sync_strategy: str | DDPSyncStrategy | None,
+    comm_hook: str | None,
+) -> Strategy:
+    """Return the strategy that shards by a plan.
+
+    Raises:
+        ValueError: If an algorithm, or an argument that is about other strategies, does not go with it.
+    """
+    algorithms = list(algorithms)
+    _refuse_with_sharding(algorithms, sync_strategy, comm_hook)
+    from composer_fsdp.strategy import FSDP  # few shard, and it takes torch's sharding along
+
+    return _let_clip(FSDP(device, plan), algorithms)
+
+
+def _refuse_with_sharding(
+    algorithms: Iterable[Algorithm], sync_strategy: str | DDPSyncStrategy | None, comm_hook: str | None
+) -> None:
+    if sync_strategy is not None or comm_hook is not None:
+        raise ValueError(
+            f"ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go with parallelism_config: "
+            "FSDP reduces the gradients itself. Leave out what you do not need."
+        )
+    for algorithm in algorithms:
+        if algorithm.backwards_create_graph:
+            raise ValueError(
+                f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
+                "FSDP cannot. Leave out parallelism_config or the algorithm."
+            )
+
+
+def _let_clip(strategy: FSDP, algorithms: Iterable[Algorithm]) -> FSDP:
+    """Let gradients be clipped by who knows where all of them lie."""
+    from composer_algorithms.gradient_clipping import GradientClipping  # the only algorithm that needs it
+
+    for algorithm in algorithms:
+        if isinstance(algorithm, GradientClipping):
+            algorithm.clip_grad_norm = strategy.clip_grad_norm
+    return strategy
+
+
+def facts_of(strategy: Strategy) -> dict[str, Any] | None:
+    """Return what the ranks must have alike of how the model is sharded."""
+    plan: ShardingPlan | None = getattr(strategy, "plan", None)
+    return None if plan is None else plan.to_dict()
+
+
+def needs_group(strategy: Strategy) -> bool:
+    """Say whether a process that is alone needs a process group, too."""
+    return strategy.prepares_before_load
+
+
+def share_mesh(strategy: Strategy, state: State) -> None:
+    """Let the strategy and the state have one mesh of the ranks, whichever of them made it."""
+    if not hasattr(strategy, "plan"):
+        return
+    fsdp = cast("FSDP", strategy)
+    fsdp.seed = state.rank_zero_seed
+    if state.device_mesh is not None:
+        fsdp.mesh = state.device_mesh
+    if fsdp.is_prepared:
+        state.device_mesh = fsdp.mesh
+        meshes = fsdp.sharded.meshes
+        state.fsdp_config.device_mesh = meshes.data
+        if state.tp_config is not None:
+            state.tp_config.device_mesh = meshes.tensor

@@ -1,0 +1,106 @@
+"""Compiled models train as they do uncompiled, under the names that they have."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+BACKEND = "eager"  # what dynamo makes of the model is run as it is: no compiler of the machine's is needed
+
+
+@pytest.fixture(autouse=True)
+def _dynamo_forgets():
+    yield
+    torch.compiler.reset()
+
+
+def count_calls(calls):
+    def backend(graph, inputs):
+        def run(*arguments):
+            calls.append(len(arguments))
+            return graph(*arguments)
+
+        return run
+
+    return backend
+
+
+def train(make_trainer, **settings):
+    trainer = make_trainer(max_duration="4ba", **settings)
+    trainer.fit()
+    return trainer
+
+
+@pytest.fixture
+def weights(make_trainer):
+    return {name: value.clone() for name, value in train(make_trainer).state.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("config", [{"backend": BACKEND}, {"backend": "aot_eager", "dynamic": False}], ids=str)
+def test_compiled_training_gives_the_same_weights_under_the_same_names(make_trainer, weights, config):
+    trainer = train(make_trainer, compile_config=config)
+    found = trainer.state.model.state_dict()
+    assert list(found) == list(weights)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_the_model_runs_compiled(make_trainer):
+    calls = []
+    trainer = train(make_trainer, compile_config={"backend": count_calls(calls)})
+    assert len(calls) == 4
+    trainer.eval(trainer.state.train_dataloader)
+    trainer.predict(trainer.state.train_dataloader)
+    assert len(calls) > 4
+
+
+def test_a_model_that_is_compiled_already_is_taken_as_it_is(make_trainer, make_model, weights, caplog):
+    calls = []
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend=count_calls(calls))
+    with caplog.at_level(logging.WARNING, "composer"):
+        trainer = train(make_trainer, model=compiled, optimizers=optimizer, compile_config={"backend": "inductor"})
+    assert "`model` is already compiled with `torch.compile`" in caplog.text
+    assert trainer.state.model is model
+    assert len(calls) == 4
+    for name, value in trainer.state.model.state_dict().items():
+        torch.testing.assert_close(value, weights[name])
+
+
+def test_a_checkpoint_of_a_compiled_model_loads_into_one_that_is_not(make_trainer, tmp_path):
+    compiled = train(make_trainer, compile_config={"backend": BACKEND})
+    path = compiled.save_checkpoint(str(tmp_path / "model.pt"))
+    plain = make_trainer(load_path=path)
+    for name, value in compiled.state.model.state_dict().items():
+        assert torch.equal(plain.state.model.state_dict()[name], value)
+
+
+def test_a_copy_of_a_compiled_model_is_not_compiled(make_trainer):
+    calls = []
+    trainer = train(make_trainer, compile_config={"backend": count_calls(calls)})
+    calls.clear()
+    copy.deepcopy(trainer.state.model)(next(iter(trainer.state.train_dataloader)))
+    assert calls == []
+
+
+def test_hyperparameters_say_whether_the_model_is_compiled(make_trainer):
+    assert make_trainer(auto_log_hparams=True).local_hparams["is_model_compiled"] is False
+    compiled = make_trainer(auto_log_hparams=True, compile_config={"backend": BACKEND})
+    assert compiled.local_hparams["is_model_compiled"] is True
+    assert compiled.local_hparams["compile_config"] == {"backend": BACKEND}
+
+
+def test_a_compiled_model_of_another_kind_is_refused(make_trainer):
+    with pytest.raises(ValueError, match="Provided model must be a subclass of ComposerModel"):
+        make_trainer(model=torch.compile(torch.nn.Linear(2, 2), backend=BACKEND))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("fast", "compile_config='fast' is no dict"), ({"modus": "fast"}, "compile_config has 'modus'.*backend")],
+)
+def test_settings_that_torch_compile_does_not_know(make_trainer, config, said):
+    with pytest.raises(TypeError, match=said):
+        make_trainer(compile_config=config)

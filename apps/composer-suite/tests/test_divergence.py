@@ -1,0 +1,311 @@
+"""A batch whose loss or gradient is not finite is found before the optimizer steps. The reference is a plain loop."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from composer import Trainer
+from composer.models import ComposerModel
+from composer.trainer.divergence import DivergenceError, OnDivergence
+
+BATCH, NUM_BATCHES = 4, 8
+
+
+def make_network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def make_batches(bad=(), value=math.nan):
+    """Make batches of inputs and targets; those in `bad` have the value in the last sample."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for index in range(NUM_BATCHES):
+        inputs = torch.randn(BATCH, 3, generator=generator)
+        targets = torch.randint(2, (BATCH,), generator=generator)
+        if index in bad:
+            inputs[-1, 0] = value
+        batches.append((inputs, targets))
+    return batches
+
+
+def optimizer_for(network):
+    return torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+
+
+def train_by_hand(batches, network=None):
+    network = network or make_network()
+    optimizer = optimizer_for(network)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(inputs), targets).backward()
+        optimizer.step()
+    return network
+
+
+@pytest.fixture
+def train():
+    """Train on batches; return the Trainer, whatever came of it, and the error."""
+    trainers = []
+
+    def run(batches, network=None, loss=nn.functional.cross_entropy, optimizer=None, scaler=None, **settings):
+        network = network or make_network()
+        trainer = Trainer(
+            model=ComposerModel.from_module(network, loss),
+            train_dataloader=batches,
+            max_duration="1ep",
+            optimizers=optimizer or optimizer_for(network),
+            device="cpu",
+            progress_bar=False,
+            **{"device_train_microbatch_size": BATCH, **settings},
+        )
+        trainers.append(trainer)
+        trainer.state.scaler = scaler
+        try:
+            trainer.fit()
+        except DivergenceError as error:
+            return trainer, network, error
+        return trainer, network, None
+
+    yield run
+    for trainer in trainers:
+        trainer.close()
+
+
+def assert_same_weights(network, expected):
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(network.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [0, 5])
+def test_training_ends_at_the_bad_batch_with_the_weights_before_it(train, bad, value):
+    batches = make_batches({bad}, value)
+    trainer, network, error = train(batches)
+    assert error.divergence.batch == bad == trainer.state.timestamp.batch
+    assert_same_weights(network, train_by_hand(batches[:bad]))
+    assert f"Batch {bad} of epoch 0" in str(error)
+    assert "0.weight" in str(error), "names what is not finite"
+
+
+def test_one_bad_microbatch_is_enough(train):
+    batches = make_batches({2})
+    _, network, error = train(batches, device_train_microbatch_size=1)
+    assert error.divergence.batch == 2
+    _, expected, _ = train(batches[:2], device_train_microbatch_size=1)
+    assert_same_weights(network, expected)
+
+
+@pytest.mark.parametrize("microbatch_size", [BATCH, 2])
+def test_an_infinite_loss_counts_though_its_gradients_are_finite(train, microbatch_size):
+    def loss(outputs, targets):
+        is_bad = torch.isinf(outputs.new_tensor(math.inf if len(calls) * microbatch_size >= 2 * BATCH else 0.0))
+        calls.append(None)
+        return nn.functional.cross_entropy(outputs, targets) + torch.where(is_bad, math.inf, 0.0)
+
+    calls = []
+    batches = make_batches()
+    _, network, error = train(batches, loss=loss, device_train_microbatch_size=microbatch_size)
+    assert error.divergence.batch == 2
+    assert error.divergence.loss == math.inf
+    _, expected, _ = train(batches[:2], device_train_microbatch_size=microbatch_size)
+    assert_same_weights(network, expected)
+
+
+def test_a_gradient_counts_though_the_loss_is_finite(train):
+    class SquareRoot(nn.Module):
+        """The root of what is 0 in the third batch, where its slope is infinite."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, inputs):
+            return (self.weight * inputs).square().sum().sqrt()
+
+    batches = [(torch.tensor([[float(index != 2), 0.0]]), torch.zeros(1)) for index in range(4)]
+    _, network, error = train(
+        batches, SquareRoot(), loss=lambda outputs, targets: outputs, device_train_microbatch_size=1
+    )
+    assert error.divergence.batch == 2
+    assert math.isfinite(error.divergence.loss)
+    assert all(torch.isfinite(p).all() for p in network.parameters())
+
+
+def test_skipping_leaves_the_batch_out_and_says_which(train, caplog):
+    batches = make_batches({0, 3, 7})
+    with caplog.at_level(logging.WARNING):
+        trainer, network, error = train(batches, on_divergence="skip")
+    assert error is None
+    assert [divergence.batch for divergence in trainer.divergences] == [0, 3, 7]
+    assert "Batch 3 of epoch 0" in caplog.text
+    assert trainer.state.timestamp.batch == NUM_BATCHES
+    assert_same_weights(network, train_by_hand([b for index, b in enumerate(batches) if index not in (0, 3, 7)]))
+
+
+def test_a_run_that_can_only_skip_ends_with_an_error(train):
+    _, network, error = train(make_batches(range(2, 8)), on_divergence=OnDivergence("skip", max_in_a_row=3))
+    assert error.divergence.batch == 4
+    assert "3 batches in a row" in str(error)
+    assert_same_weights(network, train_by_hand(make_batches()[:2]))
+
+
+def test_rolling_back_goes_on_from_the_latest_copy(train):
+    batches = make_batches({5})
+    trainer, network, _ = train(batches, on_divergence=OnDivergence("rollback", rollback_batches=3))
+    assert [divergence.action for divergence in trainer.divergences] == ["rollback"]
+    # Copies are taken before batches 0, 3 and 6.
+    assert_same_weights(network, train_by_hand([*batches[:3], *batches[6:]]))
+
+
+def test_running_means_are_those_before_a_bad_batch(train):
+    def make():
+        return nn.Sequential(nn.BatchNorm1d(3), make_network())
+
+    batches = make_batches({4})
+    _, network, _ = train(batches, make(), on_divergence="skip")
+    expected = train_by_hand([b for index, b in enumerate(batches) if index != 4], make())
+    torch.testing.assert_close(network[0].running_mean, expected[0].running_mean, rtol=0, atol=0)
+    torch.testing.assert_close(network[0].running_var, expected[0].running_var, rtol=0, atol=0)
+
+
+def test_who_wants_no_guard_gets_what_a_plain_loop_gives(train):
+    _, network, error = train(make_batches({3}), on_divergence=None)
+    assert error is None
+    assert not any(torch.isfinite(p).all() for p in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("on_spike", "trained_on"),
+    [("log", range(8)), ("skip", [0, 1, 2, 3, 4, 6, 7]), ("rollback", [0, 1, 2, 3, 6, 7])],
+)
+def test_a_loss_a_thousand_times_as_large(train, on_spike, trained_on):
+    def by_hand(batches):
+        network = make_network()
+        optimizer = optimizer_for(network)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(network(inputs), targets).backward()
+            optimizer.step()
+        return network
+
+    made = enumerate(make_batches())
+    batches = [(inputs, inputs[:, :2] * (100.0 if index == 5 else 1.0)) for index, (inputs, _) in made]
+    policy = OnDivergence(spike_factor=1000, on_spike=on_spike, rollback_batches=4)
+    trainer, network, error = train(batches, loss=nn.functional.mse_loss, on_divergence=policy)
+    assert error is None
+    first = trainer.divergences[0]  # where the step was made, what follows may jump too
+    assert (first.batch, first.is_spike, first.action) == (5, True, on_spike)
+    assert on_spike == "log" or len(trainer.divergences) == 1
+    assert_same_weights(network, by_hand([batches[index] for index in trained_on]))
+
+
+def test_gradients_that_overflow_under_a_scaler_are_no_divergence(train):
+    batches = make_batches()
+    scaler = GradScaler("cpu", init_scale=2.0**127)  # too large for float32 until it was halved a few times
+
+    def loss(outputs, targets):
+        return 64 * nn.functional.cross_entropy(outputs, targets)
+
+    trainer, _, error = train(batches, scaler=scaler, loss=loss)
+    assert error is None
+    assert scaler.get_scale() < 2.0**125
+    assert trainer.divergences == []
+
+
+def test_a_loss_that_is_not_finite_is_a_divergence_under_a_scaler_too(train):
+    batches = make_batches({5})
+    _, network, error = train(batches, scaler=GradScaler("cpu", init_scale=4.0))
+    assert error.divergence.batch == 5
+    assert_same_weights(network, train_by_hand(batches[:5]))  # a power of 2 leaves no rounding
+
+
+def test_overflows_without_end_are_a_divergence(train):
+    class Overflow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * math.inf
+
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(Overflow.apply(outputs), targets)
+
+    network = make_network()
+    before = copy.deepcopy(network)
+    _, network, error = train(make_batches() * 5, network, loss=loss, scaler=GradScaler("cpu"))
+    assert error.divergence.batch == 31
+    assert_same_weights(network, before)
+
+
+def test_lbfgs_is_left_with_the_weights_and_the_state_before_the_bad_batch(train):
+    def optimizer(network):
+        return torch.optim.LBFGS(network.parameters(), max_iter=3)
+
+    batches, network, expected = make_batches({4}), make_network(), make_network()
+    lbfgs, reference = optimizer(network), optimizer(expected)
+    trainer, network, _ = train(batches, network, optimizer=lbfgs, on_divergence="skip")
+    _, expected, _ = train([b for index, b in enumerate(batches) if index != 4], expected, optimizer=reference)
+    assert [divergence.batch for divergence in trainer.divergences] == [4]
+    assert_same_weights(network, expected)
+
+
+def test_sparse_gradients_are_looked_at(train):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(6, 2, sparse=True)
+
+        def forward(self, words):
+            return self.embedding(words)
+
+    words = [
+        (torch.tensor([index % 6] * 2), torch.tensor([[1.0, math.nan if index == 3 else 1.0]] * 2))
+        for index in range(5)
+    ]
+    network = Words()
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
+    _, network, error = train(words, network, nn.functional.mse_loss, sgd, device_train_microbatch_size=2)
+    assert error.divergence.batch == 3
+    assert torch.isfinite(network.embedding.weight).all()
+
+
+@pytest.mark.parametrize("given", ["stop", "Raise", ""])
+def test_an_unknown_policy_is_refused_with_those_there_are(make_trainer, given):
+    with pytest.raises(ValueError, match=r"on_divergence=.*'raise', 'skip', 'rollback'"):
+        make_trainer(on_divergence=given)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"action": "stop"}, {"on_spike": "stop"}, {"spike_factor": 1}, {"rollback_batches": 0}, {"max_in_a_row": 0}],
+)
+def test_a_policy_that_makes_no_sense_is_refused(settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=name):
+        OnDivergence(**settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nobody_waits_for_a_gpu_whose_optimizer_is_fused(train):
+    network = make_network().cuda()
+    fused = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9, fused=True)
+    batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in make_batches({5})]
+    expected = make_network().cuda()
+    reference = torch.optim.SGD(expected.parameters(), lr=0.5, momentum=0.9, fused=True)
+    train(batches[:5], expected, optimizer=reference, device="gpu", precision="fp32")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _, network, error = train(batches, network, optimizer=fused, device="gpu", precision="fp32")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert error.divergence.batch == 5
+    assert_same_weights(network, expected)

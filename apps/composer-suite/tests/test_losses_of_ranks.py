@@ -1,0 +1,77 @@
+"""Losses by name: logged as means over the ranks, whatever names each rank's model returns."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer import Trainer
+from composer.loggers import LoggerDestination
+from composer.models import ComposerModel
+from composer.utils import dist
+from composer_dist.testing import run_ranks
+
+
+class Losses(LoggerDestination):
+    """The losses that are logged, by name."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def log_metrics(self, metrics, step=None):
+        for name, value in metrics.items():
+            if name.startswith("loss/train/"):
+                self.seen.setdefault(name.removeprefix("loss/train/"), []).append(float(value))
+
+
+class Named(ComposerModel):
+    """Returns the losses that are asked for, of which the value is known."""
+
+    def __init__(self, names_of_batches):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.names_of_batches = iter(names_of_batches)
+
+    def forward(self, batch):
+        return self.weight * batch[0].sum()
+
+    def loss(self, outputs, batch):
+        value = 1.0 + 2.0 * dist.get_global_rank()  # 1 and 3: their mean is 2
+        return {"total": outputs * 0 + value} | dict.fromkeys(next(self.names_of_batches), outputs * 0 + value)
+
+
+def train(names_of_ranks):
+    names = names_of_ranks[dist.get_global_rank()]
+    data = TensorDataset(torch.zeros(4 * len(names), 1))
+    model = Named(names)
+    log = Losses()
+    with Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=2, sampler=dist.get_sampler(data)),
+        max_duration="1ep",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        loggers=log,
+        device="cpu",
+        progress_bar=False,
+    ) as trainer:
+        trainer.fit()
+    return log.seen
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "seen_by_rank_0"),
+    [
+        (["a", "a", "a"], ["a", "a", "a"], {"a": [2, 2, 2]}),
+        (["a", "a", "a"], ["b", "b", "b"], {"a": [1, 1, 1]}),
+        (["a", "a", "a"], ["a", "", "a"], {"a": [2, 1, 2]}),
+        # A name that comes late has to be compared first.
+        (["", "a", "a"], ["", "a", "a"], {"a": [1, 2]}),
+        (["", "", "a"], ["", "a", "a"], {"a": [2]}),
+        (["ab", "b", ""], ["b", "a", "ab"], {"a": [1], "b": [2, 1]}),
+    ],
+)
+def test_losses_are_means_over_the_ranks_that_have_them(tmp_path, of_rank_0, of_rank_1, seen_by_rank_0):
+    seen = run_ranks(train, [of_rank_0, of_rank_1], store=tmp_path / "store", timeout_s=30)
+
+    assert seen[0] == {**seen_by_rank_0, "total": [2, 2, 2]}
+    assert seen[1]["total"] == [2, 2, 2]

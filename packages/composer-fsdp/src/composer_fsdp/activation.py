@@ -1,0 +1,134 @@
+"""Which activations are computed again in the backward pass, or wait for it on the host.
+
+`module._activation_checkpointing` decides; without it `activation_checkpointing_fn(module)` of the model's direct
+child. What neither chooses stays as it is.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # torch has no public name for them
+    CheckpointImpl,
+    CheckpointWrapper,
+    OffloadWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+__all__ = ["apply_ac", "chosen_for_checkpointing", "clean_name"]
+
+_WRAPPED = "_checkpoint_wrapped_module"
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+}
+
+
+def apply_ac(
+    model: nn.Module,
+    activation_checkpointing: bool | str,
+    activation_cpu_offload: bool,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    *,
+    reentrant: bool = False,
+    checkpoint_fn: Callable[..., Any] | None = None,
+) -> dict[nn.Module, nn.Module]:
+    """Wrap the chosen modules inside a model, in place; the model itself is never wrapped.
+
+    Names in state dicts stay as they were.
+
+    Args:
+        model: Whose descendants are wrapped.
+        activation_checkpointing: Whether they compute their activations again in the backward pass; `'selective'`
+            keeps the results of matrix products and attention all the same.
+        activation_cpu_offload: Whether what they keep waits on the host.
+        check_fn: Chooses the modules. By default the rules of this module.
+        reentrant: Which of torch's implementations; the reentrant one gives no gradients to a module whose inputs need
+            none.
+        checkpoint_fn: What computes again, in place of torch's own.
+
+    Returns:
+        From each module that was wrapped to what stands in its place.
+
+    Raises:
+        ValueError: If the settings exclude each other.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> wrapped = apply_ac(model, True, False, lambda module: isinstance(module, nn.Linear))
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias']
+    """
+    if not activation_checkpointing and not activation_cpu_offload:
+        return {}
+    if activation_checkpointing == "selective" and reentrant:
+        raise ValueError(
+            "activation_checkpointing='selective' needs the newer implementation. Leave out "
+            "activation_checkpointing_reentrant=True."
+        )
+    chosen = chosen_for_checkpointing(model, check_fn)
+    wrap = _wrapper(activation_checkpointing, activation_cpu_offload, reentrant, checkpoint_fn)
+    replaced = {module: wrap(module) for module in chosen}
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            # A wrapper's own child is the module that it wraps.
+            if child in replaced and replaced[child] is not parent and not _is_wrapper(parent):
+                parent.register_module(name, replaced[child])
+    return replaced
+
+
+def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
+    """Return the modules that the rules choose, each once."""
+    chosen: dict[nn.Module, None] = {}
+    for child in model.children():
+        function = check_fn or getattr(child, "activation_checkpointing_fn", None)
+        for module in child.modules():
+            own = getattr(module, "_activation_checkpointing", None)
+            if own if own is not None else (function is not None and function(module)):
+                chosen[module] = None
+    return list(chosen)
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without what wrappers add to it.
+
+    Example:
+        >>> clean_name("blocks.0._checkpoint_wrapped_module.weight")
+        'blocks.0.weight'
+    """
+    if _WRAPPED not in name and "_orig_mod" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in (_WRAPPED, "_orig_mod"))
+
+
+def _wrapper(
+    checkpointing: bool | str, offload: bool, reentrant: bool, checkpoint_fn: Callable[..., Any] | None
+) -> Callable[[nn.Module], nn.Module]:
+    settings: dict[str, Any] = {
+        "checkpoint_impl": CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    }
+    if checkpoint_fn is not None:
+        settings["checkpoint_fn"] = checkpoint_fn
+    if checkpointing == "selective":
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+
+    def wrap(module: nn.Module) -> nn.Module:
+        wrapped = checkpoint_wrapper(module, **settings) if checkpointing else module
+        return offload_wrapper(wrapped) if offload else wrapped
+
+    return wrap
+
+
+def _keep_products(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, CheckpointWrapper | OffloadWrapper)

@@ -1,0 +1,144 @@
+"""Which ranks belong together: the values of `process_group`.
+
+| value | ranks of the group that has rank g, of W ranks with L on each node |
+|---|---|
+| `'self'`, `'set1'` | g alone |
+| `'node'` | as `'setL'` |
+| `'local_rank_across_nodes'` | as `'modL'` |
+| `'setK'` | K consecutive ranks |
+| `'modK'` | every K-th rank |
+| a list of ranks | those; each rank gives its own list |
+| a pair of these | the ranks that share, and the ranks that replicate |
+| a `ProcessGroup` | its own |
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as tdist
+
+from composer_dist import dist
+
+__all__ = ["GroupCache", "check_group", "ranks_of"]
+
+_NAMED = re.compile(r"(set|mod)(\d+)")
+_ACCEPTED = (
+    "Use 'self', 'node', 'local_rank_across_nodes', 'setK' or 'modK' with a number K, a list of ranks, a ProcessGroup, "
+    "or a pair of these, of which the first shares and the second replicates"
+)
+
+
+def check_group(group: Any, world_size: int | None) -> bool:
+    """Refuse what is no `process_group`, and say whether it is a pair, of ranks that share and ranks that replicate.
+
+    Args:
+        group: What a user gave.
+        world_size: How many ranks there are; `None` if that does not matter yet.
+
+    Raises:
+        ValueError: If it is none.
+        RuntimeError: If the ranks cannot be dealt out in sets of that size.
+    """
+    if is_pair(group):
+        for part in group:
+            if is_pair(part):
+                raise ValueError(f"Unsure how to setup process_group={group!r}: a pair within a pair. {_ACCEPTED}.")
+            check_group(part, world_size)
+        return True
+    if isinstance(group, str) and world_size is not None:
+        ranks_of(group, 0, world_size, dist.get_local_world_size())
+    elif not isinstance(group, str) and not _is_ranks(group) and not isinstance(group, tdist.ProcessGroup):
+        raise ValueError(f"Unsure how to setup process_group={group!r}. {_ACCEPTED}.")
+    return False
+
+
+def is_pair(group: Any) -> bool:
+    """Say whether a value names two groups."""
+    return isinstance(group, tuple | list) and len(group) == 2 and not _is_ranks(group)
+
+
+def ranks_of(name: str, rank: int, world_size: int, local_world_size: int) -> list[int]:
+    """Return the ranks of a named group that one rank belongs to.
+
+    Raises:
+        ValueError: If there is no such name.
+        RuntimeError: If the ranks cannot be dealt out in sets of that size.
+
+    Example:
+        >>> ranks_of("set2", rank=3, world_size=4, local_world_size=4)
+        [2, 3]
+        >>> ranks_of("mod2", rank=3, world_size=4, local_world_size=4)
+        [1, 3]
+    """
+    aliases = {
+        "self": "set1",
+        "node": f"set{local_world_size}",
+        "local_rank_across_nodes": f"mod{local_world_size}",
+    }
+    match = _NAMED.fullmatch(aliases.get(name.lower(), name.lower()))
+    if match is None or int(match[2]) == 0:
+        raise ValueError(f"Unsure how to setup process_group={name!r}. {_ACCEPTED}.")
+    size = int(match[2])
+    if world_size % size:
+        kind = "set size" if match[1] == "set" else "mod"
+        raise RuntimeError(
+            f"process_group={name!r}: {world_size} must be divisible by {kind} ({size}). Choose a divisor of the "
+            f"number of ranks."
+        )
+    if match[1] == "mod":
+        return list(range(rank % size, world_size, size))
+    first = rank // size * size
+    return list(range(first, first + size))
+
+
+class GroupCache:
+    """Makes process groups, each once: who asks for the same ranks again gets the same group."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[tuple[int, ...], ...], tdist.ProcessGroup] = {}
+
+    def get(self, group: Any) -> tdist.ProcessGroup:
+        """Return the group that this rank belongs to. Every rank must call this, with what `check_group` accepts.
+
+        Raises:
+            ValueError: On every rank, if the lists of ranks that the ranks gave contradict each other.
+        """
+        if isinstance(group, tdist.ProcessGroup):
+            return group
+        rank, world_size = dist.get_global_rank(), dist.get_world_size()
+        if isinstance(group, str):
+            local = dist.get_local_world_size()
+            lists = [ranks_of(group, other, world_size, local) for other in range(world_size)]
+        else:
+            lists = dist.all_gather_object([int(member) for member in group])
+            _check_lists(lists)
+        # Known alike on every rank, so that all of them make the group or none does.
+        key = tuple(tuple(members) for members in lists)
+        if key not in self._groups:
+            distinct = [list(members) for members in dict.fromkeys(tuple(sorted(members)) for members in lists)]
+            own, _ = tdist.new_subgroups_by_enumeration(distinct)
+            assert isinstance(own, tdist.ProcessGroup)  # each rank is in the list that it gave
+            self._groups[key] = own
+        assert rank in key[rank]
+        return self._groups[key]
+
+
+def _is_ranks(group: Any) -> bool:
+    return (
+        isinstance(group, Sequence)
+        and not isinstance(group, str)
+        and len(group) > 0
+        and all(isinstance(member, int) and not isinstance(member, bool) for member in group)
+    )
+
+
+def _check_lists(lists: list[list[int]]) -> None:
+    for rank, members in enumerate(lists):
+        fits = rank in members and len(set(members)) == len(members)
+        if not fits or any(not 0 <= other < len(lists) or set(lists[other]) != set(members) for other in members):
+            raise ValueError(
+                f"process_group={members!r} on rank {rank} does not fit the other ranks' lists, "
+                f"{dict(enumerate(lists))}. Each rank must give the list that it is in, and the ranks of a list the "
+                f"same one."
+            )

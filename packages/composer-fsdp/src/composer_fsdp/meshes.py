@@ -1,0 +1,111 @@
+"""The ranks of a run, arranged by what they do together."""
+
+from typing import Any
+
+import torch
+import torch.distributed as tdist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composer_dist import dist
+from composer_fsdp.degrees import AXES
+from composer_fsdp.groups import GroupCache, is_pair
+from composer_fsdp.plan import ShardingPlan
+
+__all__ = ["Meshes"]
+
+
+class Meshes:
+    """The meshes of one sharded model.
+
+    Args:
+        plan: What they follow from.
+        device_type: Where the ranks compute, such as `'cuda'`.
+        whole: The mesh of all axes, if somebody has made it. Its axes have the names of `AXES`.
+
+    Attributes:
+        whole: The mesh of all axes; `None` where groups say which ranks belong together.
+        data: The ranks that share and replicate the weights: one axis, or two, of which the first replicates.
+        tensor: The ranks that hold one tensor together, or `None`.
+    """
+
+    def __init__(self, plan: ShardingPlan, device_type: str, whole: DeviceMesh | None = None) -> None:
+        self.device_type = device_type
+        self._groups = GroupCache()
+        self._of_groups: dict[tuple[Any, ...], DeviceMesh] = {}
+        self.whole = plan.device_mesh if plan.device_mesh is not None else whole
+        if self.whole is None and plan.degrees:
+            self.whole = init_device_mesh(device_type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
+        self.tensor = plan.tp_device_mesh
+        if self.tensor is None and plan.tensor_parallel_degree > 1:
+            assert self.whole is not None
+            self.tensor = self.whole[AXES[2]]
+        self.data = self._data_mesh(plan)
+
+    def _data_mesh(self, plan: ShardingPlan) -> DeviceMesh:
+        if plan.sharding_strategy == "NO_SHARD":
+            return self._replicating(plan)
+        if self.whole is None:
+            return self.of_groups(*self._groups_of(plan))
+        if self.whole.mesh_dim_names is None or AXES[1] not in self.whole.mesh_dim_names:
+            return self.whole  # a user's own, with names of their own
+        return self.whole[AXES[:2]] if AXES[0] in self.whole.mesh_dim_names else self.whole[AXES[1]]
+
+    def _replicating(self, plan: ShardingPlan) -> DeviceMesh:
+        """Return a mesh on which every rank has all weights."""
+        if plan.tensor_parallel_degree > 1:
+            raise ValueError(
+                "sharding_strategy='NO_SHARD' does not go with tensor parallelism. Use 'FULL_SHARD' with "
+                "data_parallel_shard_degree=1 instead."
+            )
+        group = plan.process_group
+        ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
+        return self._from_ranks([[rank] for rank in ranks], "self", group)
+
+    def _groups_of(self, plan: ShardingPlan) -> tuple[Any, Any]:
+        if plan.process_group is not None:
+            return plan.process_group if is_pair(plan.process_group) else (plan.process_group, None)
+        # A hybrid strategy of which nobody said how: the fast links are those inside a node.
+        return "node", "local_rank_across_nodes"
+
+    def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
+        """Return the mesh of the ranks that share, and perhaps of those that replicate. Every rank must call this.
+
+        Args:
+            shard: As `process_group`.
+            replicate: As `process_group`; `None` for nobody.
+        """
+        shard_group = self._groups.get(shard)
+        if replicate is None:
+            key: tuple[Any, ...] = (shard_group,)
+            if key not in self._of_groups:
+                self._of_groups[key] = DeviceMesh.from_group(shard_group, self.device_type)
+            return self._of_groups[key]
+        replicate_group = self._groups.get(replicate)
+        rows = dist.all_gather_object(self._ranks(shard_group))
+        return self._from_ranks([rows[rank] for rank in self._ranks(replicate_group)], shard_group, replicate_group)
+
+    def across(self, shard: Any) -> Any:
+        """Return, as a list of ranks, those that have this rank's place in the other groups of a kind."""
+        own = self._ranks(self._groups.get(shard))
+        place = own.index(dist.get_global_rank())
+        everybody = dist.all_gather_object(own)
+        return sorted({members[place] for members in everybody})
+
+    def _from_ranks(self, rows: list[list[int]], shard: Any, replicate: Any) -> DeviceMesh:
+        shard_group = self._groups.get(shard)
+        if replicate is None:
+            replicate = list(range(dist.get_world_size()))
+        replicate_group = self._groups.get(replicate)
+        key = (shard_group, replicate_group)
+        if key not in self._of_groups:
+            self._of_groups[key] = DeviceMesh.from_group(
+                [replicate_group, shard_group],
+                self.device_type,
+                mesh=torch.tensor(rows, dtype=torch.int),
+                mesh_dim_names=AXES[:2],
+            )
+        return self._of_groups[key]
+
+    @staticmethod
+    def _ranks(group: tdist.ProcessGroup) -> list[int]:
+        return sorted(tdist.get_process_group_ranks(group))

@@ -1,0 +1,193 @@
+"""Giving weights to a model that was built on the meta device, or on rank 0 alone."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as tdist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from composer_dist import dist
+from composer_fsdp.activation import clean_name
+from composer_fsdp.placements import own_region
+
+__all__ = ["Beginning", "agree_on_beginning", "initialize", "state_to_share", "take_rank_zero_state"]
+
+
+class Beginning(StrEnum):
+    """What the ranks have before the model is sharded."""
+
+    REAL = "real"
+    """Weights of their own on every rank, which are the same."""
+    RANK_ZERO = "rank_zero"
+    """Weights on rank 0, which the others receive."""
+    META = "meta"
+    """No weights on any rank."""
+
+
+def agree_on_beginning(model: nn.Module, *, sync: bool, follows_weights: bool) -> Beginning:
+    """Say what the ranks begin with, alike on every rank. Every rank must call this.
+
+    Args:
+        model: Before it is sharded.
+        sync: Whether the ranks shall begin with rank 0's weights.
+        follows_weights: Whether they do so without being asked, where rank 0 alone has any.
+
+    Raises:
+        ValueError: On every rank, if some have weights and some have none in a way that cannot be made good.
+    """
+    on_meta = [parameter.is_meta for parameter in model.parameters()]
+    mine = "meta" if on_meta and all(on_meta) else "mixed" if any(on_meta) else "real"
+    kinds = dist.all_gather_object(mine)
+    if set(kinds) == {"real"}:
+        return Beginning.RANK_ZERO if sync else Beginning.REAL
+    if set(kinds) == {"meta"}:
+        return Beginning.META
+    by_rank = dict(enumerate(kinds))
+    if kinds[0] != "real" or set(kinds[1:]) != {"meta"}:
+        raise ValueError(
+            f"Invalid FSDP2 model initialization detected: the parameters are {by_rank} by rank. Build the model with "
+            f"real weights on every rank, on the meta device on every rank, or with real weights on rank 0 and on the "
+            f"meta device on all others."
+        )
+    if not (sync or follows_weights):
+        raise ValueError(
+            f"Detected mixed initialization: the parameters are {by_rank} by rank, and nothing says that the ranks "
+            f"receive rank 0's weights. Set sync_module_states=True."
+        )
+    return Beginning.RANK_ZERO
+
+
+def state_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return rank 0's weights and buffers by name, before the model is sharded; nothing on other ranks."""
+    if dist.get_global_rank() != 0:
+        return {}
+    with _whole_state_dicts(model):
+        state = model.state_dict()
+    return {clean_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Give a sharded model rank 0's weights and buffers. Every rank must call this.
+
+    Args:
+        model: Sharded.
+        state: What `state_to_share` returned.
+        device: Where tensors go that are on the meta device.
+    """
+    _materialize(model, device)
+    given: dict[str, Any] = dict(state)
+    with _whole_state_dicts(model):
+        set_model_state_dict(
+            model, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        )
+    persistent = set(model.state_dict())
+    for name, buffer in model.named_buffers():
+        if name not in persistent:  # caches that the forward pass reads, such as frequencies
+            tdist.broadcast(buffer, src=0)
+
+
+def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Module], None] | None = None) -> None:
+    """Fill the weights of a sharded model that is on the meta device, alike however many ranks share them.
+
+    A module that has parameters or buffers itself is filled by `param_init_fn(module)` of the nearest of its ancestors
+    that has one, itself included, or else by its `reset_parameters()`. Each is called once, children first. The
+    function sees whole tensors of that module: every rank draws them, and keeps its shard.
+
+    Args:
+        model: Sharded, on the meta device.
+        device: Where its tensors go.
+        default: Called with modules that have neither a `param_init_fn` nor a `reset_parameters`.
+
+    Raises:
+        ValueError: If a module has neither, and there is no default.
+    """
+    pending = [
+        (module, _init_function(name, module, ancestors, default)) for name, module, ancestors in _to_fill(model)
+    ]
+    for _, parameter in model.named_parameters():
+        # One that is not sharded would be made anew, and lose what it shares with others.
+        assert isinstance(parameter, DTensor) or not parameter.is_meta, "an unsharded parameter is on the meta device"
+    _materialize(model, device)
+    for module, fill in pending:
+        _fill_whole(module, fill, device)
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Move what is on the meta device to a device, tied parameters still tied; the values are arbitrary."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    # The children are what was sharded, whose own `_apply` knows of it, unless the model itself was.
+    model._apply(move)
+
+
+def _to_fill(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    """Yield the modules with tensors of their own on the meta device, children first, with their ancestors."""
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module, ancestors: list[nn.Module]) -> Iterator[tuple[str, nn.Module, Any]]:
+        if module in seen:
+            return
+        seen.add(module)
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child, [*ancestors, module])
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in tensors):
+            yield clean_name(name), module, ancestors
+
+    yield from walk("", model, [])
+
+
+def _init_function(
+    name: str, module: nn.Module, ancestors: list[nn.Module], default: Callable[[nn.Module], None] | None
+) -> Callable[[nn.Module], object]:
+    for holder in (module, *reversed(ancestors)):
+        function = getattr(holder, "param_init_fn", None)
+        if callable(function):
+            return function
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        return lambda _: reset()
+    if default is not None:
+        return default
+    raise ValueError(
+        f"the module {name!r} ({type(module).__name__}) is on the meta device and has neither param_init_fn and "
+        f"reset_parameters to fill its weights: neither it nor a module that holds it defines param_init_fn(module), "
+        f"and it has no reset_parameters(). Define one of them, or build the model with real weights."
+    )
+
+
+def _fill_whole(module: nn.Module, fill: Callable[[nn.Module], object], device: torch.device) -> None:
+    """Let a function fill whole tensors in place of a module's shards, and keep this rank's part of them."""
+    sharded = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    for name, shard in sharded.items():
+        whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+        module._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
+    try:
+        fill(module)
+        with torch.no_grad():
+            for name, shard in sharded.items():
+                filled = module._parameters[name]
+                assert filled is not None
+                shard.to_local().copy_(own_region(shard, filled.detach()))
+    finally:
+        module._parameters.update(sharded)
+
+
+@contextmanager
+def _whole_state_dicts(model: nn.Module) -> Iterator[None]:
+    """Let a model that adapts another one give and take all its weights, where it else has the trained ones only."""
+    partial: list[Any] = [module for module in model.modules() if getattr(module, "should_save_peft_only", False)]
+    for module in partial:
+        module.should_save_peft_only = False
+    try:
+        yield
+    finally:
+        for module in partial:
+            module.should_save_peft_only = True

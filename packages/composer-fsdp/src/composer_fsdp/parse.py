@@ -1,0 +1,142 @@
+"""A Trainer's arguments on parallelism, in all their spellings, as one `ParallelismConfig`."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
+from composer_fsdp.keys import check_keys, explain_key
+
+__all__ = ["parse_parallelism"]
+
+_VERSION_VARIABLE = "FSDP_VERSION"
+_PARTS = ("fsdp", "fsdp2", "tp")
+
+
+def parse_parallelism(
+    parallelism_config: Mapping[str, Any] | ParallelismConfig | None = None,
+    *,
+    fsdp_config: Mapping[str, Any] | FSDPConfig | FSDP2Config | None = None,
+    fsdp_auto_wrap: bool | None = None,
+    load_fsdp_monolith_rank0_only: bool | None = None,
+    stacklevel: int = 1,
+) -> ParallelismConfig | None:
+    """Return the settings that the arguments of a Trainer mean, or `None` without any.
+
+    Args:
+        parallelism_config: A `ParallelismConfig`, or a dict with the keys `fsdp`, `fsdp2` and `tp`, each a
+            configuration or a dict of its settings. A dict under `fsdp` is an `FSDPConfig`, or with `FSDP_VERSION=2` in
+            the environment an `FSDP2Config`.
+        fsdp_config: The older spelling of `parallelism_config={'fsdp': ...}`.
+        fsdp_auto_wrap: The older spelling of `fsdp_config['auto_wrap']`.
+        load_fsdp_monolith_rank0_only: The older spelling of `fsdp_config['load_monolith_rank0_only']`.
+        stacklevel: To whose line warnings point; 1 is the caller's.
+
+    Raises:
+        ValueError: If settings are given twice, or `FSDP_VERSION` is neither 1 nor 2.
+        TypeError: If something is of another kind, or has a key that is no setting.
+
+    Example:
+        >>> parse_parallelism({"fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}).fsdp.sharding_strategy
+        'SHARD_GRAD_OP'
+        >>> parse_parallelism({"fsdp": None}) is None
+        True
+    """
+    if fsdp_config is not None:
+        if parallelism_config is not None:
+            raise ValueError(
+                f"fsdp_config={fsdp_config!r} and parallelism_config={parallelism_config!r} were both given. Give "
+                f"parallelism_config={{'fsdp': ...}} alone, whose older spelling fsdp_config is."
+            )
+        parallelism_config = {"fsdp": fsdp_config}
+    flags = {"auto_wrap": fsdp_auto_wrap, "load_monolith_rank0_only": load_fsdp_monolith_rank0_only}
+    given = {key: value for key, value in flags.items() if value is not None}
+    parts = _parts(parallelism_config)
+    if not parts:
+        return None
+    fsdp = _fsdp_of(parts.get("fsdp"), given, stacklevel + 1)
+    fsdp2 = _instance("fsdp2", parts.get("fsdp2"), FSDP2Config)
+    if isinstance(fsdp, FSDP2Config):
+        if fsdp2 is not None:
+            raise ValueError("parallelism_config has FSDP2 settings under 'fsdp' and under 'fsdp2'. Give one of them.")
+        fsdp, fsdp2 = None, fsdp
+    if fsdp is not None and fsdp2 is not None:
+        raise ValueError(
+            "parallelism_config has FSDPConfig settings under 'fsdp' and FSDP2Config settings under 'fsdp2', and a "
+            "model is sharded once. Give one of them; 'fsdp' has more settings."
+        )
+    return ParallelismConfig(fsdp=fsdp, fsdp2=fsdp2, tp=_instance("tp", parts.get("tp"), TPConfig))
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """Return what was given under each key."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        for key in config:
+            if key not in _PARTS:
+                raise ValueError(
+                    f"parallelism_config has the key {key!r}, which is none. {explain_key(key, _PARTS)} Settings of "
+                    f"sharding go below 'fsdp': {{'fsdp': {{'state_dict_type': 'full'}}}}."
+                )
+        parts = dict(config)
+    elif all(hasattr(config, part) for part in ("fsdp", "tp")):
+        parts = {part: getattr(config, part, None) for part in _PARTS}
+    else:
+        raise TypeError(
+            f"parallelism_config={config!r} is a {type(config).__name__}. Give a ParallelismConfig, or a dict with the "
+            f"keys {', '.join(_PARTS)}."
+        )
+    return {key: value for key, value in parts.items() if value is not None}
+
+
+def _fsdp_of(given: Any, flags: dict[str, Any], stacklevel: int) -> FSDPConfig | FSDP2Config | None:
+    if given is None:
+        return None
+    if isinstance(given, FSDPConfig | FSDP2Config):
+        for name, value in flags.items():
+            if getattr(given, name, value) != value:
+                raise ValueError(
+                    f"the Trainer's argument for {name!r} is {value!r}, and the {type(given).__name__} has "
+                    f"{name}={getattr(given, name)!r}. Leave the argument out."
+                )
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"the FSDP settings are {given!r}, a {type(given).__name__}. Give a dict of settings, an FSDPConfig or an "
+            f"FSDP2Config."
+        )
+    settings = dict(given)
+    for name, value in flags.items():
+        if settings.setdefault(name, value) != value:
+            raise ValueError(
+                f"fsdp_config[{name!r}]={settings[name]!r} contradicts the Trainer's older argument for the same, "
+                f"{value!r}. Leave the argument out."
+            )
+    if _version() == 2:
+        return FSDP2Config.from_compatible_attrs(settings)
+    return FSDPConfig.from_dict(settings, stacklevel=stacklevel + 1)
+
+
+def _version() -> int:
+    text = os.environ.get(_VERSION_VARIABLE, "1")
+    if text not in ("1", "2"):
+        raise ValueError(
+            f"the environment variable {_VERSION_VARIABLE}={text!r} is no version of FSDP settings. Set it to 1 or 2, "
+            f"or leave it out."
+        )
+    return int(text)
+
+
+def _instance(part: str, given: Any, cls: Any) -> Any:
+    if given is None or isinstance(given, cls):
+        return given
+    if isinstance(given, Mapping):
+        check_keys(
+            f"parallelism_config[{part!r}]", given, [name for name in cls.__dataclass_fields__ if name[0] != "_"]
+        )
+        return cls(**given)
+    raise TypeError(
+        f"parallelism_config[{part!r}]={given!r} is a {type(given).__name__}. Give a {cls.__name__} or a dict of its "
+        f"settings."
+    )

@@ -1,0 +1,370 @@
+"""The one form that all settings are turned into before anything is sharded."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from logging import getLogger
+from typing import Any
+
+import torch
+
+from composer_dist import Precision
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
+from composer_fsdp.degrees import fill_degrees
+from composer_fsdp.groups import check_group
+from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
+
+__all__ = ["STRATEGIES", "ShardingPlan", "make_plan"]
+
+log = getLogger(__name__)
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NONE")
+_STATE_DICT_TYPES = ("full", "sharded", "local")
+_ON_TWO_AXES = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
+_ON_ONE_AXIS = {after: before for before, after in _ON_TWO_AXES.items()}
+_STRICT_VARIABLE = "COMPOSER_STRICT_COMPAT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingPlan:
+    """What all settings say together, checked against each other. `make_plan` makes it.
+
+    Attributes:
+        version: 1 for an `FSDPConfig`, 2 for an `FSDP2Config`.
+        sharding_strategy: One of `STRATEGIES`, after the number of axes was taken into account.
+        reshard_after_forward: Whether weights are freed after a forward pass; a number keeps them sharded over so many
+            ranks.
+        degrees: Over how many ranks the weights are replicated, sharded and split, by axis. Empty where groups say so.
+        process_group: Which ranks share the weights, where no degrees say so.
+        dtypes: What is computed, reduced and seen in which format.
+        tp_device_mesh: The ranks that hold one tensor together, if a user gave them.
+        layer_plan: How tensor parallelism splits modules, by patterns of their names.
+
+    The others are as in `FSDPConfig`.
+    """
+
+    version: int = 1
+    sharding_strategy: str = "FULL_SHARD"
+    reshard_after_forward: bool | int = True
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    process_group: Any = None
+    device_mesh: Any = None
+    mixed_precision: Any = "DEFAULT"
+    precision: str = "fp32"
+    dtypes: Dtypes = field(default_factory=Dtypes)
+    cpu_offload: bool = False
+    backward_prefetch: str = "BACKWARD_POST"
+    backward_prefetch_limit: int = 1
+    forward_prefetch: bool = False
+    forward_prefetch_limit: int = 1
+    activation_checkpointing: bool | str = False
+    activation_checkpointing_reentrant: bool = False
+    activation_cpu_offload: bool = False
+    te_checkpoint_wrapper: bool = False
+    auto_wrap: bool = True
+    min_params: float | None = None
+    ignored_modules: tuple[torch.nn.Module, ...] = ()
+    tie_policy: str = "error"
+    sync_module_states: bool = False
+    load_monolith_rank0_only: bool = False
+    state_dict_type: str = "full"
+    use_orig_params: bool = True
+    grad_sync_every_microbatch: bool = True
+    verbose: bool = False
+    tensor_parallel_degree: int = 1
+    layer_plan: Mapping[str, Any] | None = None
+    tp_device_mesh: Any = None
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there are several copies of the sharded model."""
+        return self.sharding_strategy in _ON_ONE_AXIS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings that decide how ranks go on together, as values that JSON knows.
+
+        Two plans with the same dict shard a model in the same way.
+        """
+        left_out = {"version", "verbose", "mixed_precision", "dtypes", "ignored_modules", "tp_device_mesh"}
+        settings = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out}
+        settings |= {
+            "param_dtype": _short(self.dtypes.param),
+            "reduce_dtype": _short(self.dtypes.reduce),
+            "buffer_dtype": _short(self.dtypes.buffer),
+            "ignored_modules": len(self.ignored_modules),
+            "degrees": dict(self.degrees),
+            "device_mesh": None if self.device_mesh is None else self.device_mesh.mesh.tolist(),
+            "process_group": _describe_group(self.process_group),
+            "layer_plan": None
+            if self.layer_plan is None
+            else {pattern: type(style).__name__ for pattern, style in self.layer_plan.items()},
+        }
+        return settings
+
+    def describe(self) -> str:
+        """Return one line for each setting, `FSDP: Using <key>=<value>`."""
+        settings = self.to_dict()
+        first = ("sharding_strategy", "cpu_offload", "param_dtype", "reduce_dtype", "buffer_dtype")
+        lines = {"sharding_strategy": self.sharding_strategy, "cpu_offload": self.cpu_offload}
+        lines["mixed_precision"] = self.mixed_precision
+        lines |= {name: settings[name] for name in first} | settings
+        return "\n".join(f"FSDP: Using {name}={value}" for name, value in lines.items())
+
+
+def make_plan(
+    config: ParallelismConfig | FSDPConfig | FSDP2Config,
+    *,
+    precision: str | Precision | torch.dtype = "fp32",
+    world_size: int,
+    stacklevel: int = 1,
+) -> ShardingPlan:
+    """Check settings against each other and turn them into a plan. No rank asks another one.
+
+    Args:
+        config: The settings.
+        precision: In which the run computes.
+        world_size: How many ranks there are.
+        stacklevel: To whose line warnings point; 1 is the caller's.
+
+    Raises:
+        ValueError: If a setting is none of those that there are, or contradicts another.
+        ModuleNotFoundError: If TransformerEngine is asked for and not installed.
+
+    Example:
+        >>> plan = make_plan(FSDPConfig(data_parallel_replicate_degree=2), world_size=8)
+        >>> plan.sharding_strategy, dict(plan.degrees)
+        ('HYBRID_SHARD', {'data_parallel_replicate': 2, 'data_parallel_shard': 4})
+    """
+    if not isinstance(config, ParallelismConfig):
+        is_narrow = isinstance(config, FSDP2Config)
+        config = ParallelismConfig(fsdp2=config) if is_narrow else ParallelismConfig(fsdp=config)
+    tp = config.tp if config.tp is not None and config.tp.tensor_parallel_degree != 1 else None
+    _check_tensor_parallel(config)
+    own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
+    assert own is not None  # checked above
+    shared: dict[str, Any] = {
+        "activation_checkpointing": _one_of(own, "activation_checkpointing", (False, True, "selective")),
+        "activation_cpu_offload": bool(own.activation_cpu_offload),
+        "state_dict_type": _one_of(own, "state_dict_type", _STATE_DICT_TYPES, none="full"),
+        "load_monolith_rank0_only": bool(own.load_monolith_rank0_only),
+        "mixed_precision": own.mixed_precision,
+        "precision": str(precision.value if isinstance(precision, Precision) else precision),
+        "dtypes": resolve_dtypes(own.mixed_precision, precision),
+        "verbose": bool(own.verbose),
+        "tensor_parallel_degree": 1 if tp is None else tp.tensor_parallel_degree,
+        "layer_plan": None if tp is None else (tp.layer_plan or {}),
+        "tp_device_mesh": None if tp is None else tp.device_mesh,
+    }
+    if isinstance(own, FSDP2Config):
+        return ShardingPlan(version=2, **shared, **_from_fsdp2(own, tp, world_size))
+    return ShardingPlan(version=1, **shared, **_from_fsdp(own, tp, world_size, stacklevel + 1))
+
+
+def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int) -> dict[str, Any]:
+    mesh, reshard = config.device_mesh, config.reshard_after_forward
+    if not isinstance(reshard, int) or (reshard is not True and reshard is not False and reshard < 1):
+        raise ValueError(
+            f"reshard_after_forward={reshard!r} is neither True nor False nor a number of ranks over which weights "
+            f"stay sharded after the forward pass."
+        )
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"device_mesh={mesh!r} has {mesh.ndim} axes. Give one axis to shard over, or two, of which the first "
+            f"replicates."
+        )
+    axes = 1 if mesh is None else mesh.ndim
+    strategy = "FULL_SHARD" if reshard else "SHARD_GRAD_OP"
+    return {
+        "sharding_strategy": _ON_TWO_AXES[strategy] if axes == 2 else strategy,
+        "reshard_after_forward": reshard,
+        "device_mesh": mesh,
+        "degrees": {} if mesh is not None else fill_degrees(config, tp, world_size),
+    }
+
+
+def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
+    _check_fsdp(config)
+    _say_what_does_nothing(config, stacklevel + 1)
+    has_degrees = config.data_parallel_shard_degree != -1 or config.data_parallel_replicate_degree is not None
+    group = config.process_group
+    if group is not None and (has_degrees or tp is not None):
+        _warn(
+            f"process_group={group!r} is ignored, since the degrees of parallelism say which ranks belong together. "
+            f"Give one of the two.",
+            stacklevel + 1,
+        )
+        group = None
+    if group is not None:
+        check_group(group, world_size)
+    strategy = _strategy_that_fits(config, group, has_degrees, tp is not None, stacklevel + 1)
+    by_nodes = strategy in _ON_ONE_AXIS and not has_degrees and group is None and tp is None
+    is_left_to_groups = group is not None or by_nodes or (strategy == "NO_SHARD" and not has_degrees)
+    return {
+        "sharding_strategy": strategy,
+        "reshard_after_forward": strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        "degrees": {} if is_left_to_groups and tp is None else fill_degrees(config, tp, world_size),
+        "process_group": group,
+        "cpu_offload": bool(config.cpu_offload),
+        "backward_prefetch": config.backward_prefetch,
+        "backward_prefetch_limit": config.backward_prefetch_limit,
+        "forward_prefetch": bool(config.forward_prefetch),
+        "forward_prefetch_limit": config.forward_prefetch_limit,
+        "activation_checkpointing_reentrant": config.asks_for_reentrant,
+        "te_checkpoint_wrapper": bool(config.te_checkpoint_wrapper),
+        "auto_wrap": bool(config.auto_wrap),
+        "min_params": _number_of_parameters(config.min_params),
+        "ignored_modules": tuple(config.ignored_modules or ()),
+        "tie_policy": config.tie_policy,
+        "sync_module_states": bool(config.sync_module_states),
+        "use_orig_params": bool(config.use_orig_params),
+        "grad_sync_every_microbatch": bool(config.grad_sync_every_microbatch),
+    }
+
+
+def _check_fsdp(config: FSDPConfig) -> None:
+    _one_of(config, "sharding_strategy", STRATEGIES)
+    _one_of(config, "backward_prefetch", _PREFETCHES)
+    _one_of(config, "tie_policy", ("error", "group"))
+    for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
+        limit = getattr(config, name)
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"{name}={limit!r} is not a number of modules: it has to be 1 or more.")
+    if config.activation_cpu_offload and not config.use_orig_params:
+        raise ValueError(
+            "activation_cpu_offload=True is not supported with use_orig_params=False. Use use_orig_params=True, which "
+            "is the default, or leave the activations where they are."
+        )
+    if config.load_monolith_rank0_only and not config.sync_module_states and config.auto_wrap:
+        raise ValueError(
+            "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
+            "other ranks have to receive its weights. Set both, on every rank."
+        )
+    for module in config.ignored_modules or ():
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
+    if config.cpu_offload:
+        if os.environ.get(_STRICT_VARIABLE) == "1":
+            raise ValueError(
+                f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 asks for "
+                f"what Composer does. Leave one of them out."
+            )
+        log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
+
+
+def _say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
+    if config.keep_low_precision_grads:
+        _warn(
+            "keep_low_precision_grads=True does nothing: gradients have the format of the weights once they are "
+            "reduced. Leave it out.",
+            stacklevel + 1,
+            DeprecationWarning,
+        )
+    if not config.limit_all_gathers:
+        _warn(
+            "limit_all_gathers=False does nothing: FSDP2 always limits them. Leave it out.",
+            stacklevel + 1,
+            DeprecationWarning,
+        )
+    for name in ("te_checkpoint_wrapper", "te_shard_fp8_weight"):
+        if getattr(config, name):
+            _check_transformer_engine(name)
+    if config.te_shard_fp8_weight:
+        _warn(
+            "te_shard_fp8_weight=True does nothing: FSDP2 gathers weights in the format of mixed_precision. Leave it "
+            "out.",
+            stacklevel + 1,
+        )
+
+
+def _strategy_that_fits(
+    config: FSDPConfig, group: Any, has_degrees: bool, splits_tensors: bool, stacklevel: int
+) -> str:
+    """Return the strategy, converted if it is for another number of axes than there are."""
+    strategy = config.sharding_strategy
+    if group is not None:
+        axes = 2 if check_group(group, None) else 1
+    elif has_degrees or splits_tensors:
+        axes = 1 if config.data_parallel_replicate_degree is None else 2
+    else:
+        return strategy
+    if strategy == "NO_SHARD":
+        return strategy
+    other = (_ON_ONE_AXIS if axes == 1 else _ON_TWO_AXES).get(strategy)
+    if other is None:
+        return strategy
+    _warn(f"{strategy} is not supported with {axes}D device mesh. Using {other} instead.", stacklevel + 1)
+    return other
+
+
+def _check_tensor_parallel(config: ParallelismConfig) -> None:
+    if config.fsdp is None and config.fsdp2 is None:
+        if config.tp is None:
+            raise ValueError("the parallelism configuration is empty. Give FSDP settings: ParallelismConfig(fsdp=...).")
+        raise ValueError(
+            f"Tensor parallelism (TP) currently requires FSDP to be enabled. There are tp={config.tp!r} and no FSDP "
+            f"settings. Give FSDP settings too ({{}} counts), or leave tp out."
+        )
+    if config.tp is None:
+        return
+    own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
+    assert own is not None
+    if not own.use_orig_params:
+        raise ValueError(
+            "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
+            "Use use_orig_params=True, which is the default, or leave tp out."
+        )
+    if config.tp.tensor_parallel_degree != 1 and own.load_monolith_rank0_only:
+        raise ValueError(
+            "load_monolith_rank0_only is not compatible with tensor parallelism (TP). Leave one of the two out."
+        )
+
+
+def _check_transformer_engine(name: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("transformer_engine") is None:
+        raise ModuleNotFoundError(
+            f"{name}=True needs the package 'transformer_engine', which is not installed. Run "
+            f"`pip install 'transformer-engine[pytorch]'`, or leave the setting out.",
+            name="transformer_engine",
+        )
+
+
+def _one_of(config: Any, name: str, values: tuple[Any, ...], *, none: Any = None) -> Any:
+    value = getattr(config, name)
+    if value is None and none is not None:
+        return none
+    if value not in values:
+        hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
+        raise ValueError(f"{name}={value!r} is none that there is. {hint} {', '.join(map(repr, values))}.")
+    return value
+
+
+def _number_of_parameters(value: Any) -> float | None:
+    try:
+        number = None if value is None else float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number is not None and not number >= 0:
+        raise ValueError(
+            f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to go by names alone."
+        )
+    return number or None
+
+
+def _describe_group(group: Any) -> Any:
+    if group is None or isinstance(group, str | int):
+        return group
+    if isinstance(group, list | tuple):
+        return [_describe_group(part) for part in group]
+    return type(group).__name__
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _warn(message: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
+    warnings.warn(message, category, stacklevel=stacklevel + 1)

@@ -1,0 +1,284 @@
+"""A model and its optimizer, sharded by a plan."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composer_dist import dist
+from composer_fsdp import meta_init
+from composer_fsdp.activation import apply_ac
+from composer_fsdp.agreement import warn_of_different_weights
+from composer_fsdp.meshes import Meshes
+from composer_fsdp.mixed_precision import Dtypes, cast_buffers, resolve_dtypes
+from composer_fsdp.optimizers import check_optimizers, names_of_parameters, rebuild
+from composer_fsdp.plan import ShardingPlan
+from composer_fsdp.prefetch import Prefetching
+from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
+from composer_fsdp.tied import check_param_tying, resolve_ties
+from composer_fsdp.wrap_rules import Unit, choose_units
+
+__all__ = ["ShardedModel", "shard_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """What became of a model.
+
+    Attributes:
+        model: The model, which was changed in place.
+        plan: What it was sharded by.
+        meshes: How the ranks are arranged.
+        units: What was sharded as one, descendants first.
+        roots: The outermost sharded modules, each of which runs forward and backward by itself.
+        whole: The trainable parameters that every rank has whole, whose gradients nobody averages but the strategy.
+        local_meshes: The meshes on which a part of the ranks have weights of their own.
+        prefetch: Which units gather which others ahead.
+    """
+
+    model: nn.Module
+    plan: ShardingPlan
+    meshes: Meshes
+    units: Sequence[Unit]
+    roots: Sequence[FSDPModule]
+    whole: Sequence[nn.Parameter]
+    local_meshes: frozenset[DeviceMesh]
+    prefetch: Prefetching
+
+
+def shard_model(
+    model: nn.Module,
+    plan: ShardingPlan,
+    *,
+    device: torch.device,
+    optimizers: Sequence[Optimizer] = (),
+    mesh: DeviceMesh | None = None,
+    wraps_itself: bool = False,
+    wrap_fn: Callable[[nn.Module], Any] | None = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+) -> ShardedModel:
+    """Shard a model, in place, and let its optimizers own the shards. Every rank must call this.
+
+    All that can be refused without asking other ranks is refused first.
+
+    Args:
+        model: Whose direct children are sharded.
+        plan: How.
+        device: Where this rank computes.
+        optimizers: Made for the model.
+        mesh: The mesh of all axes, if somebody has made it.
+        wraps_itself: Whether the model itself is the root, in place of its children.
+        wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
+        check_fn: In place of the `activation_checkpointing_fn` of the children.
+        param_init_fn: Fills weights on the meta device where no module says how.
+
+    Raises:
+        ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not go together.
+    """
+    units = choose_units(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
+    _check_check_fn(plan, check_fn)
+    units = resolve_ties(model, units, plan.tie_policy)
+    names = names_of_parameters(model)
+    splits = plan.layer_plan is not None
+    check_optimizers(optimizers, names, use_orig_params=plan.use_orig_params, splits_tensors=splits)
+    if plan.layer_plan is not None:
+        check_layer_plan(model, plan.layer_plan)
+    syncs = plan.sync_module_states and plan.auto_wrap
+    if syncs or plan.load_monolith_rank0_only:
+        _refuse_duplicates(model)
+    beginning = meta_init.agree_on_beginning(model, sync=syncs, follows_weights=plan.version == 2)
+    if beginning is meta_init.Beginning.REAL and plan.auto_wrap:
+        warn_of_different_weights(model)
+    state = meta_init.state_to_share(model) if beginning is meta_init.Beginning.RANK_ZERO else {}
+    meshes = Meshes(plan, device.type, mesh)
+    with check_param_tying(model):
+        if plan.layer_plan is not None and meshes.tensor is not None:
+            split_tensors(model, meshes.tensor, plan.layer_plan)
+        units = _wrap_activations(model, plan, units, check_fn)
+        sharder = _Sharder(plan, meshes, device)
+        for unit in units:
+            sharder.shard(unit)
+        if beginning is meta_init.Beginning.RANK_ZERO:
+            meta_init.take_rank_zero_state(model, state, sharder.storage)
+        elif beginning is meta_init.Beginning.META:
+            meta_init.initialize(model, sharder.storage, param_init_fn)
+    _move_the_rest(model, device)
+    rebuild(optimizers, names, model)
+    sharded = ShardedModel(
+        model=model,
+        plan=plan,
+        meshes=meshes,
+        units=units,
+        roots=list(_outermost(model)),
+        whole=[p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)],
+        local_meshes=frozenset(sharder.local_meshes),
+        prefetch=Prefetching({u.name: u.module for u in units}, {u.name: _prefetch_of(u, plan) for u in units}),
+    )
+    _register_forward_methods(model)
+    return sharded
+
+
+class _Sharder:
+    """Gives one unit after the other to `fully_shard`."""
+
+    def __init__(self, plan: ShardingPlan, meshes: Meshes, device: torch.device) -> None:
+        self._plan = plan
+        self._meshes = meshes
+        self._ignored = {p for module in plan.ignored_modules for p in module.parameters()}
+        self._device = device
+        self.local_meshes: set[DeviceMesh] = set()
+        self.storage = torch.device("cpu") if plan.cpu_offload else device
+
+    def shard(self, unit: Unit) -> None:
+        """Shard one unit, whose descendants have been."""
+        plan, options = self._plan, unit.options
+        dtypes = plan.dtypes
+        if "mixed_precision" in options:
+            dtypes = resolve_dtypes(options["mixed_precision"], plan.precision)
+        settings: dict[str, Any] = {
+            "mesh": self._mesh_of(unit),
+            "reshard_after_forward": self._reshard_of(unit),
+            "mp_policy": dtypes.policy(output_dtype=self._output_dtype(unit, dtypes)),
+            "offload_policy": self._offload_of(unit),
+            "ignored_params": self._ignored,
+        }
+        if "shard_placement_fn" in options:
+            settings["shard_placement_fn"] = options["shard_placement_fn"]
+        modules = [unit.module, *unit.partners]
+        fully_shard(modules if unit.partners else unit.module, **settings)
+        for module in modules:
+            for inner in _own_modules(module):
+                cast_buffers(inner, dtypes.buffer)
+
+    def _mesh_of(self, unit: Unit) -> DeviceMesh:
+        group = unit.options.get("process_group")
+        if group is None:
+            return self._meshes.data
+        if unit.options.get("grad_sync") == "world" and not isinstance(group, tuple):
+            return self._meshes.of_groups(group, self._meshes.across(group))
+        mesh = self._meshes.of_groups(*group) if isinstance(group, tuple) else self._meshes.of_groups(group)
+        if mesh.size() < dist.get_world_size():
+            self.local_meshes.add(mesh)
+        return mesh
+
+    def _reshard_of(self, unit: Unit) -> bool | int | None:
+        options = unit.options
+        if "reshard_after_forward" in options:
+            return options["reshard_after_forward"]
+        if "sharding_strategy" in options:
+            return str(options["sharding_strategy"]).upper() in ("FULL_SHARD", "HYBRID_SHARD")
+        reshard = self._plan.reshard_after_forward
+        # What is freed at the end of a root's forward pass is gathered again at once; torch knows.
+        return None if unit.is_root and reshard is True and self._plan.version == 1 else reshard
+
+    def _offload_of(self, unit: Unit) -> OffloadPolicy:
+        if not unit.options.get("cpu_offload", self._plan.cpu_offload):
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self._device.type != "cpu")  # there is nothing to pin for
+
+    def _output_dtype(self, unit: Unit, dtypes: Dtypes) -> torch.dtype | None:
+        """Return what a unit in another format than the rest gives to the rest."""
+        return None if unit.is_root or dtypes.param == self._plan.dtypes.param else self._plan.dtypes.param
+
+
+def _wrap_activations(
+    model: nn.Module, plan: ShardingPlan, units: Sequence[Unit], check_fn: Callable[[nn.Module], bool] | None
+) -> list[Unit]:
+    checkpoint_fn = None
+    if plan.te_checkpoint_wrapper:
+        checkpoint_fn = import_module("transformer_engine.pytorch").checkpoint  # optional; the plan has looked for it
+    replaced = apply_ac(
+        model,
+        plan.activation_checkpointing,
+        plan.activation_cpu_offload,
+        check_fn,
+        reentrant=plan.activation_checkpointing_reentrant,
+        checkpoint_fn=checkpoint_fn,
+    )
+    # The wrapper is the unit, so that weights are gathered once for both of the module's forward passes.
+    return [
+        dataclasses.replace(
+            unit,
+            module=replaced.get(unit.module, unit.module),
+            partners=tuple(replaced.get(partner, partner) for partner in unit.partners),
+        )
+        for unit in units
+    ]
+
+
+def _check_check_fn(plan: ShardingPlan, check_fn: Callable[[nn.Module], bool] | None) -> None:
+    if check_fn is not None and not plan.activation_checkpointing and not plan.activation_cpu_offload:
+        raise ValueError(
+            "a function chooses modules for activation checkpointing, and neither activation_checkpointing nor "
+            "activation_cpu_offload is on. Set one of them, or leave the function out."
+        )
+
+
+def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yield a unit's module and its descendants, without those of units inside it."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
+
+
+def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _move_the_rest(model: nn.Module, device: torch.device) -> None:
+    """Move what is not sharded to the device, in place."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # `buffers()` gives nothing to assign to
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _refuse_duplicates(model: nn.Module) -> None:
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module in names and next(module.parameters(), None) is not None:
+            raise ValueError(
+                f"the model has duplicate module references, {names[module]!r} and {name!r}, and rank 0's weights are "
+                f"handed on by name. Keep the module under one name, or give every rank the weights itself."
+            )
+        names[module] = name
+
+
+def _prefetch_of(unit: Unit, plan: ShardingPlan) -> tuple[str, int, int]:
+    kind = str(unit.options.get("backward_prefetch", plan.backward_prefetch)).upper()
+    ahead = plan.forward_prefetch_limit if plan.forward_prefetch else 0
+    return kind, plan.backward_prefetch_limit, int(unit.options.get("forward_prefetch_limit", ahead))
+
+
+def _register_forward_methods(model: nn.Module) -> None:
+    """Let methods other than `forward` gather the weights that they use."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            methods: tuple[str, ...] = tuple(getattr(module, "fsdp_forward_methods", ()))
+            if hasattr(module, "generate") and hasattr(module, "config"):  # as models of transformers have
+                methods = (*methods, "generate")
+            for method in dict.fromkeys(methods):
+                register_fsdp_forward_method(module, method)

@@ -1,0 +1,216 @@
+"""FSDP2 as a strategy of a training loop: every rank holds a part of the weights."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as tdist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from composer_dist import dist, seed_context
+from composer_dist.averaging import average_gradients, average_values, sum_counts
+from composer_dist.devices import Device
+from composer_dist.strategy import SingleDevice, TNumber
+from composer_fsdp import state_dicts
+from composer_fsdp.clipping import clip_grad_norm
+from composer_fsdp.plan import ShardingPlan
+from composer_fsdp.recovery import checked_meetings
+from composer_fsdp.sharding import ShardedModel, shard_model
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = ["FSDP"]
+
+log = getLogger(__name__)
+_NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
+
+
+class FSDP(SingleDevice):
+    """Every rank computes on a part of the batch, and holds a part of weights, gradients and optimizer state.
+
+    Weights are gathered unit by unit where they are needed. What is not sharded, such as modules with
+    `_fsdp_wrap = False`, is whole on each rank, and its gradients are averaged after the last microbatch.
+
+    Args:
+        device: This rank's.
+        plan: How the model is sharded.
+        seed: With which weights are drawn that are on the meta device. The same on every rank.
+        mesh: The ranks by their axes, if somebody has made the mesh; else `prepare` makes it.
+
+    Attributes:
+        plan: How the model is sharded.
+        mesh: The ranks by their axes; `None` where groups of ranks say it.
+    """
+
+    prepares_before_load = True
+    meets_in_forward = True
+
+    def __init__(self, device: Device, plan: ShardingPlan, *, seed: int = 0, mesh: DeviceMesh | None = None) -> None:
+        super().__init__(device)
+        self.plan = plan
+        self.seed = seed
+        self.mesh = mesh
+        self._sharded: ShardedModel | None = None
+        self._postpones = False  # whether gradients wait for the end of an attempt
+
+    @property
+    def world_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # constant by then
+        """Over how many ranks the gradients are a mean: those that have batches of their own."""
+        return dist.get_world_size() // self.plan.tensor_parallel_degree
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether there is a sharded model."""
+        return self._sharded is not None
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """What became of the model.
+
+        Raises:
+            RuntimeError: Before `prepare`.
+        """
+        if self._sharded is None:
+            raise RuntimeError("there is no sharded model yet. Call prepare(model, [optimizer]) first.")
+        return self._sharded
+
+    def place(self, model: "Module", optimizers: Sequence[Optimizer]) -> None:
+        """Leave the model where it is: only a rank's part of it has to fit on the device."""
+
+    def prepare(self, model: "Module", optimizers: Sequence[Optimizer]) -> "tuple[Module, Sequence[Optimizer]]":
+        """Shard the model and let the optimizers own the shards, all in place. Every rank must call this.
+
+        Raises:
+            ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not go together.
+                What one rank can know by itself is refused before any rank waits for another.
+        """
+        with seed_context(self.seed):
+            self._sharded = shard_model(
+                model, self.plan, device=self.device.torch_device, optimizers=optimizers, mesh=self.mesh
+            )
+        self.mesh = self._sharded.meshes.whole or self._sharded.meshes.data
+        for optimizer in optimizers:
+            if not self.plan.cpu_offload:
+                self.device.optimizer_to_device(optimizer)
+        self._tell()
+        return model, optimizers
+
+    def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
+        """Return the context in which one microbatch runs forward and backward.
+
+        Without `sync` the gradients are averaged all the same: no rank has whole ones of its own.
+
+        Raises:
+            ValueError: If the ranks have unequally many microbatches, in each of which they gather weights.
+        """
+        if not is_aligned:
+            raise ValueError(
+                "the ranks cut this batch into unequally many microbatches, but sharded weights are gathered from all "
+                "ranks in each. Give every rank's dataloader batches of the same size (drop_last=True), or train "
+                "without sharding."
+            )
+        if not self.sharded.whole and self.plan.grad_sync_every_microbatch:
+            return _NOTHING
+        return self._microbatch(is_last)
+
+    @contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        if not self.plan.grad_sync_every_microbatch:
+            for root in self.sharded.roots:
+                root.set_is_last_backward(is_last)
+                root.set_requires_gradient_sync(is_last)
+        yield
+        if is_last and self.sharded.whole and not self._postpones:
+            average_gradients(self.sharded.whole)
+
+    @contextmanager
+    def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
+        """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
+
+        The ranks call `check` before they gather weights and before they reduce gradients, each time. What takes
+        memory in between may fail; what fails inside of a collective leaves the other ranks waiting.
+
+        Raises:
+            ValueError: If torch is too old to forget a pass that was broken off.
+        """
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ValueError(
+                f"a step of sharded weights cannot be repeated with torch {torch.__version__}, which has no "
+                f"FSDPModule.reset_iter_state. Use a newer torch, or give the size of a microbatch as a number."
+            )
+        self._postpones = True
+        try:
+            with checked_meetings(self.sharded.roots, check):
+                yield
+                check()
+        finally:
+            self._postpones = False
+        if self.sharded.whole and torch.is_grad_enabled():
+            average_gradients(self.sharded.whole)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale the gradients, in place, to a joint norm of at most `max_norm`, and return the norm before.
+
+        Every rank must call this. The norm is that of all ranks' parts, over however many meshes.
+        """
+        return clip_grad_norm(parameters, max_norm, norm_type=norm_type, local_meshes=self.sharded.local_meshes)
+
+    def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
+        """Return, for each of a few counts below 2**53, its sum over the ranks that have batches of their own.
+
+        Every rank must call this.
+        """
+        tensor_mesh = None if self._sharded is None else self._sharded.meshes.tensor
+        if tensor_mesh is None:
+            return sum_counts(values)
+        return _sum_without_twins(values, tensor_mesh)
+
+    def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the mean of each value over all ranks, by way of one collective that nobody waits for."""
+        return average_values(values)
+
+    def model_state_dict(self, model: "Module") -> dict[str, Any]:
+        """Return the whole weights, as copies on the host of every rank. Every rank must call this."""
+        return state_dicts.get_model(model)
+
+    def load_model_state_dict(
+        self, model: "Module", state_dict: Mapping[str, Any], *, strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load whole weights, of which each rank takes its part, and return the names missing and not expected."""
+        return state_dicts.set_model(model, state_dict, strict=strict)
+
+    def optimizer_state_dict(self, model: "Module", optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state as the optimizer of a model that is not sharded has it. Every rank must call this."""
+        return state_dicts.get_optimizer(optimizer)
+
+    def load_optimizer_state_dict(self, model: "Module", optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Load such a whole state, of which each rank takes its part, in place."""
+        state_dicts.set_optimizer(optimizer, state_dict)
+
+    def _tell(self) -> None:
+        """Say how the model was sharded, if somebody asked for it."""
+        if not self.plan.verbose or dist.get_global_rank() != 0:
+            return
+        text = f"{self.sharded.model}\n{self.plan.describe()}"
+        if self.plan.version == 2:
+            log.info("%s", text)
+        else:
+            sys.stdout.write(text + "\n")
+
+
+def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNumber]:
+    """Return sums in which the ranks that hold one tensor together, and read the same batches, count once."""
+    of_ranks = dist.all_gather_object((list(values), tdist.get_process_group_ranks(mesh.get_group())))
+    teams = dict.fromkeys(tuple(ranks) for _, ranks in of_ranks)
+    columns = zip(*teams, strict=True)
+    totals = [[sum(column) for column in zip(*(of_ranks[r][0] for r in ranks), strict=True)] for ranks in columns]
+    # What only one of the team knows, such as rank 0's clock, all of them take from it.
+    return [max(of_columns) for of_columns in zip(*totals, strict=True)]

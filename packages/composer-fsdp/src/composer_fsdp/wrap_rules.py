@@ -1,0 +1,222 @@
+"""Which modules are sharded as units of their own.
+
+A model's direct children are its roots: each is a unit with all that none of its descendants takes. Of a descendant,
+the first rule that speaks decides:
+
+1. `module._fsdp_wrap`, if it has this attribute;
+2. `fsdp_wrap_fn(module)` of the direct child, which returns a bool, or a dict of settings for this unit;
+3. its size: at least `min_params` parameters that no unit inside it takes. It also overrules a `False` of rule 2.
+
+A direct child with `_fsdp_wrap = False` is left alone. Metrics and modules without parameters are passed over, and so
+are modules that are reached a second time.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from composer_fsdp.config import FSDP2Config
+from composer_fsdp.keys import explain_key
+from composer_fsdp.mixed_precision import has_running_statistics
+from composer_fsdp.plan import ShardingPlan
+
+__all__ = ["Unit", "WrapFunction", "choose_units", "roots_of"]
+
+WrapFunction = Callable[[nn.Module], bool | Mapping[str, Any]]
+
+_KEYS = (
+    "sharding_strategy",
+    "process_group",
+    "mixed_precision",
+    "backward_prefetch",
+    "cpu_offload",
+    "reshard_after_forward",
+    "forward_prefetch_limit",
+    "shard_placement_fn",
+    "grad_sync",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that is sharded as one: its weights are gathered together.
+
+    Attributes:
+        name: The module's name in the model; empty for the model itself.
+        module: The module.
+        is_root: Whether no other unit holds it.
+        options: Settings of this unit alone, as `fsdp_wrap_fn` gave them.
+        partners: Modules that are sharded together with it, since they share weights.
+    """
+
+    name: str
+    module: nn.Module
+    is_root: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    partners: tuple[nn.Module, ...] = ()
+
+
+def choose_units(
+    model: nn.Module, plan: ShardingPlan, *, wraps_itself: bool = False, wrap_fn: WrapFunction | None = None
+) -> list[Unit]:
+    """Return the units of a model, each after those inside it. Nothing is changed, and no rank asks another one.
+
+    Args:
+        model: Whose direct children are sharded.
+        plan: The settings.
+        wraps_itself: Whether the model itself is the root, as a plain module is.
+        wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
+
+    Raises:
+        ValueError: If `fsdp_wrap_fn` returns a setting that there is not. A KeyError for an `FSDP2Config`.
+    """
+    if not plan.auto_wrap:
+        return []
+    rules = _Rules(plan, wrap_fn)
+    if wraps_itself:
+        rules.add_root("", model)
+    else:
+        for name, child in roots_of(model):
+            rules.add_root(name, child)
+    return rules.units
+
+
+def roots_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that may become roots: the direct children, and in place of containers what these hold."""
+    for name, child in model.named_children():
+        if _is_metric(child) or getattr(child, "_fsdp_wrap", None) is False:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
+            yield from roots_of(child, f"{prefix}{name}.")  # a container computes nothing that could be a unit
+        else:
+            yield f"{prefix}{name}", child
+
+
+def own_parameters(module: nn.Module, taken: set[int], ignored: set[int]) -> list[nn.Parameter]:
+    """Return the parameters of a module, each once, that nobody has taken."""
+    return [p for p in module.parameters() if id(p) not in taken and id(p) not in ignored]
+
+
+class _Rules:
+    """Walks through the modules, descendants first, and collects units."""
+
+    def __init__(self, plan: ShardingPlan, wrap_fn: WrapFunction | None) -> None:
+        self.units: list[Unit] = []
+        self._plan = plan
+        self._wrap_fn = wrap_fn
+        self._seen: set[int] = set()
+        self._taken: set[int] = set()
+        self._ignored_modules = {id(module) for root in plan.ignored_modules for module in root.modules()}
+        self._ignored = {id(p) for module in plan.ignored_modules for p in module.parameters()}
+        self._warned = False
+
+    def add_root(self, name: str, root: nn.Module) -> None:
+        if id(root) in self._seen or id(root) in self._ignored_modules:
+            return
+        function = self._wrap_fn or getattr(root, "fsdp_wrap_fn", None)
+        self._descend(name, root, function)
+        self._seen.add(id(root))
+        choice = self._by_attribute(root)
+        if choice is None and function is not None:
+            given = function(root)
+            choice = given if isinstance(given, Mapping) else None
+        self._add(name, root, choice if isinstance(choice, Mapping) else {}, is_root=True)
+
+    def _descend(self, prefix: str, parent: nn.Module, function: WrapFunction | None) -> None:
+        for name, module in parent.named_children():
+            full_name = f"{prefix}.{name}" if prefix else name
+            if id(module) in self._seen or id(module) in self._ignored_modules or _is_metric(module):
+                continue
+            self._seen.add(id(module))
+            self._descend(full_name, module, function)
+            choice = self._decide(module, function)
+            if choice is not False:
+                self._add(full_name, module, choice if isinstance(choice, Mapping) else {})
+
+    def _decide(self, module: nn.Module, function: WrapFunction | None) -> bool | Mapping[str, Any]:
+        by_attribute = self._by_attribute(module)
+        if by_attribute is not None:
+            return by_attribute
+        given = False if function is None else function(module)
+        if isinstance(given, Mapping):
+            return given
+        if given or self._is_large(module):
+            return True
+        # A group of its own in float32, since its statistics would be mixed with weights of another format.
+        return self._counts_in_low_precision(module)
+
+    def _by_attribute(self, module: nn.Module) -> bool | None:
+        if not hasattr(module, "_fsdp_wrap"):
+            return None
+        if self._plan.version == 2 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "The _fsdp_wrap attribute will be removed in a future release. Please use fsdp_wrap_fn instead.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        return bool(module._fsdp_wrap)
+
+    def _is_large(self, module: nn.Module) -> bool:
+        threshold = self._plan.min_params
+        if threshold is None or _is_container(module):
+            return False
+        return sum(p.numel() for p in own_parameters(module, self._taken, self._ignored)) >= threshold
+
+    def _counts_in_low_precision(self, module: nn.Module) -> bool:
+        dtypes = self._plan.dtypes
+        is_low = dtypes.param.itemsize < 4
+        return is_low and has_running_statistics(module) and next(module.parameters(), None) is not None
+
+    def _add(self, name: str, module: nn.Module, options: Mapping[str, Any], *, is_root: bool = False) -> None:
+        _check_options(name, options, self._plan.version)
+        own = own_parameters(module, self._taken, self._ignored)
+        if not any(True for _ in module.parameters()) or _is_container(module):
+            return
+        if not own and not is_root:
+            # Two modules with the very same weights: both are named, so that the check of tied weights sees them.
+            own = [p for p in module.parameters(recurse=False) if id(p) not in self._ignored]
+            if not own:
+                return
+        self._taken.update(map(id, own))
+        if has_running_statistics(module) and self._plan.dtypes.param.itemsize < 4:
+            options = {"mixed_precision": "FULL", **options}
+        self.units.append(Unit(name, module, is_root, dict(options)))
+
+
+def _check_options(name: str, options: Mapping[str, Any], version: int) -> None:
+    if version == 2:
+        allowed = FSDP2Config.settable_attrs()
+        if not allowed >= set(options):
+            wrong = sorted(set(options) - allowed)
+            # The text is Composer's; users compare its beginning.
+            raise KeyError(
+                f"Invalid FSDP2 config keys in wrap_fn return value. Valid keys are: {allowed}. The dict for {name!r} "
+                f"has {wrong}. {explain_key(wrong[0], allowed)}"
+            )
+        return
+    for key in options:
+        if key not in _KEYS:
+            raise ValueError(
+                f"fsdp_wrap_fn returned the setting {key!r} for {name!r}, which is none of a single module. "
+                f"{explain_key(key, _KEYS)} Valid keys are: {', '.join(_KEYS)}."
+            )
+    if options.get("grad_sync", "group") not in ("group", "world"):
+        raise ValueError(
+            f"fsdp_wrap_fn returned grad_sync={options['grad_sync']!r} for {name!r}. Use 'group', to average gradients "
+            f"over the process group, or 'world', over all ranks."
+        )
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """Say whether a module is of torchmetrics, which is known only to those who have loaded it."""
+    torchmetrics: Any = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection)

@@ -1,0 +1,145 @@
+"""What is not finite on one rank only is found on all ranks alike, and no rank's weights move."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from composer import Trainer
+from composer.algorithms import SAM
+from composer.models import ComposerModel
+from composer.trainer.divergence import DivergenceError
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+
+BATCH, NUM_BATCHES, BAD = 4, 6, 3  # per rank
+
+
+def make_network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def make_batches(rank, num_batches=NUM_BATCHES):
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (torch.randn(BATCH, 3, generator=generator), torch.randint(2, (BATCH,), generator=generator))
+        for _ in range(num_batches)
+    ]
+
+
+class Fault:
+    """A loss that goes wrong on rank 1, in the first microbatch of one batch, in one of several ways."""
+
+    def __init__(self, kind, num_microbatches, looks=1):
+        self.kind, self.bad_call, self.num_calls = kind, BAD * num_microbatches * looks, 0
+
+    def __call__(self, outputs, targets):
+        loss = nn.functional.cross_entropy(outputs, targets)
+        is_bad = dist.get_global_rank() == 1 and self.num_calls == self.bad_call
+        self.num_calls += 1
+        if not is_bad:
+            return loss
+        if self.kind == "loss":
+            return loss + math.inf  # whose gradients are finite
+        return loss + (outputs - outputs.detach()).sum().sqrt()  # the slope of the root at 0
+
+
+def train(kind, microbatch_size, num_batches=NUM_BATCHES, algorithms=(), **settings):
+    network = make_network()
+    looks = 2 if algorithms else 1
+    loss = Fault(kind, BATCH // microbatch_size, looks) if kind else nn.functional.cross_entropy
+    with Trainer(
+        model=ComposerModel.from_module(network, loss),
+        train_dataloader=make_batches(dist.get_global_rank(), num_batches),
+        max_duration="1ep",
+        algorithms=list(algorithms),
+        optimizers=torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9),
+        device_train_microbatch_size=microbatch_size,
+        device="cpu",
+        progress_bar=False,
+        **settings,
+    ) as trainer:
+        error = None
+        try:
+            trainer.fit()
+        except DivergenceError as raised:
+            error = str(raised)
+        batches = [divergence.batch for divergence in trainer.divergences]
+        return [p.detach() for p in network.parameters()], batches, error
+
+
+def train_cases(cases):
+    return [train(*case, **settings) for case, settings in cases]
+
+
+def assert_alike(results):
+    """Check that all ranks ended with the same weights and saw the same, and return these."""
+    first = results[0]
+    for weights, batches, error in results[1:]:
+        assert batches == first[1]
+        assert (error is None) == (first[2] is None)
+        for own, other in zip(weights, first[0], strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=0)
+    return first
+
+
+KINDS = ("loss", "gradient")
+MICROBATCHES = (BATCH, 1)
+SYNC = ("single_auto_sync", "multi_auto_sync", "forced_sync")
+
+
+def test_no_rank_steps_where_one_rank_has_no_finite_loss_or_gradient(tmp_path):
+    settings = list(itertools.product(KINDS, MICROBATCHES, SYNC))
+    cases = [((kind, size), {"ddp_sync_strategy": sync}) for kind, size, sync in settings]
+    references = [((None, size, BAD), {}) for size in MICROBATCHES]
+    by_rank = run_ranks(train_cases, [*cases, *references], store=tmp_path / "store")
+    results = [assert_alike(case) for case in zip(*by_rank, strict=True)]
+    expected = {size: results[len(cases) + index][0] for index, size in enumerate(MICROBATCHES)}
+    for (kind, size, sync), (weights, batches, error) in zip(settings, results[: len(cases)], strict=True):
+        assert batches == [BAD], (kind, size, sync)
+        assert f"Batch {BAD} of epoch 0" in error
+        # The synchronisation in several pieces rounds in another order.
+        torch.testing.assert_close(weights, expected[size], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranks_skip_the_same_batch(tmp_path, kind):
+    case = ((kind, 2), {"on_divergence": "skip"})
+    (weights, batches, error) = assert_alike([r[0] for r in run_ranks(train_cases, [case], store=tmp_path / "store")])
+    assert batches == [BAD]
+    assert error is None
+    assert all(torch.isfinite(p).all() for p in weights)
+
+
+def test_sam_is_left_at_the_weights_before_the_way_up(tmp_path):
+    sam = {"algorithms": [SAM()]}
+    cases = [(("loss", BATCH), sam), (("gradient", BATCH), sam), ((None, BATCH, BAD), sam)]
+    by_rank = run_ranks(train_cases, cases, store=tmp_path / "store")
+    results = [assert_alike(case) for case in zip(*by_rank, strict=True)]
+    expected = results[-1][0]
+    for weights, batches, _ in results[:-1]:
+        assert batches == [BAD]
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def look_at_shards(has_bad):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from composer.trainer._finite import note_non_finite
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.ones(4)
+    whole[0] = math.nan if has_bad else 1.0  # on rank 0 only
+    found = torch.zeros(())
+    speaks_of_all = note_non_finite([distribute_tensor(whole, mesh, [Shard(0)])], found, torch.ones(()))
+    return speaks_of_all, found.item()
+
+
+@pytest.mark.parametrize("has_bad", [True, False])
+def test_shards_are_looked_at_on_all_ranks(tmp_path, has_bad):
+    results = run_ranks(look_at_shards, has_bad, store=tmp_path / "store")
+    assert results == [(True, float(has_bad))] * 2

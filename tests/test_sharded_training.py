@@ -1,0 +1,235 @@
+"""A Trainer whose model is sharded trains, saves and goes on as one whose model is not."""
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from composer import Trainer
+from composer.algorithms import GradientClipping
+from composer.models import ComposerModel
+from composer.utils import FSDP2Config, FSDPConfig
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+
+# Two ranks add up the same numbers in another order.
+TOLERANCE = 64 * torch.finfo(torch.float32).eps
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, inputs):
+        return inputs + self.down(F.gelu(self.up(inputs)))
+
+
+class Model(nn.Module):
+    def __init__(self, n_layers):
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList([Block(6) for _ in range(n_layers)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        inputs = self.stem(inputs)
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+    def fsdp_wrap_fn(self, module):
+        return isinstance(module, Block)
+
+    def activation_checkpointing_fn(self, module):
+        return isinstance(module, Block)
+
+
+class MyComposerModel(ComposerModel):
+    def __init__(self, n_layers):
+        super().__init__()
+        self.model = Model(n_layers)
+
+    def forward(self, batch):
+        return self.model(batch[0])
+
+    def eval_forward(self, batch, outputs=None):
+        return self.forward(batch) if outputs is None else outputs
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1])
+
+
+def make(**arguments):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(11)
+    model = MyComposerModel(n_layers=2)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(32, 5, generator=generator), torch.randint(0, 3, (32,), generator=generator)
+    )
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=dist.get_sampler(data, shuffle=False))
+    settings = {
+        "train_dataloader": loader,
+        "eval_dataloader": loader,
+        "optimizers": torch.optim.AdamW(model.parameters(), lr=0.01),
+        "algorithms": GradientClipping("norm", 0.5),
+        "max_duration": "4ba",
+        "device_train_microbatch_size": 2,
+        "device": "cpu",
+        "progress_bar": False,
+        "seed": 5,
+    }
+    return Trainer(model=model, **{**settings, **arguments})
+
+
+def train(arguments):
+    with make(**arguments) as trainer:
+        trainer.fit()
+        state = trainer.state
+        weights = {name: value.clone() for name, value in trainer.strategy.model_state_dict(state.model).items()}
+        config = state.fsdp_config
+        seen = {
+            "enabled": state.fsdp_enabled,
+            "version": state.fsdp_config_version,
+            "type": state.fsdp_state_dict_type,
+            "mesh": None if state.device_mesh is None else state.device_mesh.mesh_dim_names,
+            "mesh of the settings": None if config is None else config.device_mesh is not None,
+            "samples": int(state.timestamp.sample),
+        }
+    return weights, seen
+
+
+def run(folder, arguments, world_size=2):
+    name = f"store{len(os.listdir(folder))}"
+    return run_ranks(train, arguments, store=folder / name, world_size=world_size, timeout_s=120)[0]
+
+
+def farthest(weights, others):
+    assert list(weights) == list(others)
+    return max((weights[name] - others[name]).abs().max().item() for name in weights)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The weights that data parallelism gives."""
+    return run(tmp_path_factory.mktemp("plain"), {})[0]
+
+
+SPELLINGS = {
+    "today": {"parallelism_config": {"fsdp": {"sharding_strategy": "FULL_SHARD"}}},
+    "an object": {"parallelism_config": {"fsdp": FSDPConfig(activation_checkpointing=True)}},
+    "older": {"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP", "min_params": 1e8}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_sharded_model_is_trained_to_the_same_weights(spelling, plain, tmp_path):
+    weights, seen = run(tmp_path, SPELLINGS[spelling])
+    assert farthest(weights, plain) < TOLERANCE
+    assert seen == {
+        "enabled": True,
+        "version": 1,
+        "type": "full",
+        "mesh": ("data_parallel_shard",),
+        "mesh of the settings": True,
+        "samples": 32,
+    }
+
+
+# In the spelling of Composer's documentation, each with the file that is there after two batches.
+KINDS = {
+    "full": ("ba{batch}.pt", "ba2.pt"),
+    "sharded": ("ba{batch}.pt", "ep0-ba2"),
+    "local": ("ba{batch}_rank{rank}.pt", "ba2_rank{rank}.pt"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_from_a_checkpoint_of_each_type(kind, plain, tmp_path):
+    filename, saved = KINDS[kind]
+    folder = tmp_path / "checkpoints"
+    sharding = {"parallelism_config": {"fsdp": {"state_dict_type": kind}}}
+    saving = {"save_folder": str(folder), "save_filename": filename, "save_interval": "2ba"}
+    weights, _ = run(tmp_path, {**sharding, **saving})
+    assert farthest(weights, plain) < TOLERANCE
+    resumed, seen = run(tmp_path, {**sharding, "load_path": str(folder / saved)})
+    assert (farthest(resumed, weights), seen["samples"]) == (0.0, 32)
+    if kind == "local":
+        assert {"ba2_rank0.pt", "ba2_rank1.pt", "ba4_rank0.pt", "ba4_rank1.pt"} <= set(os.listdir(folder))
+        return
+    # One rank has batches of half the size, so it goes on with the next epoch, which ends after eight of them.
+    _, seen = run(tmp_path, {**sharding, "load_path": str(folder / saved), "max_duration": "4ba"}, world_size=1)
+    assert (seen["samples"], seen["enabled"]) == (16 + 2 * 4, True)
+    if kind == "full":
+        unsharded, _ = run(tmp_path, {"load_path": str(folder / saved)})
+        assert farthest(unsharded, plain) < TOLERANCE
+        on_rank_zero = {"load_monolith_rank0_only": True, "sync_module_states": True}
+        handed_on, _ = run(tmp_path, {"parallelism_config": {"fsdp": on_rank_zero}, "load_path": str(folder / saved)})
+        assert farthest(handed_on, weights) == 0.0
+
+
+BAD = [
+    (
+        {"parallelism_config": {"fsdp": {"shardng_strategy": "FULL_SHARD"}}},
+        TypeError,
+        "Did you mean 'sharding_strategy'",
+    ),
+    ({"parallelism_config": {"fsdp": {"sharding_strategy": "ALL"}}}, ValueError, "sharding_strategy='ALL' is none"),
+    ({"parallelism_config": {"fsdp": {}}, "fsdp_config": {}}, ValueError, "were both given"),
+    (
+        {"parallelism_config": {"fsdp": {}}, "deepspeed_config": {}},
+        ValueError,
+        "deepspeed_config and parallelism_config",
+    ),
+    ({"parallelism_config": {"fsdp": {}}, "ddp_sync_strategy": "forced_sync"}, ValueError, "do not go with"),
+    ({"parallelism_config": {"tp": {"tensor_parallel_degree": 2}}}, ValueError, "currently requires FSDP"),
+    (
+        {"parallelism_config": {"fsdp": {"data_parallel_shard_degree": 3}}},
+        ValueError,
+        "World size 2 is less than the product",
+    ),
+]
+
+
+def refuse_all(cases):
+    said = []
+    for arguments, kind, text in cases:
+        with pytest.raises(kind, match=text) as refusal:
+            make(**arguments)
+        said.append(str(refusal.value))
+    # Nobody has waited for anybody: the group that the test made is the only one, and it still works.
+    return said, dist.all_gather_object(len(said))
+
+
+def test_bad_settings_are_found_on_every_rank_before_any_waits_for_another(tmp_path):
+    first, second = run_ranks(refuse_all, BAD, store=tmp_path / "store", timeout_s=120)
+    assert first == second == (first[0], [len(BAD)] * 2)
+
+
+def differ():
+    strategy = "FULL_SHARD" if dist.get_global_rank() == 0 else "SHARD_GRAD_OP"
+    with pytest.raises(ValueError, match="the ranks do not agree") as refusal:
+        make(parallelism_config={"fsdp": {"sharding_strategy": strategy}})
+    return str(refusal.value)
+
+
+def test_ranks_with_other_settings_are_told_what_differs(tmp_path):
+    for said in run_ranks(differ, store=tmp_path / "store", timeout_s=120):
+        assert "parallelism_config.sharding_strategy: 'FULL_SHARD' on rank 0, 'SHARD_GRAD_OP' on rank 1" in said
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
+def test_the_size_of_a_microbatch_is_found_out_with_the_broad_settings_only():
+    from composer.trainer._sharding import plan_sharding  # a GPU is needed to get as far by way of the Trainer
+    from composer_dist import Precision
+    from composer_fsdp import ParallelismConfig
+
+    with pytest.raises(ValueError, match="Auto microbatching is not supported outside of FSDP1"):
+        plan_sharding(ParallelismConfig(fsdp2=FSDP2Config()), Precision.FP32, is_auto=True)
