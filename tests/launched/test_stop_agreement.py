@@ -1,7 +1,7 @@
 """Ranks that run at their own speed stop after the same batch.
 
-On a CPU the ranks of a Trainer keep step, since each batch's gradients are waited for. On GPUs the processes run ahead of
-their devices by as much as they like, so what they agree by is tested by itself, without anything that holds them.
+On a CPU the ranks of a Trainer keep step, since each batch's gradients are waited for. On GPUs the processes run ahead
+of their devices by as much as they like, so what they agree by is tested by itself, without anything that holds them.
 """
 
 import random

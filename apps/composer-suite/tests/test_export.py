@@ -138,7 +138,7 @@ def test_a_model_that_cannot_be_scripted_is_traced(tmp_path):
 
 @pytest.mark.parametrize("save_format", ["onnx", "export"])
 def test_formats_that_need_a_sample_say_so(trained, make_trainer, tmp_path, save_format):
-    with pytest.raises(ValueError, match="sample_input=None.*needs to see the model run"):
+    with pytest.raises(ValueError, match=r"sample_input=None.*needs to see the model run"):
         export_for_inference(trained.state.model, save_format, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

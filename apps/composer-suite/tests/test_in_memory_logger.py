@@ -30,7 +30,7 @@ def test_a_series_has_the_time_beside_each_value(logger):
 
 
 def test_an_unknown_series(logger):
-    with pytest.raises(ValueError, match="metric='loss' has not been logged. Logged were: .*loss/train/total"):
+    with pytest.raises(ValueError, match=r"metric='loss' has not been logged\. Logged were: .*loss/train/total"):
         logger.get_timeseries("loss")
 
 

@@ -66,7 +66,7 @@ def test_a_misspelt_argument_names_its_neighbours(make_trainer, name, near):
 
 
 def test_an_argument_like_no_other(make_trainer):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'. See the docstring"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'\. See the docstring"):
         make_trainer(zzz=1)
 
 

@@ -1,5 +1,6 @@
 """A Trainer's arguments on parallelism, in all their spellings, as one `ParallelismConfig`."""
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -65,7 +66,9 @@ def parse_parallelism(
             "parallelism_config has FSDPConfig settings under 'fsdp' and FSDP2Config settings under 'fsdp2', and a "
             "model is sharded once. Give one of them; 'fsdp' has more settings."
         )
-    return ParallelismConfig(fsdp=fsdp, fsdp2=fsdp2, tp=_instance("tp", parts.get("tp"), TPConfig))
+    tp = _instance("tp", parts.get("tp"), TPConfig)
+    # Copies, since a run writes its mesh into them, which the next run of the same settings must not find.
+    return ParallelismConfig(fsdp=copy.copy(fsdp), fsdp2=copy.copy(fsdp2), tp=copy.copy(tp))
 
 
 def _parts(config: Any) -> dict[str, Any]:

@@ -133,7 +133,8 @@ def make_plan(
         ModuleNotFoundError: If TransformerEngine is asked for and not installed.
 
     Example:
-        >>> plan = make_plan(FSDPConfig(data_parallel_replicate_degree=2), world_size=8)
+        >>> config = FSDPConfig(sharding_strategy="HYBRID_SHARD", data_parallel_replicate_degree=2)
+        >>> plan = make_plan(config, world_size=8)
         >>> plan.sharding_strategy, dict(plan.degrees)
         ('HYBRID_SHARD', {'data_parallel_replicate': 2, 'data_parallel_shard': 4})
     """
