@@ -123,6 +123,22 @@ IMPORT_MAP = [
     ("model_eval_mode", "composer_models", "composer.utils composer.utils.misc"),
     ("is_notebook", "composer.utils.notebook", "composer.utils composer.utils.misc"),
     ("ParallelismType", "composer_events.parallelism", "composer_events composer.utils composer.utils.misc"),
+    (
+        "FSDPConfig FSDP2Config TPConfig ParallelismConfig",
+        "composer_fsdp.config",
+        "composer_fsdp composer.utils composer.utils.parallelism",
+    ),
+    (
+        "parallelize_composer_model parallelize_model",
+        "composer_fsdp.parallelize",
+        "composer_fsdp composer.distributed composer.distributed.prepare_distributed",
+    ),
+    ("prepare_fsdp_module prepare_tp_module", "composer_fsdp.prepare", "composer.distributed"),
+    (
+        "get_summon_params_fn",
+        "composer_fsdp.summon",
+        "composer_fsdp composer.distributed composer.distributed.shared_utils",
+    ),
     ("warning_on_one_line", "composer_events.warnings", "composer.utils.misc"),
     ("import_object", "composer.utils.import_helpers", "composer.utils"),
     ("clean_stale_shared_memory", "composer_dist.stale_memory", "composer.datasets"),

@@ -1,11 +1,15 @@
 """Files of single ranks: exactly one for each, loadable by as many ranks, and rebuilt for others when asked to."""
 
+import os
+import signal
+
 import pytest
 import torch
 import torch.distributed as tdist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from composer_checkpoint.commit import remove_leftovers
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.files import load_file
 from composer_checkpoint.local_files import load_local, merge_local, save_local
@@ -121,3 +125,71 @@ def test_another_models_file_changes_nothing(tmp_path):
     with pytest.raises(IncompatibleCheckpointError, match=r"1 missing: model/c; 1 different: model/b"):
         load_local(target, path)
     assert target["model"]["a"].tolist() == [0, 0]
+
+
+def replace_a_save_and_die(path, victim, renames_before):
+    """Save twice under one name; a rank is killed right before one of its renames of the second save."""
+    save_local({"w": torch.zeros(2)}, path)
+    tdist.barrier()
+    rename, left = os.replace, [renames_before]
+
+    def rename_or_die(source, target):
+        if tdist.get_rank() == victim and not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        rename(source, target)
+
+    os.replace = rename_or_die
+    save_local({"w": torch.ones(2)}, path)
+
+
+def values_in(path):
+    return set(merge_local(path)["w"].tolist())
+
+
+# Rank 0 renames the record of both files, and then its own file.
+@pytest.mark.parametrize(("victim", "renames_before", "expected"), [(0, 0, 0.0), (0, 1, 1.0), (1, 0, 1.0)])
+def test_ranks_killed_between_their_renames_leave_one_whole_set(tmp_path, victim, renames_before, expected):
+    path = f"{tmp_path}/saved/ba2_rank{{rank}}.pt"
+    with pytest.raises(AssertionError, match=f"rank {victim}"):
+        run_ranks(replace_a_save_and_die, path, victim, renames_before, store=tmp_path / "store")
+    remove_leftovers(tmp_path / "saved")
+    assert values_in(path) == {expected}
+    assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["ba2_rank0.pt", "ba2_rank1.pt"]
+
+
+def half_renamed_set(tmp_path, names):
+    """Leave a file without its name, and a record that says which names files shall get."""
+    save_local({"w": torch.ones(2)}, tmp_path / "ba2_rank0.pt")
+    writer = "00000000-1-1-00000000"
+    os.rename(tmp_path / "ba2_rank0.pt", tmp_path / f"ba2_rank0.pt.tmp-{writer}")
+    (tmp_path / f"ba2_rank0.pt.set-{writer}").write_text(names.replace("WRITER", writer))
+    return {f"ba2_rank0.pt.tmp-{writer}", f"ba2_rank0.pt.set-{writer}"}
+
+
+def test_a_set_of_another_machine_is_left_alone_until_the_folder_is_locked(tmp_path):
+    left = half_renamed_set(tmp_path, '{"ba2_rank0.pt": "ba2_rank0.pt.tmp-WRITER"}')
+    remove_leftovers(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == left
+    remove_leftovers(tmp_path, locked=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["ba2_rank0.pt"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "",
+        "[1]",
+        '{"ba2_rank0.pt": 1}',
+        '{"../ba2_rank0.pt": "ba2_rank0.pt.tmp-WRITER"}',
+        '{"/ba2_rank0.pt": "ba2_rank0.pt.tmp-WRITER"}',
+        '{"other.pt": "ba2_rank0.pt.tmp-WRITER"}',
+        '{"ba2_rank0.pt": "other.pt"}',
+    ],
+)
+def test_a_record_that_nobody_here_has_written_renames_nothing(tmp_path, names):
+    half_renamed_set(tmp_path, names)
+    (tmp_path / "other.pt").write_text("a user's")
+    remove_leftovers(tmp_path, locked=True)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("other.pt", "a user's")]
+

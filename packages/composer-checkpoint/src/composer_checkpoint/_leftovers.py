@@ -1,44 +1,28 @@
-"""What is being written, and what writers that were killed have left."""
+"""What writers that were killed have left."""
 
 import logging
 import os
 import re
-import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from composer_checkpoint._file_sets import complete_set, temporaries_of
 from composer_checkpoint._renames import rename_without_replacing
-from composer_checkpoint._writers import WRITER_PATTERN, is_alive, this_writer
+from composer_checkpoint._unfinished_names import UNFINISHED
+from composer_checkpoint._writers import is_alive
 
-__all__ = ["discard", "is_folder", "is_unfinished", "name_beside", "remove_leftovers"]
+__all__ = ["complete_sets", "discard", "is_folder", "remove_leftovers"]
 
 log = logging.getLogger(__name__)
-
-# .tmp-: not finished, or already replaced; never read. .old-: a whole folder, moved aside for an instant where the
-# file system cannot swap two names; put back if its writer died in that instant.
-_LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<writer>{WRITER_PATTERN})-[0-9a-f]{{8}}", re.DOTALL)
-_LONGEST_NAME_BYTES = 255
-
-
-def name_beside(final: Path, kind: str = "tmp") -> Path:
-    """Return a path in the same folder that nobody else uses and that says who writes it."""
-    mark = f".{kind}-{this_writer()}-{secrets.token_hex(4)}"
-    kept = os.fsencode(final.name)[: _LONGEST_NAME_BYTES - len(mark)]
-    return final.with_name(kept.decode(errors="ignore") + mark)
-
-
-def is_unfinished(name: str) -> bool:
-    """Return whether a file or folder of this name is not yet, or no longer, a checkpoint."""
-    found = _LEFTOVER.fullmatch(name)
-    return found is not None and found["kind"] == "tmp"
-
 
 def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
     """Delete what writers left in a folder when they were killed.
 
     What a living process of this machine is writing stays. A folder that was just being replaced where the file
-    system cannot swap names gets its name back.
+    system cannot swap names gets its name back. Per-rank files of which all are written, and some not yet renamed,
+    get their names.
 
     Args:
         folder: Where checkpoints are. Folders below it are looked through too.
@@ -48,20 +32,32 @@ def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) ->
     Returns:
         What was deleted.
     """
+    complete_sets(folder, locked=locked)
+    left = list(_unfinished_in(folder))
+    # Where it cannot be known whether the writer of a record is gone, the files that it names are still needed.
+    needed = {temporary for path, found in left if found["kind"] == "set" for temporary in temporaries_of(path)}
     removed: list[Path] = []
-    pending = [Path(folder)]
-    while pending:
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                found = _LEFTOVER.fullmatch(entry.name)
-                if found is None:
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(Path(entry))
-                elif not _may_be_writing(found["writer"], locked):
-                    _tidy(Path(entry), found["kind"], found["name"], removed)
+    for path, found in left:
+        if found["kind"] != "set" and path not in needed and not _may_be_writing(found["writer"], locked):
+            _tidy(path, found["kind"], found["name"], removed)
     for path in removed:
         log.warning("Removed %s, which a writer that is gone had left unfinished.", path)
     return removed
+
+
+def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
+    """Rename what is left of per-rank files, all of which were written when their writers were killed.
+
+    Args:
+        folder: Where checkpoints are.
+        locked: As in `remove_leftovers`.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    for path, found in list(_unfinished_in(folder)):
+        if found["kind"] == "set" and not _may_be_writing(found["writer"], locked):
+            complete_set(path)
 
 
 def discard(path: Path) -> bool:
@@ -82,6 +78,19 @@ def discard(path: Path) -> bool:
 def is_folder(path: Path) -> bool:
     """Return whether the name is that of a folder itself, not of a link to one."""
     return path.is_dir() and not path.is_symlink()
+
+
+def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Go through the unfinished files and folders of a folder and of those below it."""
+    pending = [Path(folder)]
+    while pending:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                found = UNFINISHED.fullmatch(entry.name)
+                if found is not None:
+                    yield Path(entry), found
+                elif entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry))
 
 
 def _may_be_writing(writer: str, locked: bool) -> bool:

@@ -9,8 +9,10 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING
 
+from composer_checkpoint._leftovers import complete_sets
 from composer_checkpoint.discover import Found, find_newest
 from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
+from composer_checkpoint.lock import FolderLock
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.pointers import read_pointer
 from composer_checkpoint.remote_resume import fetched_from_stores, refuse_weights_only, shared_name
@@ -67,6 +69,8 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
 def _search(found: list[str | None], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
     folder = format_name_with_dist(saver.folder, state.run_name)
     template = within_folder(state, saver.filename.filename)
+    if layout is Layout.LOCAL and os.path.isdir(folder):
+        _complete_sets(folder)
 
     def check(path: Path) -> None:
         names = [os.fspath(path)]
@@ -85,6 +89,15 @@ def _search(found: list[str | None], saver: "CheckpointSaver", state: "State", l
     if newest is not None:
         path = newest.path
         found[0] = _with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path)
+
+
+def _complete_sets(folder: str) -> None:
+    """Give per-rank files their names, all of which were written when the run before was killed."""
+    try:
+        with FolderLock(folder):
+            complete_sets(folder, locked=True)
+    except OSError as error:  # in use, or read-only: the set before is as good
+        log.warning("Per-rank files in %s that have no names yet are left alone: %s", folder, error)
 
 
 def _newest_of(target: Path) -> Found | None:

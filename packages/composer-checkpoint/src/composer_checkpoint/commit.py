@@ -2,18 +2,19 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from composer_checkpoint._durability import make_folders, sync_path, sync_tree
-from composer_checkpoint._leftovers import discard, is_folder, name_beside, remove_leftovers
+from composer_checkpoint._leftovers import discard, is_folder, remove_leftovers
 from composer_checkpoint._renames import exchange, rename_without_replacing
 from composer_checkpoint._storage_faults import as_storage_error, require_space
-from composer_checkpoint.errors import CheckpointConflictError
+from composer_checkpoint._unfinished_names import name_beside
+from composer_checkpoint.errors import CheckpointConflictError, StorageError
 from composer_checkpoint.pointers import replace_pointer
 
-__all__ = ["remove_leftovers", "replace_pointer", "sync_tree", "write_atomically"]
+__all__ = ["put_in_place", "remove_leftovers", "replace_pointer", "sync_tree", "write_atomically", "write_beside"]
 
 _RACED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 
@@ -51,20 +52,64 @@ def write_atomically(
         ['weights.bin']
     """
     final = Path(os.path.abspath(path))  # the body may change the current folder
-    if not overwrite and os.path.lexists(final):
-        raise _conflict(final)
+    _refuse_existing(final, overwrite)
     if need_bytes is not None:
         require_space(final, need_bytes)
     temporary = name_beside(final)
-    try:
+    with _whole_or_nothing(temporary, final, need_bytes):
         make_folders(final.parent)
         if folder:
             temporary.mkdir()
         yield temporary
-        if not os.path.lexists(temporary):
-            raise RuntimeError(f"Nothing was written to {temporary}, which was to become {final}. Write to that path.")
-        sync_tree(temporary)
+        _flush(temporary, final)
         _put_in_place(temporary, final, overwrite)
+
+
+def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], *, overwrite: bool) -> None:
+    """Write a file under a temporary name and flush it, for `put_in_place` to rename. After an exception it is gone.
+
+    Args:
+        temporary: From `name_beside(final)`.
+        final: The name that it will get. Folders above it are made.
+        write: Writes to the path that it is given.
+        overwrite: Whether something that has this name may be replaced.
+
+    Raises:
+        CheckpointConflictError: If `final` exists and `overwrite` is false.
+        StorageError: If the disk is full, read-only, not permitted or broken.
+    """
+    _refuse_existing(final, overwrite)
+    with _whole_or_nothing(temporary, final):
+        make_folders(final.parent)
+        write(temporary)
+        _flush(temporary, final)
+        sync_path(final.parent)  # so that what names the temporary file never outlasts it
+
+
+def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
+    """Give a file that was written by `write_beside` its name. After an exception it has still the temporary one.
+
+    Raises:
+        CheckpointConflictError: If `final` exists and `overwrite` is false.
+        StorageError: If the file system refuses.
+    """
+    try:
+        _put_in_place(temporary, final, overwrite)
+    except CheckpointConflictError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"{final} is written, and could not get its name: {error.strerror or error}. It is {temporary.name}. Look "
+            f"after the file system; the next run that saves there gives it its name",
+        ) from error
+
+
+@contextmanager
+def _whole_or_nothing(temporary: Path, final: Path, need_bytes: int | None = None) -> Iterator[None]:
+    """Remove what is unfinished after an exception, and say what the disk has to do with it."""
+    try:
+        yield
     except BaseException as error:
         written = _size_bytes(temporary)
         discard(temporary)
@@ -72,6 +117,17 @@ def write_atomically(
         if storage_error is not None:
             raise storage_error from error
         raise
+
+
+def _refuse_existing(final: Path, overwrite: bool) -> None:
+    if not overwrite and os.path.lexists(final):
+        raise _conflict(final)
+
+
+def _flush(temporary: Path, final: Path) -> None:
+    if not os.path.lexists(temporary):
+        raise RuntimeError(f"Nothing was written to {temporary}, which was to become {final}. Write to that path.")
+    sync_tree(temporary)
 
 
 def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING
 
-from composer_checkpoint._leftovers import is_unfinished
+from composer_checkpoint._unfinished_names import is_unfinished
 from composer_checkpoint.errors import CheckpointConflictError
 from composer_checkpoint.manifest import MANIFEST_NAME
 from composer_checkpoint.names import placeholders

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_checkpoint._leftovers import is_unfinished
+from composer_checkpoint._unfinished_names import is_unfinished
 from composer_checkpoint.errors import CheckpointError
 from composer_checkpoint.lock import LOCK_NAME
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest

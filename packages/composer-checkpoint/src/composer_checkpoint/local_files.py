@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from composer_checkpoint._file_sets import describe_set
+from composer_checkpoint._leftovers import discard
 from composer_checkpoint._tree import map_tree, named_leaves
-from composer_checkpoint.commit import sync_tree, write_atomically
+from composer_checkpoint._unfinished_names import name_beside
+from composer_checkpoint.commit import put_in_place, write_atomically, write_beside
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import load_file, save_file
 from composer_checkpoint.manifest import Manifest
@@ -52,7 +55,8 @@ def save_local(
 ) -> Manifest:
     """Save what this rank holds to a file of its own. Every rank of the group must call this.
 
-    No file gets its name before those of all ranks are on the disk. The file has this rank's part of each DTensor as a
+    No file gets its name before those of all ranks are on the disk, and once one has its name all of them get it: if
+    the ranks are killed between, by `remove_leftovers`, which each run calls that saves to the folder. The file has this rank's part of each DTensor as a
     plain tensor, and under `local_layout` what is needed to put the parts together again: world size, rank, mesh, and
     each tensor's placements, global shape and offsets.
 
@@ -110,7 +114,8 @@ def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) ->
         kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
         raise CorruptCheckpointError(
             f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
-            f"when the run was killed while it replaced them. Load another checkpoint."
+            f"when the run was killed while it replaced them. If no run saves there, remove_leftovers(folder, "
+            f"locked=True) gives the rest of the later ones their names. Otherwise load another checkpoint."
         )
 
 
@@ -124,7 +129,7 @@ def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
 
 
 def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, overwrite: bool) -> None:
-    """Let each rank write a file, and name them once all are there. Every rank must call this.
+    """Let each rank write a file, and name all of them or none. Every rank must call this.
 
     Args:
         own: This rank's file.
@@ -132,15 +137,31 @@ def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, ove
         ranks: Who takes part.
         overwrite: Whether a file of this name may be replaced.
     """
-    with ExitStack() as unfinished:
+    own = Path(os.path.abspath(own))  # what is saved may change the current folder
+    temporary = name_beside(own)
+    with ExitStack() as undo:
+        undo.callback(discard, temporary)
+        # First all of them reach the disk. One that hangs does so here, and what was given up never gets a name.
+        ranks.together(lambda: write_beside(temporary, own, write, overwrite=overwrite))
+        if ranks.world_size > 1:
+            # From here on no rank deletes its file, whatever it hears of the others: if the record is there by then,
+            # the set is completed by whoever comes next, and otherwise the files are removed as leftovers.
+            undo.pop_all()
+        record = ranks.exchange(lambda: (own, temporary), _record)
+        ranks.together(lambda: put_in_place(temporary, own, overwrite=overwrite))
+    if record is not None and ranks.rank == 0:
+        discard(record)
 
-        def begin() -> None:
-            temporary = unfinished.enter_context(write_atomically(own, overwrite=overwrite))
-            write(temporary)
-            sync_tree(temporary)  # a disk that hangs shall do so before any file has its name
 
-        ranks.together(begin)
-        ranks.together(unfinished.close)
+def _record(files: list[tuple[Path, Path]]) -> list[Path | None]:
+    """Write down, on rank 0, which file gets which name, so that they get them even if all ranks are killed."""
+    if len(files) == 1:
+        return [None]
+    folder = Path(os.path.commonpath([final.parent for final, _ in files]))
+    record = name_beside(folder / files[0][0].name, "set")
+    with write_atomically(record) as unfinished:
+        unfinished.write_text(describe_set(dict(files), folder))
+    return [record] * len(files)
 
 
 def load_local(

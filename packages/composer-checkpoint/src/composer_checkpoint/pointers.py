@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 
 from composer_checkpoint._durability import make_folders, sync_path
-from composer_checkpoint._leftovers import is_folder, name_beside
+from composer_checkpoint._leftovers import is_folder
 from composer_checkpoint._storage_faults import as_storage_error
+from composer_checkpoint._unfinished_names import name_beside
 from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpointError
 
 __all__ = ["read_pointer", "read_pointer_text", "replace_pointer"]

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from composer_checkpoint._drawless import draws_nothing
 from composer_checkpoint._own_generators import holds_generators
 
 __all__ = ["SeededBatches", "can_be_seeded", "derive_seed", "open_seeded", "seeded"]
@@ -37,6 +38,7 @@ _DRAW_FIRST = (
     DistributedSampler,
 )
 _END = object()
+_spares: list[Any] = []  # bit generators of NumPy's, which take longer to make than a small batch to load
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -67,8 +69,8 @@ def seeded(seed: int) -> Iterator[None]:
     python, ours = random.getstate(), torch.default_generator.get_state()
     # NumPy's own state takes longer to copy than a batch to load; another one takes its place meanwhile.
     legacy: Any = np.random  # whose stubs do not know how
-    numpy = legacy.get_bit_generator()
-    legacy.set_bit_generator(np.random.MT19937(0))
+    numpy, spare = legacy.get_bit_generator(), _spares.pop() if _spares else np.random.MT19937(0)
+    legacy.set_bit_generator(spare)
     try:
         _seed_process(seed)
         yield
@@ -76,6 +78,7 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(python)
         legacy.set_bit_generator(numpy)
         torch.default_generator.set_state(ours)
+        _spares.append(spare)
 
 
 def can_be_seeded(loader: object) -> bool:
@@ -129,7 +132,7 @@ class SeededBatches:
         replays = first > 0 and holds_generators(self.loader.dataset, self.loader.collate_fn)
         view, sampler = self._prepare()
         sampler.begin(epoch_seed, 0 if replays else first)
-        if self.loader.num_workers == 0:
+        if self.loader.num_workers == 0 and not draws_nothing(self.loader.dataset, self.loader.collate_fn):
             batches = open_seeded(view, epoch_seed, 0 if replays else first)
         else:
             with seeded(epoch_seed):

@@ -1,15 +1,21 @@
 """The one form that all settings are turned into before anything is sharded."""
 
-import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from logging import getLogger
 from typing import Any
 
 import torch
 
 from composer_dist import Precision
+from composer_fsdp.checks import (
+    STRATEGIES,
+    check_fsdp,
+    check_tensor_parallel,
+    number_of_parameters,
+    one_of,
+    say_what_does_nothing,
+    warn,
+)
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
 from composer_fsdp.degrees import fill_degrees
 from composer_fsdp.groups import check_group
@@ -17,14 +23,9 @@ from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
 
 __all__ = ["STRATEGIES", "ShardingPlan", "make_plan"]
 
-log = getLogger(__name__)
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NONE")
 _STATE_DICT_TYPES = ("full", "sharded", "local")
 _ON_TWO_AXES = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
 _ON_ONE_AXIS = {after: before for before, after in _ON_TWO_AXES.items()}
-_STRICT_VARIABLE = "COMPOSER_STRICT_COMPAT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +143,13 @@ def make_plan(
         is_narrow = isinstance(config, FSDP2Config)
         config = ParallelismConfig(fsdp2=config) if is_narrow else ParallelismConfig(fsdp=config)
     tp = config.tp if config.tp is not None and config.tp.tensor_parallel_degree != 1 else None
-    _check_tensor_parallel(config)
+    check_tensor_parallel(config)
     own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
     assert own is not None  # checked above
     shared: dict[str, Any] = {
-        "activation_checkpointing": _one_of(own, "activation_checkpointing", (False, True, "selective")),
+        "activation_checkpointing": one_of(own, "activation_checkpointing", (False, True, "selective")),
         "activation_cpu_offload": bool(own.activation_cpu_offload),
-        "state_dict_type": _one_of(own, "state_dict_type", _STATE_DICT_TYPES, none="full"),
+        "state_dict_type": one_of(own, "state_dict_type", _STATE_DICT_TYPES, none="full"),
         "load_monolith_rank0_only": bool(own.load_monolith_rank0_only),
         "mixed_precision": own.mixed_precision,
         "precision": str(precision.value if isinstance(precision, Precision) else precision),
@@ -186,12 +187,12 @@ def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int) -> di
 
 
 def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
-    _check_fsdp(config)
-    _say_what_does_nothing(config, stacklevel + 1)
+    check_fsdp(config)
+    say_what_does_nothing(config, stacklevel + 1)
     has_degrees = config.data_parallel_shard_degree != -1 or config.data_parallel_replicate_degree is not None
     group = config.process_group
     if group is not None and (has_degrees or tp is not None):
-        _warn(
+        warn(
             f"process_group={group!r} is ignored, since the degrees of parallelism say which ranks belong together. "
             f"Give one of the two.",
             stacklevel + 1,
@@ -215,68 +216,13 @@ def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stackle
         "activation_checkpointing_reentrant": config.asks_for_reentrant,
         "te_checkpoint_wrapper": bool(config.te_checkpoint_wrapper),
         "auto_wrap": bool(config.auto_wrap),
-        "min_params": _number_of_parameters(config.min_params),
+        "min_params": number_of_parameters(config.min_params),
         "ignored_modules": tuple(config.ignored_modules or ()),
         "tie_policy": config.tie_policy,
         "sync_module_states": bool(config.sync_module_states),
         "use_orig_params": bool(config.use_orig_params),
         "grad_sync_every_microbatch": bool(config.grad_sync_every_microbatch),
     }
-
-
-def _check_fsdp(config: FSDPConfig) -> None:
-    _one_of(config, "sharding_strategy", STRATEGIES)
-    _one_of(config, "backward_prefetch", _PREFETCHES)
-    _one_of(config, "tie_policy", ("error", "group"))
-    for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
-        limit = getattr(config, name)
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ValueError(f"{name}={limit!r} is not a number of modules: it has to be 1 or more.")
-    if config.activation_cpu_offload and not config.use_orig_params:
-        raise ValueError(
-            "activation_cpu_offload=True is not supported with use_orig_params=False. Use use_orig_params=True, which "
-            "is the default, or leave the activations where they are."
-        )
-    if config.load_monolith_rank0_only and not config.sync_module_states and config.auto_wrap:
-        raise ValueError(
-            "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
-            "other ranks have to receive its weights. Set both, on every rank."
-        )
-    for module in config.ignored_modules or ():
-        if not isinstance(module, torch.nn.Module):
-            raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
-    if config.cpu_offload:
-        if os.environ.get(_STRICT_VARIABLE) == "1":
-            raise ValueError(
-                f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 asks for "
-                f"what Composer does. Leave one of them out."
-            )
-        log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
-
-
-def _say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
-    if config.keep_low_precision_grads:
-        _warn(
-            "keep_low_precision_grads=True does nothing: gradients have the format of the weights once they are "
-            "reduced. Leave it out.",
-            stacklevel + 1,
-            DeprecationWarning,
-        )
-    if not config.limit_all_gathers:
-        _warn(
-            "limit_all_gathers=False does nothing: FSDP2 always limits them. Leave it out.",
-            stacklevel + 1,
-            DeprecationWarning,
-        )
-    for name in ("te_checkpoint_wrapper", "te_shard_fp8_weight"):
-        if getattr(config, name):
-            _check_transformer_engine(name)
-    if config.te_shard_fp8_weight:
-        _warn(
-            "te_shard_fp8_weight=True does nothing: FSDP2 gathers weights in the format of mixed_precision. Leave it "
-            "out.",
-            stacklevel + 1,
-        )
 
 
 def _strategy_that_fits(
@@ -295,64 +241,8 @@ def _strategy_that_fits(
     other = (_ON_ONE_AXIS if axes == 1 else _ON_TWO_AXES).get(strategy)
     if other is None:
         return strategy
-    _warn(f"{strategy} is not supported with {axes}D device mesh. Using {other} instead.", stacklevel + 1)
+    warn(f"{strategy} is not supported with {axes}D device mesh. Using {other} instead.", stacklevel + 1)
     return other
-
-
-def _check_tensor_parallel(config: ParallelismConfig) -> None:
-    if config.fsdp is None and config.fsdp2 is None:
-        if config.tp is None:
-            raise ValueError("the parallelism configuration is empty. Give FSDP settings: ParallelismConfig(fsdp=...).")
-        raise ValueError(
-            f"Tensor parallelism (TP) currently requires FSDP to be enabled. There are tp={config.tp!r} and no FSDP "
-            f"settings. Give FSDP settings too ({{}} counts), or leave tp out."
-        )
-    if config.tp is None:
-        return
-    own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
-    assert own is not None
-    if not own.use_orig_params:
-        raise ValueError(
-            "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
-            "Use use_orig_params=True, which is the default, or leave tp out."
-        )
-    if config.tp.tensor_parallel_degree != 1 and own.load_monolith_rank0_only:
-        raise ValueError(
-            "load_monolith_rank0_only is not compatible with tensor parallelism (TP). Leave one of the two out."
-        )
-
-
-def _check_transformer_engine(name: str) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("transformer_engine") is None:
-        raise ModuleNotFoundError(
-            f"{name}=True needs the package 'transformer_engine', which is not installed. Run "
-            f"`pip install 'transformer-engine[pytorch]'`, or leave the setting out.",
-            name="transformer_engine",
-        )
-
-
-def _one_of(config: Any, name: str, values: tuple[Any, ...], *, none: Any = None) -> Any:
-    value = getattr(config, name)
-    if value is None and none is not None:
-        return none
-    if value not in values:
-        hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
-        raise ValueError(f"{name}={value!r} is none that there is. {hint} {', '.join(map(repr, values))}.")
-    return value
-
-
-def _number_of_parameters(value: Any) -> float | None:
-    try:
-        number = None if value is None else float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if number is not None and not number >= 0:
-        raise ValueError(
-            f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to go by names alone."
-        )
-    return number or None
 
 
 def _describe_group(group: Any) -> Any:
@@ -365,7 +255,3 @@ def _describe_group(group: Any) -> Any:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _warn(message: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
-    warnings.warn(message, category, stacklevel=stacklevel + 1)

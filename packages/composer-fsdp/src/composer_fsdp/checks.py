@@ -1,0 +1,166 @@
+"""Whether settings are such that there are, and go together."""
+
+import os
+import warnings
+from importlib.util import find_spec
+from logging import getLogger
+from typing import Any
+
+import torch
+
+from composer_fsdp.config import FSDPConfig, ParallelismConfig
+
+__all__ = [
+    "STRATEGIES",
+    "check_fsdp",
+    "check_tensor_parallel",
+    "number_of_parameters",
+    "one_of",
+    "say_what_does_nothing",
+    "warn",
+]
+
+log = getLogger(__name__)
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NONE")
+_STRICT_VARIABLE = "COMPOSER_STRICT_COMPAT"
+
+
+def check_fsdp(config: FSDPConfig) -> None:
+    """Refuse settings of sharding that are none, or contradict each other.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    one_of(config, "sharding_strategy", STRATEGIES)
+    one_of(config, "backward_prefetch", _PREFETCHES)
+    one_of(config, "tie_policy", ("error", "group"))
+    for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
+        limit = getattr(config, name)
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"{name}={limit!r} is not a number of modules: it has to be 1 or more.")
+    if config.activation_cpu_offload and not config.use_orig_params:
+        raise ValueError(
+            "activation_cpu_offload=True is not supported with use_orig_params=False. Use use_orig_params=True, which "
+            "is the default, or leave the activations where they are."
+        )
+    if config.load_monolith_rank0_only and not config.sync_module_states and config.auto_wrap:
+        raise ValueError(
+            "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
+            "other ranks have to receive its weights. Set both, on every rank."
+        )
+    for module in config.ignored_modules or ():
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
+    if config.cpu_offload:
+        if os.environ.get(_STRICT_VARIABLE) == "1":
+            raise ValueError(
+                f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 asks for "
+                f"what Composer does. Leave one of them out."
+            )
+        log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
+
+
+def say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
+    """Warn of settings that are without effect.
+
+    Raises:
+        ModuleNotFoundError: If TransformerEngine is asked for and not installed.
+    """
+    if config.keep_low_precision_grads:
+        warn(
+            "keep_low_precision_grads=True does nothing: gradients have the format of the weights once they are "
+            "reduced. Leave it out.",
+            stacklevel + 1,
+            DeprecationWarning,
+        )
+    if not config.limit_all_gathers:
+        warn(
+            "limit_all_gathers=False does nothing: FSDP2 always limits them. Leave it out.",
+            stacklevel + 1,
+            DeprecationWarning,
+        )
+    for name in ("te_checkpoint_wrapper", "te_shard_fp8_weight"):
+        if getattr(config, name):
+            _check_transformer_engine(name)
+    if config.te_shard_fp8_weight:
+        warn(
+            "te_shard_fp8_weight=True does nothing: FSDP2 gathers weights in the format of mixed_precision. Leave it "
+            "out.",
+            stacklevel + 1,
+        )
+
+
+def check_tensor_parallel(config: ParallelismConfig) -> None:
+    """Refuse settings of tensor parallelism without, or in contradiction to, those of sharding.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    if config.fsdp is None and config.fsdp2 is None:
+        if config.tp is None:
+            raise ValueError("the parallelism configuration is empty. Give FSDP settings: ParallelismConfig(fsdp=...).")
+        raise ValueError(
+            f"Tensor parallelism (TP) currently requires FSDP to be enabled. There are tp={config.tp!r} and no FSDP "
+            f"settings. Give FSDP settings too ({{}} counts), or leave tp out."
+        )
+    if config.tp is None:
+        return
+    own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
+    assert own is not None
+    if not own.use_orig_params:
+        raise ValueError(
+            "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
+            "Use use_orig_params=True, which is the default, or leave tp out."
+        )
+    if config.tp.tensor_parallel_degree != 1 and own.load_monolith_rank0_only:
+        raise ValueError(
+            "load_monolith_rank0_only is not compatible with tensor parallelism (TP). Leave one of the two out."
+        )
+
+
+def one_of(config: Any, name: str, values: tuple[Any, ...], *, none: Any = None) -> Any:
+    """Return a setting if it is one of some values; `none` in place of `None`, if there is such a thing.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    value = getattr(config, name)
+    if value is None and none is not None:
+        return none
+    if value not in values:
+        hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
+        raise ValueError(f"{name}={value!r} is none that there is. {hint} {', '.join(map(repr, values))}.")
+    return value
+
+
+def number_of_parameters(value: Any) -> float | None:
+    """Return the threshold of the size rule, or `None` where there is none.
+
+    Raises:
+        ValueError: If it is no number.
+    """
+    try:
+        number = None if value is None else float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number is not None and not number >= 0:
+        raise ValueError(
+            f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to go by names alone."
+        )
+    return number or None
+
+
+def warn(message: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
+    """Warn, past this function, of the caller's caller's line or one further up."""
+    warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def _check_transformer_engine(name: str) -> None:
+    if find_spec("transformer_engine") is None:
+        raise ModuleNotFoundError(
+            f"{name}=True needs the package 'transformer_engine', which is not installed. Run "
+            f"`pip install 'transformer-engine[pytorch]'`, or leave the setting out.",
+            name="transformer_engine",
+        )
