@@ -5,6 +5,10 @@ the reason; everything else runs as it stands. The names that a text leaves to i
 """
 
 import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,6 +265,145 @@ SAMPLER = """
 from composer.utils import dist
 sampler = dist.get_sampler(dataset, shuffle=True)
 dataloader = DataLoader(dataset, batch_size=32, sampler=sampler)
+"""
+
+SPEED_MONITOR = """
+from composer import Trainer
+from composer.callbacks import SpeedMonitor
+
+# include a callback for tracking throughput/step during training
+trainer = Trainer(
+    model=model,
+    train_dataloader=train_dataloader,
+    eval_dataloader=eval_dataloader,
+    max_duration='160ep',
+    device='gpu',
+    callbacks=[SpeedMonitor(window_size=100)]
+)
+"""
+
+MIXED_PRECISION = """
+from composer import Trainer
+
+# use mixed precision during training
+trainer = Trainer(
+    model=model,
+    train_dataloader=train_dataloader,
+    eval_dataloader=eval_dataloader,
+    max_duration='160ep',
+    device='gpu',
+    precision='amp'
+)
+"""
+
+SAVE = """
+from composer import Trainer
+
+### Saving checkpoints
+trainer = Trainer(
+    model=model,
+    train_dataloader=train_dataloader,
+    eval_dataloader=eval_dataloader,
+    max_duration='160ep',
+    device='gpu',
+    # Checkpointing params
+    save_folder: 'checkpoints',
+    save_interval: '1ep'
+)
+
+# will save checkpoints to the 'checkpoints' folder every epoch
+trainer.fit()
+"""
+
+LOAD = """
+from composer import Trainer
+
+### Loading checkpoints
+trainer = Trainer(
+    model=model,
+    train_dataloader=train_dataloader,
+    eval_dataloader=eval_dataloader,
+    max_duration='160ep',
+    device='gpu',
+    # Checkpointing params
+    load_path='path/to/checkpoint/mosaic_states.pt'
+)
+
+# will load the trainer state (including model weights) from the
+# load_path before resuming training
+trainer.fit()
+"""
+
+GRAD_ACCUM = """
+from composer import Trainer
+
+trainer = Trainer(
+    ...,
+    grad_accum=2,
+)
+"""
+
+SEED = """
+from composer import Trainer
+
+trainer = Trainer(
+    ...,
+    seed=42,
+)
+"""
+
+ON_CPU = """
+from composer import Trainer
+
+trainer = Trainer(
+    model=model,
+    train_dataloader=train_dataloader,
+    eval_dataloader=eval_dataloader,
+    max_duration='2ep',
+    device='cpu'
+)
+"""
+
+RUN_TRAINER = """
+# run_trainer.py
+
+from composer import Trainer
+
+trainer = Trainer(
+    model=model,
+    train_dataloader=train_dataloader,
+    eval_dataloader=eval_dataloader,
+    max_duration='160ep',
+    device='gpu'
+)
+trainer.fit()
+"""
+
+WITH_DEEPSPEED = """
+# run_trainer.py
+
+from composer import Trainer
+
+trainer = Trainer(
+    model=model,
+    train_dataloader=train_dataloader,
+    eval_dataloader=eval_dataloader,
+    max_duration='160ep',
+    device='gpu',
+    deepspeed_config={
+        "train_batch_size": 2048,
+        "fp16": {"enabled": True},
+})
+"""
+
+LAUNCH = "composer -n 8 --stdout stdout_{rank}.log --stderr stderr_{rank}.log script.py"
+
+USAGE = """
+usage: composer [-h] [--version] [-n NPROC] [--stdout STDOUT]
+                [--stderr STDERR] [-v] [-m] [-c] [--world_size WORLD_SIZE]
+                [--base_rank BASE_RANK] [--node_rank NODE_RANK]
+                [--master_addr MASTER_ADDR] [--master_port MASTER_PORT]
+                training_script ...
 """
 
 RANKS = """
@@ -636,3 +779,157 @@ def test_validate_and_metrics_of_older_models_still_evaluate(network, dataloader
     with Trainer(model=model, eval_dataloader=dataloader, **settings) as trainer:
         trainer.eval()
     assert "MulticlassAccuracy" in trainer.state.eval_metric_values
+
+
+@pytest.fixture
+def for_the_guide(model, loaders, tmp_path, monkeypatch):
+    """Give the Trainer guide what it leaves to its reader, and a folder to write to."""
+    monkeypatch.chdir(tmp_path)
+    return {"model": model, **loaders}
+
+
+@NO_OPTIMIZER
+def test_the_speed_monitor_of_the_trainer_guide(run, for_the_guide):
+    two_epochs = ("'160ep'", "'2ep'", "a test takes no 160 epochs")
+    trainer = run(SPEED_MONITOR, two_epochs, NO_GPU, **for_the_guide)["trainer"]
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 6
+
+
+@NO_OPTIMIZER
+@pytest.mark.filterwarnings("ignore:precision='amp':DeprecationWarning")
+def test_mixed_precision_of_the_trainer_guide_is_refused_without_a_gpu(run, for_the_guide):
+    with pytest.raises(ValueError, match="not supported for CPU training"):
+        run(MIXED_PRECISION, NO_GPU, **for_the_guide)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NO_OPTIMIZER
+@pytest.mark.filterwarnings("ignore:precision='amp':DeprecationWarning")
+def test_mixed_precision_of_the_trainer_guide(run, for_the_guide):
+    two_epochs = ("'160ep'", "'2ep'", "a test takes no 160 epochs")
+    trainer = run(MIXED_PRECISION, two_epochs, **for_the_guide)["trainer"]
+    trainer.fit()
+    assert trainer.state.precision == "amp_fp16"
+
+
+@NO_OPTIMIZER
+def test_saving_of_the_trainer_guide(run, for_the_guide):
+    trainer = run(
+        SAVE,
+        ("'160ep'", "'2ep'", "a test takes no 160 epochs"),
+        NO_GPU,
+        ("save_folder: ", "save_folder=", "the guide writes a colon, which is no Python, where it means ="),
+        ("save_interval: ", "save_interval=", "of the same"),
+        **for_the_guide,
+    )["trainer"]
+    assert trainer.state.timestamp.epoch == 2
+    saved = sorted(path.name for path in Path("checkpoints").glob("ep*.pt"))
+    assert saved == ["ep1-ba3-rank0.pt", "ep2-ba6-rank0.pt"]
+
+
+@NO_OPTIMIZER
+def test_loading_of_the_trainer_guide(run, for_the_guide, dataloader, network):
+    from composer import Trainer
+
+    model = for_the_guide["model"]
+    with Trainer(model=model, train_dataloader=dataloader, device="cpu", max_duration="1ep") as trainer:
+        trainer.fit()
+        trainer.save_checkpoint("path/to/checkpoint/mosaic_states.pt")
+    two_epochs = ("'160ep'", "'2ep'", "a test takes no 160 epochs")
+    loaded = []
+    with torch.no_grad():
+        network[-1].weight.zero_()  # which loading undoes
+    seen = (
+        "trainer.fit()",
+        "loaded.append(trainer.state.timestamp.batch.value)\ntrainer.fit()",
+        "the test looks where the trainer is before it goes on",
+    )
+    trainer = run(LOAD, two_epochs, NO_GPU, seen, loaded=loaded, **for_the_guide)["trainer"]
+    assert (loaded, int(trainer.state.timestamp.batch)) == ([3], 6)
+    assert bool(network[-1].weight.any())
+
+
+LEFT_OUT = """model=model,
+    train_dataloader=train_dataloader,
+    device='cpu',
+    max_duration='1ep',"""
+
+
+@NO_OPTIMIZER
+@pytest.mark.filterwarnings("ignore:grad_accum=:DeprecationWarning")
+def test_gradient_accumulation_of_the_trainer_guide(run, for_the_guide):
+    trainer = run(GRAD_ACCUM, ("...,", LEFT_OUT, "the guide leaves these out"), **for_the_guide)["trainer"]
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 3
+    assert trainer.state.device_train_microbatch_size == 2
+
+
+@pytest.mark.filterwarnings("ignore:grad_accum=:DeprecationWarning")
+def test_automatic_gradient_accumulation_of_the_trainer_guide_is_refused_without_a_gpu(run, for_the_guide):
+    automatic = ("grad_accum=2", "grad_accum='auto'", "the guide says so in the text below")
+    with pytest.raises(ValueError, match="on GPU"):
+        run(GRAD_ACCUM, ("...,", LEFT_OUT, "the guide leaves these out"), automatic, **for_the_guide)
+
+
+@NO_OPTIMIZER
+def test_the_seed_of_the_trainer_guide(run, for_the_guide):
+    trainer = run(SEED, ("...,", LEFT_OUT, "the guide leaves these out"), **for_the_guide)["trainer"]
+    assert trainer.state.rank_zero_seed == 42
+
+
+@NO_OPTIMIZER
+def test_the_device_of_the_trainer_guide(run, for_the_guide):
+    trainer = run(ON_CPU, **for_the_guide)["trainer"]
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 6
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "said"), [(2048, "train_batch_size.*2048"), (4, "not supported for CPU training|fp16")]
+)
+def test_deepspeed_of_the_guides_is_read_and_refused_without_a_gpu(run, for_the_guide, batch_size, said):
+    pytest.importorskip("deepspeed")
+    of_the_loader = ('"train_batch_size": 2048', f'"train_batch_size": {batch_size}', "a batch here has 4 samples")
+    optimizer = ("device=", "optimizers=optimizer, device=", "DeepSpeed's engine takes one, and the guides name none")
+    names = {**for_the_guide, "optimizer": torch.optim.SGD(for_the_guide["model"].parameters(), lr=0.1)}
+    with pytest.raises(ValueError, match=said):
+        run(WITH_DEEPSPEED, NO_GPU, of_the_loader, optimizer, **names)
+
+
+# What the guide's script and the sampler's text leave to their reader.
+READY = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from composer.models import ComposerClassifier
+
+dataset = TensorDataset(torch.rand(40, 4), torch.arange(40) % 3)
+{sampler}
+train_dataloader = eval_dataloader = dataloader
+model = ComposerClassifier(torch.nn.Linear(4, 3), num_classes=3)
+"""
+
+
+@pytest.mark.slow
+def test_the_launched_script_of_the_guides(tmp_path):
+    one_epoch = RUN_TRAINER.replace("'160ep'", "'1ep'")  # a test takes no 160 epochs
+    on_cpu = one_epoch.replace("device='gpu'", "device='cpu'")  # tests have no GPU to count on
+    told = "\nprint('rank', dist.get_global_rank(), 'of', dist.get_world_size(), 'at', trainer.state.timestamp.batch)\n"
+    (tmp_path / "script.py").write_text(READY.format(sampler=SAMPLER) + RANKS + on_cpu + told)
+    command = LAUNCH.replace("-n 8", "-n 2").split()  # two ranks are many enough
+    run = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "rank 0 of 2 at" in run.stdout
+    assert "rank 1 of 2 at" not in run.stdout
+    assert "rank 1 of 2 at" in (tmp_path / "stdout_1.log").read_text()
+    assert (tmp_path / "stderr_1.log").exists()
+
+
+def test_the_launcher_has_every_option_of_the_guide():
+    run = subprocess.run([sys.executable, "-m", "composer", "--help"], capture_output=True, text=True, check=True)
+    options = re.findall(r"\[(--?\w+)", USAGE)
+    assert len(options) == 13
+    assert all(re.search(rf"(?<![\w-]){option}\b", run.stdout) for option in options)

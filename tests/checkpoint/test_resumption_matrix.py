@@ -191,3 +191,33 @@ def test_a_killed_process_is_gone_on_from(tmp_path, num_workers, batch):
     assert min(resumed) in (batch, batch + 1)
     expected = train(num_workers)
     assert resumed == {number: expected[number] for number in range(min(resumed), 13)}
+
+
+class Draws(Callback):
+    """Keeps what training draws after each batch, and what is evaluated on."""
+
+    def __init__(self):
+        self.drawn, self.evaluated = {}, {}
+
+    def batch_end(self, state, logger):
+        self.drawn[int(state.timestamp.batch)] = torch.rand(2).tolist()
+
+    def eval_batch_end(self, state, logger):
+        self.evaluated.setdefault(int(state.timestamp.batch), []).append(state.batch[0].tolist())
+
+
+@pytest.mark.parametrize(("num_workers", "is_persistent"), [(0, False), (1, True)])
+def test_evaluations_come_again_and_leave_training_as_it_is(tmp_path, num_workers, is_persistent):
+    def run(**settings):
+        loader = DataLoader(Points(6, True), 3, shuffle=True, num_workers=num_workers, persistent_workers=is_persistent)
+        draws = Draws()
+        losses = train(callbacks=[draws], **{"eval_dataloader": loader, "eval_interval": "2ba", **settings})
+        return losses, draws
+
+    expected, draws = run(save_folder=str(tmp_path), save_interval="1ba", max_duration="8ba")
+    resumed, again = run(load_path=checkpoint(str(tmp_path), 3), max_duration="8ba")
+    assert resumed == {number: expected[number] for number in range(4, 9)}
+    assert again.evaluated == {number: draws.evaluated[number] for number in (4, 6, 8)}
+    assert draws.evaluated[4] != draws.evaluated[6]  # each is augmented anew
+    alone, undisturbed = run(eval_dataloader=None, eval_interval=1, max_duration="8ba")
+    assert (alone, undisturbed.drawn) == (expected, draws.drawn)

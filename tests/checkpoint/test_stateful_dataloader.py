@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from composer import Callback, Trainer
-from composer.models import ComposerClassifier
+from composer.models import ComposerClassifier, ComposerModel
+from composer.utils import dist
+from composer_dist.testing import run_ranks
 
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -74,3 +76,55 @@ def test_a_run_goes_on_to_the_last_bit(tmp_path, num_workers, noise, save_interv
         assert resumed == {number: expected[number] for number in range(batch + 1, 13)}, name
         if num_workers == 0:
             assert dataset.num_asked == (12 - batch) * BATCH_SIZE
+
+
+class Seen(Callback):
+    """Keeps the numbers of the samples of each batch."""
+
+    def __init__(self):
+        self.batches = {}
+
+    def batch_start(self, state, logger):
+        self.batches[int(state.timestamp.batch)] = state.batch.tolist()
+
+
+class Mean(ComposerModel):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        return self.scale * batch.float().mean()
+
+    def loss(self, outputs, batch):
+        return outputs
+
+
+def read_share(batch_size, settings):
+    """Train on this rank's share of the numbers up to 24, and return those of each batch."""
+    model, seen = Mean(), Seen()
+    sampler = dist.get_sampler(range(24), shuffle=True, seed=3)
+    with Trainer(
+        model=model,
+        train_dataloader=StatefulDataLoader(range(24), batch_size, sampler=sampler),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
+        callbacks=[seen],
+        device="cpu",
+        progress_bar=False,
+        max_duration="2ep",
+        seed=5,
+        run_name="plum",
+        **settings,
+    ) as trainer:
+        trainer.fit()
+    return seen.batches
+
+
+@pytest.mark.filterwarnings("ignore:the random state of 1 ranks:UserWarning")
+def test_more_ranks_finish_an_epoch_by_its_batches(tmp_path):
+    whole = read_share(4, {"save_folder": str(tmp_path), "save_interval": "1ba"})
+    first, second = run_ranks(
+        read_share, 2, {"load_path": str(tmp_path / "ep0-ba2-rank0.pt")}, store=tmp_path / "store", timeout_s=120
+    )
+    together = {number: sorted(first[number] + second[number]) for number in first}
+    assert together == {number: sorted(whole[number]) for number in range(2, 12)}

@@ -128,24 +128,57 @@ def test_lines_are_evaluated_on_once_each_time(data):
     assert sorted(seen.evaluated) == sorted([*range(NUM_LINES)] * 2)
 
 
-def resume_on_two_ranks(data, folder):
-    expected = train(data, num_samples=2, evaluates=True, save_folder=folder, save_interval="1ba")
+def resume_on_two_ranks(data, folder, loader, num_workers):
+    options = {"num_samples": 2, "loader": loader, "num_workers": num_workers}
+    expected = train(data, evaluates=True, save_folder=folder, save_interval="1ba", **options)
     dist.barrier()
-    resumed = {}
     for epoch, batch in ((0, 5), (0, 12), (1, 17)):
-        seen = train(data, num_samples=2, evaluates=True, load_path=checkpoint(folder, epoch, batch))
-        resumed[batch] = seen.batches
+        seen = train(data, evaluates=True, load_path=checkpoint(folder, epoch, batch), **options)
         assert seen.batches == {number: expected.batches[number] for number in range(batch, 36)}, batch
     return [expected.batches[number][0] for number in range(12)], expected.evaluated
 
 
-def test_two_ranks_share_the_lines_and_are_resumed_to_the_last_bit(tmp_path, data):
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("loader", [DataLoader, streaming.StreamingDataLoader])
+def test_two_ranks_share_the_lines_and_are_resumed_to_the_last_bit(tmp_path, data, loader, num_workers):
     folder = str(tmp_path / "checkpoints")
     (first, evaluated), (second, others) = run_ranks(
-        resume_on_two_ranks, data, folder, store=tmp_path / "store", timeout_s=200
+        resume_on_two_ranks, data, folder, loader, num_workers, store=tmp_path / "store", timeout_s=200
     )
     assert sorted(line for batch in first + second for line in batch) == list(range(NUM_LINES))
     assert sorted(evaluated + others) == sorted([*range(NUM_LINES)] * 3)
+
+
+def train_and_list(data, settings):
+    """Train, and return the numbers of the lines of each batch."""
+    return {number: lines for number, (lines, _) in train(data, **settings).batches.items()}
+
+
+def on_two_ranks(tmp_path, data, **settings):
+    """Train on two ranks, and return the numbers of the lines of each batch of theirs together."""
+    first, second = run_ranks(train_and_list, data, settings, store=tmp_path / "store", timeout_s=200)
+    assert first.keys() == second.keys()
+    return {number: sorted(first[number] + second[number]) for number in first}
+
+
+@pytest.mark.parametrize("loader", [DataLoader, streaming.StreamingDataLoader])
+def test_an_epoch_is_finished_on_more_ranks_with_batches_of_the_same_size_in_all(tmp_path, data, loader):
+    folder = str(tmp_path / "checkpoints")
+    expected = train(data, loader=loader, save_folder=folder, save_interval="1ba", max_duration="2ep").batches
+    resumed = on_two_ranks(
+        tmp_path, data, loader=loader, num_samples=2, max_duration="2ep", load_path=checkpoint(folder, 0, 5)
+    )
+    assert resumed == {number: sorted(expected[number][0]) for number in range(5, 24)}
+
+
+def test_with_batches_of_another_size_a_new_epoch_is_begun(tmp_path, data):
+    folder = str(tmp_path / "checkpoints")
+    train(data, save_folder=folder, save_interval="1ba", max_duration="5ba")
+    with pytest.warns(UserWarning, match="20 samples|Training goes on with the next epoch, number 1"):
+        resumed = train_and_list(data, {"num_samples": 8, "max_duration": "2ep", "load_path": checkpoint(folder, 0, 5)})
+    assert list(resumed) == [5, 6, 7, 8, 9, 10]
+    assert sorted(line for lines in resumed.values() for line in lines) == list(range(NUM_LINES))
 
 
 def test_composers_address_is_that_of_the_dataset_itself():

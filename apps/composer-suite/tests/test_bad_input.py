@@ -6,6 +6,7 @@ from torch import nn
 
 from composer import Trainer
 from composer.core import Callback, Evaluator
+from composer.loggers import LoggerDestination
 from composer.optim import LinearScheduler
 
 
@@ -264,3 +265,35 @@ def test_a_dataloader_that_gives_every_rank_all_samples_is_refused(make_trainer,
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="get_sampler"):
         make_trainer()
+
+
+class WritesAtInit(LoggerDestination):
+    """Opens its file as soon as the Trainer lets it, and so replaces what a run of before has written."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def init(self, state, logger):
+        self.path.write_text("begun")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        (
+            {"schedulers": LinearScheduler(), "scale_schedule_ratio": 0.1, "max_duration": "1ba"},
+            ValueError,
+            "Scale schedule has reduced the max_duration to 0.*'1ba'",
+        ),
+        ({"compile_config": {"backend": "toaster"}}, ValueError, "compile_config=.*'toaster'.*inductor"),
+        ({"compile_config": {"mode": "toaster"}}, ValueError, "compile_config=.*'toaster'.*max-autotune"),
+        ({"load_path": "nothing.pt"}, FileNotFoundError, "nothing.pt does not exist"),
+    ],
+    ids=["duration", "backend", "mode", "load_path"],
+)
+def test_no_file_is_replaced_before_all_arguments_are_checked(make_trainer, tmp_path, settings, error, said):
+    log = tmp_path / "log.txt"
+    log.write_text("of the run before")
+    with pytest.raises(error, match=said):
+        make_trainer(loggers=WritesAtInit(log), **settings)
+    assert log.read_text() == "of the run before"

@@ -175,6 +175,37 @@ class SaveAfterTwoEpochs(Callback):
             self.saved = copy.deepcopy(state.state_dict())
 
 
+def test_a_second_run_from_zero_begins_with_the_first_rate(make_trainer, make_model, make_loader):
+    model, rates = make_model(), Rates()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"optimizers": optimizer, "train_dataloader": make_loader(16, 4), "max_duration": "1ep"}
+    trainer = make_trainer(model=model, schedulers=LinearScheduler(), callbacks=rates, **settings)
+    trainer.fit(reset_time=True)  # of which there is nothing to reset yet
+    trainer.fit(reset_time=True)
+    assert rates.rates == [1.0, 1.0, 0.75, 0.5] * 2
+
+
+def test_a_second_run_from_zero_lets_pytorchs_schedulers_go_on(make_trainer, make_model, make_loader):
+    model, rates = make_model(), Rates()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    settings = {"optimizers": optimizer, "train_dataloader": make_loader(8, 4), "max_duration": "1ep"}
+    trainer = make_trainer(model=model, schedulers=scheduler, callbacks=rates, **settings)
+    trainer.fit()
+    trainer.fit(reset_time=True)
+    assert rates.rates == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_fit_without_time_left_leaves_the_rate_as_it_was(make_trainer, make_model):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = make_trainer(model=model, optimizers=optimizer, max_duration="1ep")
+    trainer.fit()
+    with pytest.raises(ValueError, match="Please provide the `duration`"):
+        trainer.fit(schedulers=LinearScheduler(alpha_i=0.01))
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
 def test_side_by_side_a_run_resumes_with_the_very_same_rates(make_trainer, make_model, make_loader):
     def start(*callbacks):
         model = make_model()

@@ -1,14 +1,26 @@
 """After a resumption the very same batches come again."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint import DataPosition, load_checkpoint, save_checkpoint
+from composer_dist import get_sampler
+from composer_dist.testing import run_ranks
 from composer_events import State
 
 NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 3, 10, 2
@@ -38,8 +50,18 @@ class Unsteady:
         return NUM_SAMPLES
 
 
+def held(noise):
+    """Return a dataset of what is in memory, that draws only if its samples are given noise."""
+    numbers = TensorDataset(torch.arange(4.0)), TensorDataset(torch.arange(10.0))
+    together = StackDataset(Subset(ConcatDataset(numbers), range(NUM_SAMPLES)), torch.arange(NUM_SAMPLES))
+    collate_fn = (lambda samples: [sample + torch.rand(()) for _, sample in samples]) if noise else None
+    return DataLoader(together, BATCH_SIZE, shuffle=True, collate_fn=collate_fn)
+
+
 LOADERS = {
     "shuffled": shuffled,
+    "in memory": lambda: held(noise=False),
+    "in memory, with noise": lambda: held(noise=True),
     "one worker": lambda: shuffled(1),
     "two workers": lambda: shuffled(2),
     "persistent workers": lambda: DataLoader(
@@ -61,8 +83,8 @@ LOADERS = {
 }
 
 
-def make_state(loader):
-    state = State(torch.nn.Linear(1, 1), 1, "plum", "cpu", train_dataloader=loader)
+def make_state(loader, **settings):
+    state = State(torch.nn.Linear(1, 1), 1, "plum", "cpu", train_dataloader=loader, **settings)
     DataPosition.attach(state)
     return state
 
@@ -115,6 +137,16 @@ def test_a_run_that_was_resumed_can_be_resumed(tmp_path):
     load_checkpoint(tmp_path / "second" / "ba9.pt", again, None)
     for batch, seen in run_epochs(again).items():
         torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_what_loading_draws_is_not_missing_elsewhere(noise):
+    state = make_state(held(noise))
+    seed()
+    expected = torch.rand(3), random.random(), np.random.rand()
+    seed()
+    assert len(list(DataPosition.of(state).open(state))) == 5
+    torch.testing.assert_close((torch.rand(3), random.random(), np.random.rand()), expected, rtol=0, atol=0)
 
 
 class Stateful:
@@ -246,6 +278,52 @@ def test_a_dataset_with_a_generator_of_its_own_is_read_from_the_start_of_the_epo
     assert resumed
     for batch, seen in resumed.items():
         torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0)
+
+
+def share(dataset, batch_size, layout="full"):
+    """Return the state of a rank that reads its share of the samples."""
+    loader = DataLoader(dataset, batch_size, sampler=get_sampler(dataset, shuffle=True, seed=3))
+    parallelism = SimpleNamespace(fsdp=SimpleNamespace(state_dict_type=layout), fsdp2=None, tp=None)
+    return make_state(loader, parallelism_config=parallelism)
+
+
+def resume_from_per_rank_files(folder):
+    seed()
+    state, seen = share(Augmented(), 2, "local"), []
+    for batch in DataPosition.of(state).open(state):
+        seen.append((batch, torch.rand(2)))
+        state.timestamp = state.timestamp.to_next_batch(samples=4)
+        if len(seen) == 1:
+            save_checkpoint(state, f"{folder}/rank{{rank}}.pt")
+    torch.manual_seed(99)
+    again = share(Augmented(), 2, "local")
+    load_checkpoint(f"{folder}/rank{{rank}}.pt", again, None)
+    resumed = [(batch, torch.rand(2)) for batch in DataPosition.of(again).open(again)]
+    torch.testing.assert_close(resumed, seen[1:], rtol=0, atol=0)
+    return seen
+
+
+def test_each_rank_goes_on_from_its_own_file(tmp_path):
+    first, second = run_ranks(resume_from_per_rank_files, str(tmp_path), store=tmp_path / "store")
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["rank0.pt", "rank1.pt"]
+    assert len(first) == len(second) == 3
+    assert first[0][0].tolist() != second[0][0].tolist()
+
+
+def rest_of_the_epoch(path, batch_size):
+    state = share(range(NUM_SAMPLES), batch_size)
+    load_checkpoint(path, state, None)
+    return [batch.tolist() for batch in DataPosition.of(state).open(state)]
+
+
+@pytest.mark.filterwarnings("ignore:the random state of 1 ranks:UserWarning")
+def test_more_ranks_finish_an_epoch_with_as_many_samples_a_batch(tmp_path):
+    state = share(range(NUM_SAMPLES), 4)
+    whole = [sorted(batch.tolist()) for batch in DataPosition.of(state).open(state)]
+    state.timestamp = state.timestamp.to_next_batch(samples=4)
+    path = save_checkpoint(state, str(tmp_path / "ba1.pt"))
+    first, second = run_ranks(rest_of_the_epoch, path, 2, store=tmp_path / "store")
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == whole[1:]
 
 
 @pytest.mark.slow

@@ -192,4 +192,3 @@ def test_a_record_that_nobody_here_has_written_renames_nothing(tmp_path, names):
     (tmp_path / "other.pt").write_text("a user's")
     remove_leftovers(tmp_path, locked=True)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("other.pt", "a user's")]
-

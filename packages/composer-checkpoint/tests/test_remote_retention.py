@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from composer_checkpoint import CheckpointSaver, load_checkpoint
+from composer_checkpoint import CheckpointSaver, load_checkpoint, load_file, save_file
 from composer_checkpoint.remote_retention import delete_checkpoint, is_whole
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.stores import FsspecObjectStore
@@ -84,6 +84,25 @@ def test_a_resumed_run_deletes_what_the_one_before_it_has_put_there_and_nothing_
     load_checkpoint(f"{bucket}/run/latest.pt.symlink", second.state, None, progress_bar=False)
     second.fit()
     assert in_store(bucket) == ["run/ba0.pt", "run/ba5.pt", "run/ba6.pt", "run/latest.pt.symlink", "run/notes.txt"]
+
+
+def test_a_checkpoint_cannot_have_other_objects_deleted_than_those_of_the_run(loop, bucket, tmp_path):
+    loop([saver_to(bucket, remote_num_checkpoints_to_keep=1)], max_duration="1ba").fit()
+    store = FsspecObjectStore(bucket)
+    (tmp_path / "notes").write_text("not ours")
+    strangers = ["other/ba1.pt", "run/notes.txt", "run/other/ba1.pt"]
+    for name in strangers:
+        store.upload_object(name, tmp_path / "notes")
+    store.download_object("run/ba1.pt", tmp_path / "ba1.pt")
+    content = load_file(tmp_path / "ba1.pt", mmap=False)
+    saved = content["state"]["callbacks"]["CheckpointSaver"]["kept_remotely"]["saved"]
+    saved[:0] = [(name, saved[0][1], {}) for name in strangers]
+    save_file(content, tmp_path / "hostile.pt")
+    run = loop([saver_to(bucket, remote_num_checkpoints_to_keep=1)], max_duration="3ba")
+    load_checkpoint(tmp_path / "hostile.pt", run.state, run.engine.logger)
+    run.fit()
+    assert set(strangers) <= {*store.list_objects("run/"), *store.list_objects("other/")}
+    assert "run/ba1.pt" not in in_store(bucket)
 
 
 def test_nothing_is_deleted_whose_replacement_has_not_arrived(loop, bucket, monkeypatch):

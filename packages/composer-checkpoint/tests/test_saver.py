@@ -16,6 +16,7 @@ from composer_checkpoint import (
     load_file,
     read_manifest,
     save_checkpoint,
+    save_file,
     verify,
 )
 from composer_checkpoint.stores import FsspecObjectStore
@@ -289,6 +290,31 @@ def test_checkpoints_elsewhere_are_never_deleted(loop, saver, tmp_path):
     run.fit()
     assert names(tmp_path / "checkpoints") == rank_zero("ep1-ba2")
     assert names(tmp_path / "other") == rank_zero("ep3-ba6")
+
+
+def test_a_checkpoint_cannot_have_other_files_deleted_than_those_of_the_run(loop, saver, tmp_path):
+    folder = tmp_path / "checkpoints"
+    loop([saver()], max_duration="1ep").fit()
+    content = load_file(folder / "ep1-ba2-rank0.pt", mmap=False)
+    (folder / "other").mkdir()
+    strangers = [folder / "notes.txt", folder / "ep0-ba1-rank0.pt", folder / "other" / "ep0-ba1-rank0.pt"]
+    for stranger in strangers:
+        stranger.write_text("not of this run")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "ep0-ba0-rank0.pt").write_text("not of this run")
+    (folder / "leading-out").symlink_to(elsewhere)
+    listed = [folder, folder / "other", elsewhere, *strangers, folder / "leading-out" / "ep0-ba0-rank0.pt"]
+    kept = content["state"]["callbacks"]["CheckpointSaver"]["kept"]
+    time = kept[0][1]
+    kept[:0] = [*((str(path), time, {}) for path in listed), ("no time", {}, {}), None]
+    save_file(content, tmp_path / "hostile.pt")
+    run = loop([saver(num_checkpoints_to_keep=1)])
+    load_checkpoint(tmp_path / "hostile.pt", run.state, run.engine.logger)
+    run.fit()
+    assert all(path.exists() for path in listed)
+    assert not (folder / "ep1-ba2-rank0.pt").exists()  # which is this run's own
+    assert (folder / "ep3-ba6-rank0.pt").exists()
 
 
 def test_a_remote_folder_gets_each_checkpoint_and_a_pointer_that_moves_last(loop):

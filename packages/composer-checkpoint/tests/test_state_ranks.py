@@ -1,6 +1,7 @@
 """Saving and loading a training state that several ranks hold together."""
 
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +154,43 @@ def test_per_rank_files_are_loaded_by_as_many_ranks_as_saved_them(tmp_path):
     run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
     (said,) = run_ranks(load_with_one_rank_less, folder, store=tmp_path / "one", world_size=1)
     assert "files of 2 ranks, and 1 load them" in said
+
+
+def die_between_renames(folder):
+    """Save twice under one name, and be killed when rank 0 has renamed its file and rank 1 has not."""
+    saver = CheckpointSaver(folder, "newest-rank{rank}.pt", save_interval="1ba", overwrite=True)
+    state = make_state("local", [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    renamed, rename = [], os.replace
+
+    def rename_or_die(source, target):
+        if os.path.basename(target) == "newest-rank1.pt":
+            renamed.append(target)
+            if len(renamed) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    os.replace = rename_or_die
+    train(state, engine)
+
+
+def resume_from_newest(folder):
+    saver = CheckpointSaver(folder, "newest-rank{rank}.pt", save_interval="1ba", overwrite=True)
+    state = make_state("local", [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    with checkpoint_to_resume(saver, state, engine.logger) as path:
+        load_checkpoint(path, state, engine.logger)
+    engine.close()
+    return int(state.timestamp.batch)
+
+
+def test_a_run_killed_while_its_ranks_renamed_their_files_resumes_from_that_save(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_ranks(die_between_renames, folder, store=tmp_path / "store")
+    assert run_ranks(resume_from_newest, folder, store=tmp_path / "again") == [2, 2]
 
 
 def name_without_rank(folder):

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from composer_dist import get_sampler
 
@@ -53,3 +53,15 @@ def test_rank_zero_of_an_explicit_set_is_not_taken_for_missing(environ):
 def test_arguments_after_the_dataset_are_keywords():
     with pytest.raises(TypeError):
         get_sampler(range(4), True)
+
+
+def test_a_dataset_that_shares_its_samples_by_itself_takes_no_sampler():
+    class Lines(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+        def __len__(self):
+            return 4
+
+    with pytest.raises(TypeError, match=r"Lines object at .* is an IterableDataset.*without a sampler"):
+        get_sampler(Lines())

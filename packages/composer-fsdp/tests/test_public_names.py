@@ -6,8 +6,8 @@ import pytest
 import composer_fsdp
 
 PUBLIC = (
-    "FSDP FSDP2Config FSDPConfig ParallelismConfig ShardingPlan TPConfig __version__ apply_ac get_summon_params_fn "
-    "make_plan parallelize_composer_model parallelize_model parse_parallelism summon_full_params_fsdp2"
+    "Estimate Explanation FSDP FSDP2Config FSDPConfig ParallelismConfig ShardingPlan TPConfig Workload __version__ "
+    "apply_ac estimate explain get_summon_params_fn make_plan parallelize_composer_model parallelize_model parse_parallelism summon_full_params_fsdp2"
 )
 
 

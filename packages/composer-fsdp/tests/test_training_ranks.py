@@ -66,8 +66,8 @@ def batches(world_size, rank):
     """Yield this rank's part of each batch, in two microbatches."""
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
-        inputs, targets = torch.randn(16, 5, generator=generator), torch.randint(0, 3, (16,), generator=generator)
-        own = slice(rank * 16 // world_size, (rank + 1) * 16 // world_size)
+        inputs, targets = torch.randn(24, 5, generator=generator), torch.randint(0, 3, (24,), generator=generator)
+        own = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)
         yield list(zip(inputs[own].chunk(2), targets[own].chunk(2), strict=True))
 
 
@@ -135,6 +135,14 @@ ON_TWO = [
     {"grad_sync_every_microbatch": False},
     {"min_params": 100},
 ]
+ON_THREE = [
+    {"sharding_strategy": "FULL_SHARD"},
+    {"sharding_strategy": "SHARD_GRAD_OP"},
+    {"sharding_strategy": "NO_SHARD"},
+    {"data_parallel_replicate_degree": 3, "data_parallel_shard_degree": 1},
+    {"process_group": "set3"},
+    {"tp": TPConfig(tensor_parallel_degree=3, layer_plan=SPLIT)},
+]
 ON_FOUR = [
     {"data_parallel_replicate_degree": 2},
     {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
@@ -155,6 +163,13 @@ SPLITTING = [
 def test_two_ranks_reach_the_weights_of_data_parallelism(max_norm, tmp_path):
     for seen in run_ranks(distances, ON_TWO, max_norm, store=tmp_path / "store", timeout_s=120):
         assert all(distance < TOLERANCE for distance in seen), dict(zip(map(str, ON_TWO), seen, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_three_ranks_reach_the_weights_of_data_parallelism(tmp_path):
+    for seen in run_ranks(distances, ON_THREE, 0.1, store=tmp_path / "store", world_size=3, timeout_s=120):
+        assert all(distance < TOLERANCE for distance in seen), dict(zip(map(str, ON_THREE), seen, strict=True))
 
 
 @pytest.mark.slow

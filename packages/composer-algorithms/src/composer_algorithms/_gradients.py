@@ -52,7 +52,8 @@ def clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
             local_part(parameter.grad).clamp_(-threshold, threshold)
         else:
             whole.append(parameter)
-    clip_grad_value_(whole, clip_value=threshold)
+    if whole:  # torch fails on an empty list
+        clip_grad_value_(whole, clip_value=threshold)
 
 
 @torch.no_grad()

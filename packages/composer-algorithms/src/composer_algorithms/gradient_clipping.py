@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from composer_algorithms._gradients import clip_norm, clip_to_weights, clip_value
 from composer_algorithms._legacy import warn_deprecated
+from composer_algorithms._wrapping import has_flat_parameters
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
@@ -165,7 +166,7 @@ class GradientClipping(Algorithm):
                 state.model,
                 self.clipping_type,
                 self.clipping_threshold,
-                fsdp_enabled=state.fsdp_config_version == 1,
+                fsdp_enabled=has_flat_parameters(state.model),
                 eps=self.eps,
             )
 

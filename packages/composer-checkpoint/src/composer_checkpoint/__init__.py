@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.errors import CheckpointError as CheckpointError
     from composer_checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
     from composer_checkpoint.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
+    from composer_checkpoint.errors import NewerCheckpointError as NewerCheckpointError
     from composer_checkpoint.errors import NoCheckpointError as NoCheckpointError
     from composer_checkpoint.errors import StorageError as StorageError
     from composer_checkpoint.errors import UnsafeCheckpointError as UnsafeCheckpointError
@@ -107,6 +108,7 @@ _HOME = {
     "CorruptCheckpointError": "composer_checkpoint.errors",
     "UnsafeCheckpointError": "composer_checkpoint.errors",
     "IncompatibleCheckpointError": "composer_checkpoint.errors",
+    "NewerCheckpointError": "composer_checkpoint.errors",
     "StorageError": "composer_checkpoint.errors",
     "NoCheckpointError": "composer_checkpoint.errors",
     "CheckpointConflictError": "composer_checkpoint.errors",
@@ -168,6 +170,7 @@ __all__ = [
     "CorruptCheckpointError",
     "UnsafeCheckpointError",
     "IncompatibleCheckpointError",
+    "NewerCheckpointError",
     "StorageError",
     "NoCheckpointError",
     "CheckpointConflictError",

@@ -17,6 +17,7 @@ __all__ = ["complete_sets", "discard", "is_folder", "remove_leftovers"]
 
 log = logging.getLogger(__name__)
 
+
 def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
     """Delete what writers left in a folder when they were killed.
 

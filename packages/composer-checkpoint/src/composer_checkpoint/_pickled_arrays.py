@@ -11,8 +11,9 @@ import torch
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._legacy_pt import read_legacy_bytes
+from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.unpickler import refuse_global
+from composer_checkpoint.unpickler import PickledText, refuse_global
 
 __all__ = ["array_globals", "plain_array", "plain_dtype"]
 
@@ -34,9 +35,9 @@ def array_globals() -> Mapping[str, Any]:
         "numpy._core.numeric._frombuffer": _frombuffer,
         "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
         "torch.storage._load_from_bytes": _load_storage,
-        "torch.Size": torch.Size,
+        "torch.Size": _size,
         "torch.device": torch.device,
-        "torch.torch_version.TorchVersion": str,
+        "torch.torch_version.TorchVersion": PickledText,
         **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
     }
 
@@ -44,7 +45,7 @@ def array_globals() -> Mapping[str, Any]:
 def plain_dtype(name: Any) -> np.dtype[Any]:
     """Return a dtype of numbers or text by its short name, such as `f8`."""
     if type(name) is not str or len(name) > 12:
-        raise CorruptCheckpointError(f"an array's dtype is {name!r:.80}, not a name. Load another checkpoint.")
+        raise CorruptCheckpointError(f"an array's dtype is {shown(name)}, not a name. Load another checkpoint.")
     dtype = np.dtype(name)
     if dtype.kind not in _PLAIN_KINDS:
         refuse_global(f"an array of {dtype}")
@@ -75,10 +76,12 @@ class _PickledArray(np.ndarray[Any, Any]):
             raise ValueError("a shape has whole numbers from 0")
         if math.prod(shape) * dtype.dtype.itemsize != len(data):
             raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
-        super().__setstate__((1, shape, dtype.dtype, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
+        native = dtype.dtype.newbyteorder("=")  # of others NumPy makes a copy, and a pickle might name one often
+        super().__setstate__((1, shape, native, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
+        self.dtype = dtype.dtype
 
 
-def plain_array(name: str, value: Any) -> Any:
+def plain_array(value: Any) -> Any:
     """Return an array as what it is without the check of its state; anything else as it is."""
     return value.view(np.ndarray) if type(value) is _PickledArray else value
 
@@ -93,6 +96,12 @@ def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axis_order: Any
     if not isinstance(buffer, bytes | bytearray) or not isinstance(dtype, PickledDtype) or axis_order is not None:
         raise ValueError("an array has bytes and a dtype")
     return np.frombuffer(buffer, dtype.dtype).reshape(shape, order=order)
+
+
+def _size(dims: Any = ()) -> torch.Size:
+    if type(dims) is not tuple:
+        raise ValueError("a size is made of a tuple")
+    return torch.Size(dims)
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:

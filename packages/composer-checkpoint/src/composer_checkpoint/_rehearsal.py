@@ -4,7 +4,6 @@ It shows what the file holds (names, dtypes, shapes, and which bytes are whose) 
 whatever torch's own loader should not get to see.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,9 +11,10 @@ from math import prod
 from typing import Any
 
 from composer_checkpoint._geometry import check_geometry
+from composer_checkpoint._pickle_calls import Unchangeable, shown
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.unpickler import PLAIN_GLOBALS, RestrictedUnpickler, run_restricted, scan
+from composer_checkpoint.unpickler import PLAIN_GLOBALS, PickledText, RestrictedUnpickler, run_restricted, scan
 
 __all__ = ["Rehearsal", "StorageSpec", "TensorSpec", "rehearse"]
 
@@ -45,16 +45,17 @@ _NOT_OF_TORCH = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Dtype:
+# Without slots the two have no __setstate__ of the dataclass's own, which a pickle could call.
+@dataclass(frozen=True)
+class Dtype(Unchangeable):
     """A dtype's name, and the bytes of one element."""
 
     name: str
     item_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StorageSpec:
+@dataclass(frozen=True)
+class StorageSpec(Unchangeable):
     """A stretch of bytes in the file, and where the tensors that look at it are collected."""
 
     key: str
@@ -69,7 +70,7 @@ class StorageSpec:
 
 
 @dataclass(slots=True, eq=False)
-class TensorSpec:
+class TensorSpec(Unchangeable):
     """A tensor that is not there: how it looks and where its bytes would be."""
 
     dtype: Dtype
@@ -124,7 +125,7 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
     scan(data)
     rehearsal = Rehearsal()
     rehearsal.tree = run_restricted(_RehearsingUnpickler(data, rehearsal, record_unknown))
-    rehearsal.tensors = {name: leaf for name, leaf in named_leaves(rehearsal.tree) if isinstance(leaf, TensorSpec)}
+    rehearsal.tensors = dict(named_leaves(rehearsal.tree, TensorSpec))
     names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
     for tensor in rehearsal.views:
         _check_view(names.get(id(tensor), "a tensor"), tensor)
@@ -155,7 +156,7 @@ class _RehearsingUnpickler(RestrictedUnpickler):
         _, dtype, key, _, numel, *view = pid
         if not isinstance(dtype, Dtype) or type(key) is not str or type(numel) is not int or not 0 <= numel < 1 << 60:
             raise CorruptCheckpointError(
-                f"a tensor's bytes are described as {pid!r:.200}, without a dtype, a key or a size. "
+                f"a tensor's bytes are described as {shown(pid)}, without a dtype, a key or a size. "
                 f"Load another checkpoint."
             )
         storage = StorageSpec(key, dtype, numel, self.rehearsal.views)
@@ -163,7 +164,8 @@ class _RehearsingUnpickler(RestrictedUnpickler):
         # An empty storage may be shared by tensors of several dtypes.
         if view not in ([], [None]) or (known != storage and known.size_bytes | storage.size_bytes):
             raise CorruptCheckpointError(
-                f"the bytes {key!r:.80} are described twice, as {known} and as {storage}. Load another checkpoint."
+                f"the bytes {shown(key)} are described twice, as {known.numel} of {known.dtype.name} and as "
+                f"{storage.numel} of {storage.dtype.name}. Load another checkpoint."
             )
         return storage
 
@@ -193,20 +195,6 @@ class Unknown:
 
     def add(self, value: Any) -> None:
         """Do nothing."""
-
-
-class _Version(str):
-    """Stands for a `TorchVersion`, which older files have in their metadata."""
-
-    __slots__ = ("__dict__",)
-
-
-class _Ordered(OrderedDict[Any, Any]):
-    """Stands for an `OrderedDict`, which a pickle could give an attribute that hides one of its methods."""
-
-    def __setstate__(self, state: Any) -> None:
-        if set(state) - {"_metadata"}:  # which a module's state_dict has
-            raise ValueError("a dict has no attributes")
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorSpec:
@@ -256,7 +244,15 @@ def _sparse(layout: Any, data: Any) -> Any:
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
-    return f"meta {tuple(size)}"
+    return f"meta {shown(tuple(size))}"
+
+
+def _device(*names: Any) -> str:
+    return ":".join(map(shown, names))
+
+
+def _layout(name: Any) -> str:
+    return shown(name)
 
 
 @cache
@@ -279,14 +275,13 @@ def _stand_ins() -> Mapping[str, Any]:
     return {
         **{name: value for name, value in PLAIN_GLOBALS.items() if name not in _NOT_OF_TORCH},
         **{name: value for name, value in array_globals().items() if name.startswith("numpy.")},
-        "collections.OrderedDict": _Ordered,
         **{f"torch._utils.{name}": function for name, function in rebuilding.items()},
         **{f"torch.{name}": Dtype(*dtype) for name, dtype in _STORAGE_DTYPES.items()},
         **{f"torch.{name}": Dtype(name, dtype.itemsize) for name, dtype in dtypes.items()},
         **{f"torch.{name}": name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
         "torch.storage.UntypedStorage": Dtype("uint8", 1),
         "torch.Size": tuple,
-        "torch.device": lambda *names: ":".join(map(str, names)),
-        "torch.serialization._get_layout": str,
-        "torch.torch_version.TorchVersion": _Version,
+        "torch.device": _device,
+        "torch.serialization._get_layout": _layout,
+        "torch.torch_version.TorchVersion": PickledText,
     }

@@ -1,34 +1,82 @@
-"""Names for what lies inside nested containers: keys and indices joined by slashes, as in `state/model/fc.weight`."""
+"""Names for what lies inside nested containers: keys and indices joined by slashes, as in `state/model/fc.weight`.
+
+Trees may come from files that were made to be a burden, so nothing here recurses, and what names take is bounded.
+"""
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast, overload
+
+from composer_checkpoint.errors import CorruptCheckpointError
 
 __all__ = ["map_tree", "named_leaves"]
 
+T = TypeVar("T")
 
-def named_leaves(root: Any) -> Iterator[tuple[str, Any]]:
+# A pickle of torch's or Python's is written by a function that calls itself for each level, about a thousand times.
+_MAX_DEPTH = 10_000
+_MAX_NAME_CHARS = 1 << 31
+_MAX_KEY_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
+
+
+@overload
+def named_leaves(root: Any) -> Iterator[tuple[str, Any]]: ...
+@overload
+def named_leaves(root: Any, kind: type[T]) -> Iterator[tuple[str, T]]: ...
+def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any]]:
     """Yield each thing that is not a dict, list or tuple, with its name.
 
     A container that is reached twice, or that holds itself, is entered once, so that a small file cannot ask for
     endless work. Two things of one name are told apart by `#1`, `#2`, and so on.
+
+    Args:
+        root: The outermost container, or a thing alone.
+        kind: Of which class the things must be. Names of others are not even made.
+
+    Raises:
+        CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
     """
     seen: set[int] = set()
     taken: dict[str, int] = {}
-    pending: list[tuple[str, Any]] = [("", root)]
+    names = _Names()
+    pending: list[tuple[str, object, Any, int]] = [("", "", root, 0)]
     while pending:
-        name, value = pending.pop()
+        parent, key, value, depth = pending.pop()
         children = _children(value)
         if children is None:
-            count = taken[name] = taken.get(name, -1) + 1
-            yield (f"{name}#{count}" if count else name), value
+            if isinstance(value, kind):
+                name = names.join(parent, key, depth)
+                count = taken[name] = taken.get(name, -1) + 1
+                yield (f"{name}#{count}" if count else name), value
         elif id(value) not in seen:
             seen.add(id(value))
-            pending.extend((join(name, key), child) for key, child in reversed(children))
+            name = names.join(parent, key, depth)
+            pending.extend((name, key, child, depth + 1) for key, child in reversed(children))
 
 
 def join(name: str, key: object) -> str:
     """Return the name of a container's item."""
     return f"{name}/{key}" if name else str(key)
+
+
+class _Names:
+    """Makes names as long as they do not take too much."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = _MAX_NAME_CHARS
+
+    def join(self, name: str, key: object, depth: int) -> str:
+        self._left -= len(name) + 1
+        is_huge = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
+        if depth > _MAX_DEPTH or self._left < 0 or is_huge:
+            raise CorruptCheckpointError(
+                f"what is in {name[:80]!r}, {depth} levels deep, has names of no checkpoint: no more than {_MAX_DEPTH} "
+                f"levels, keys of {_MAX_KEY_BITS} bits and {_MAX_NAME_CHARS} characters in all are read. Load another "
+                f"checkpoint."
+            )
+        return join(name, key)
 
 
 def _children(value: Any) -> list[tuple[object, Any]] | None:
@@ -39,25 +87,62 @@ def _children(value: Any) -> list[tuple[object, Any]] | None:
     return None
 
 
-def map_tree(root: Any, change: Callable[[str, Any], Any]) -> Any:
+@dataclass(slots=True)
+class _Open:
+    """A container whose items are being changed."""
+
+    name: str
+    original: Any
+    value: Any
+    children: list[tuple[Any, Any]]
+    changed: list[Any] = field(default_factory=list)
+
+    def result(self) -> Any:
+        if all(new is old for new, (_, old) in zip(self.changed, self.children, strict=True)):
+            return self.value
+        return _rebuilt(self.value, [(key, new) for (key, _), new in zip(self.children, self.changed, strict=True)])
+
+
+def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = False) -> Any:
     """Return the tree with each thing, containers before what is in them, replaced by what `change` makes of it.
 
     Containers in which nothing changed are the same objects.
+
+    Args:
+        root: The outermost container, or a thing alone.
+        change: Gets a thing's name and the thing.
+        shared: Whether a container that is reached by several names is changed once, under the first of them, and is
+            one object afterwards, too. Otherwise it is changed anew under each.
+
+    Raises:
+        CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
     """
-    return _mapped("", root, change, set())
-
-
-def _mapped(name: str, original: Any, change: Callable[[str, Any], Any], entered: set[int]) -> Any:
-    value = change(name, original)
-    children = _children(value)
-    if children is None or id(original) in entered:  # in the latter case it holds itself
-        return value
-    entered.add(id(original))
-    changed = [(key, _mapped(join(name, key), child, change, entered)) for key, child in children]
-    entered.discard(id(original))
-    if all(new is old for (_, new), (_, old) in zip(changed, children, strict=True)):
-        return value
-    return _rebuilt(value, changed)
+    # What a container becomes, by its identity; with the container, so that nothing else gets its identity meanwhile.
+    known: dict[int, tuple[Any, Any]] = {}
+    names = _Names()
+    outside = _Open("", None, None, [("", root)])
+    opened = [outside]
+    while not outside.changed:
+        top = opened[-1]
+        if len(top.changed) == len(top.children):
+            opened.pop()
+            result = top.result()
+            if shared:
+                known[id(top.original)] = top.original, result
+            else:
+                del known[id(top.original)]
+            opened[-1].changed.append(result)
+            continue
+        key, child = top.children[len(top.changed)]
+        name = names.join(top.name, key, len(opened))
+        value = known[id(child)][1] if id(child) in known and shared else change(name, child)
+        children = None if id(child) in known else _children(value)  # known while it is open, too: it holds itself
+        if children is None:
+            top.changed.append(value)
+        else:
+            known[id(child)] = child, value
+            opened.append(_Open(name, child, value, children))
+    return outside.changed[0]
 
 
 def _rebuilt(value: Any, items: list[tuple[Any, Any]]) -> Any:

@@ -5,7 +5,6 @@ import io
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
@@ -17,11 +16,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint._bounded import work_within
+from composer_checkpoint._rank_zero_file import write_on_rank_zero
 from composer_checkpoint._staging import Snapshot, StagingArea, storage_key
 from composer_checkpoint._tree import named_leaves
-from composer_checkpoint.commit import sync_tree, write_atomically
-from composer_checkpoint.errors import CheckpointConflictError
+from composer_checkpoint.commit import refuse_existing
 from composer_checkpoint.files import save_file
 from composer_checkpoint.local_files import local_content, own_path, write_together
 from composer_checkpoint.sharded._metadata import part_name
@@ -89,7 +87,6 @@ class AsyncSaver:
         if policy not in ("wait", "skip"):
             raise ValueError(f"policy={policy!r} is not known. Use 'wait' or 'skip'.")
         self._policy = policy
-        self._timeout_s = timeout_s
         # Two groups: while the background thread waits for the other ranks in one, training asks in the other whether
         # it is done. Collectives of two threads in one group would be taken for each other.
         self._groups = _two_groups(process_group)
@@ -258,14 +255,18 @@ class AsyncSaver:
     def _prepare_file(
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
     ) -> Job:
-        jobs: list[Job] = []
+        final, ranks = Path(os.path.abspath(destination.path)), self._background_ranks
+        jobs: list[Callable[[Path], object]] = []
 
         def stage() -> None:
-            if self._ranks.rank == 0:
-                jobs.append(self._stage_file(state_dict, destination, may_wait))
+            if ranks.rank == 0:
+                refuse_existing(final, destination.overwrite)
+                jobs.append(self._stage_content(state_dict, destination, may_wait))
 
         self._ranks.together(stage)
-        return jobs[0] if jobs else _do_nothing
+        return lambda: write_on_rank_zero(
+            final, lambda unfinished: jobs[0](unfinished), ranks, overwrite=destination.overwrite
+        )
 
     def _prepare_local(
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
@@ -274,33 +275,12 @@ class AsyncSaver:
         jobs: list[Callable[[Path], object]] = []
 
         def stage() -> None:
-            if not destination.overwrite and os.path.lexists(own):
-                raise CheckpointConflictError(
-                    f"{own} exists, and overwrite=False. Choose another name, or pass overwrite=True to replace it."
-                )
+            refuse_existing(own, destination.overwrite)
             jobs.append(self._stage_content(content, replace(destination, info=info), may_wait))
 
         content, info = local_content(state_dict, destination.info, self._ranks)
         self._ranks.together(stage)
         return lambda: write_together(own, jobs[0], ranks, destination.overwrite)
-
-    def _stage_file(
-        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
-    ) -> Job:
-        with ExitStack() as unfinished:
-            atomic = write_atomically(destination.path, overwrite=destination.overwrite)
-            temporary = unfinished.enter_context(atomic)
-            write_content = self._stage_content(state_dict, destination, may_wait)
-            commit = unfinished.pop_all()
-
-        def write() -> None:
-            with commit:
-                self._within_time(lambda: (write_content(temporary), sync_tree(temporary)))
-
-        return write
-
-    def _within_time(self, work: Callable[[], object]) -> object:
-        return work() if self._timeout_s is None else work_within(work, self._timeout_s, self._ranks.rank)
 
     def _stage_content(
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
@@ -357,10 +337,6 @@ def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:
             snapshot.release()
     if then is not None:
         then()
-
-
-def _do_nothing() -> None:
-    """Write nothing: rank 0 does."""
 
 
 def _name(item: WriteItem) -> str:

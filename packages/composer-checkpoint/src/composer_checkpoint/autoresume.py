@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint._leftovers import complete_sets
-from composer_checkpoint.discover import Found, find_newest
+from composer_checkpoint.discover import look_through
+from composer_checkpoint.errors import StorageError
 from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.lock import FolderLock
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.pointers import read_pointer
-from composer_checkpoint.remote_resume import fetched_from_stores, refuse_weights_only, shared_name
+from composer_checkpoint.remote_resume import fetched_from_stores, refuse_what_does_not_resume, shared_name
 from composer_checkpoint.save_names import within_folder
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.state_io import Layout, layout_of
@@ -37,8 +38,9 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
     """Give the path of the newest whole checkpoint that a saver has saved, or `None` if there is none.
 
     The saver's folder is looked through first, then the loggers that keep files, then the saver's store. The link to
-    the latest checkpoint decides nothing by itself: what it leads to may be damaged, or not the newest. What is
-    skipped is logged, with the reason; from a store, on every rank. Every rank must call this.
+    the latest checkpoint decides little by itself: what it leads to may be damaged, or not the newest. But later ones
+    of another run, from which somebody has gone back to where the link leads, are left out. What is skipped is
+    logged, with the reason; from a store, on every rank. Every rank must call this.
 
     Args:
         saver: Which will go on to save. Its names say what is looked for.
@@ -51,22 +53,27 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
 
     Raises:
         RuntimeError: If the first rank has found a checkpoint that others cannot see.
+        CheckpointConflictError: If there are checkpoints, and none of them can be used: a run that begins anew would
+            replace them.
+        NewerCheckpointError: If the newest is of a newer format.
+        StorageError: If a disk or store fails, or refuses.
     """
     layout = layout_of(state)
-    found: list[str | None] = [None]
+    found: list[Any] = [None, []]
     Ranks().together(lambda: _search(found, saver, state, layout) if dist.get_global_rank() == 0 else None)
     dist.broadcast_object_list(found, src=0)
-    path = found[0]
+    path, unusable = found
     if path is not None:
         _check_all_see(path, layout)
         log.info("Resuming from %s.", path)
         yield path
         return
-    with fetched_from_stores(saver, state, logger, layout) as path:
+    with fetched_from_stores(saver, state, logger, layout, unusable) as path:
         yield path
 
 
-def _search(found: list[str | None], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
+def _search(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
+    """Look through the folder for the path, and for what is there and cannot be used, with the reasons."""
     folder = format_name_with_dist(saver.folder, state.run_name)
     template = within_folder(state, saver.filename.filename)
     if layout is Layout.LOCAL and os.path.isdir(folder):
@@ -82,13 +89,33 @@ def _search(found: list[str | None], saver: "CheckpointSaver", state: "State", l
             [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
         )
 
-    newest = find_newest(os.path.join(glob.escape(folder), _as_glob(template, state)), verify=check)
-    if newest is None and saver.latest_filename is not None:
-        target = read_pointer(saver.latest_filename.format(state))  # perhaps saved under another save_filename
-        newest = None if target is None or not target.exists() else _newest_of(target)
+    _refuse_unreadable(folder)
+    target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
+    latest = target if target is not None and target.exists() else None
+    pattern = os.path.join(glob.escape(folder), _as_glob(template, state))
+    newest, skipped = look_through(pattern, verify=check, latest=latest)
+    if newest is None and latest is not None and latest not in [skip.path for skip in skipped]:
+        # Perhaps saved under another save_filename.
+        newest, others = look_through(glob.escape(os.fspath(latest)), verify=lambda path: _check(os.fspath(path)))
+        skipped += others
+    found[1] = [f"{skip.path}: {skip.reason}" for skip in skipped if skip.path.exists()]  # and no link to nowhere
     if newest is not None:
         path = newest.path
         found[0] = _with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path)
+
+
+def _refuse_unreadable(folder: str) -> None:
+    """Raise if a folder cannot be looked through: nobody knows then which checkpoints there are."""
+    try:
+        os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Look at the "
+            f"disk and the permissions, or choose another folder",
+        ) from error
 
 
 def _complete_sets(folder: str) -> None:
@@ -100,13 +127,9 @@ def _complete_sets(folder: str) -> None:
         log.warning("Per-rank files in %s that have no names yet are left alone: %s", folder, error)
 
 
-def _newest_of(target: Path) -> Found | None:
-    return find_newest(glob.escape(os.fspath(target)), verify=lambda path: _check(os.fspath(path)))
-
-
 def _check(path: str) -> "Manifest | None":
     manifest = verify(path)
-    refuse_weights_only(manifest, path)
+    refuse_what_does_not_resume(manifest, path, path)
     return manifest
 
 

@@ -14,7 +14,15 @@ from composer_checkpoint._unfinished_names import name_beside
 from composer_checkpoint.errors import CheckpointConflictError, StorageError
 from composer_checkpoint.pointers import replace_pointer
 
-__all__ = ["put_in_place", "remove_leftovers", "replace_pointer", "sync_tree", "write_atomically", "write_beside"]
+__all__ = [
+    "put_in_place",
+    "refuse_existing",
+    "remove_leftovers",
+    "replace_pointer",
+    "sync_tree",
+    "write_atomically",
+    "write_beside",
+]
 
 _RACED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 
@@ -52,7 +60,7 @@ def write_atomically(
         ['weights.bin']
     """
     final = Path(os.path.abspath(path))  # the body may change the current folder
-    _refuse_existing(final, overwrite)
+    refuse_existing(final, overwrite)
     if need_bytes is not None:
         require_space(final, need_bytes)
     temporary = name_beside(final)
@@ -78,7 +86,7 @@ def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], 
         CheckpointConflictError: If `final` exists and `overwrite` is false.
         StorageError: If the disk is full, read-only, not permitted or broken.
     """
-    _refuse_existing(final, overwrite)
+    refuse_existing(final, overwrite)
     with _whole_or_nothing(temporary, final):
         make_folders(final.parent)
         write(temporary)
@@ -100,9 +108,19 @@ def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"{final} is written, and could not get its name: {error.strerror or error}. It is {temporary.name}. Look "
-            f"after the file system; the next run that saves there gives it its name",
+            f"{final} is written, and could not be given its name: {error.strerror or error}. What was there before is "
+            f"untouched. Look after the file system, and save again",
         ) from error
+
+
+def refuse_existing(final: Path, overwrite: bool) -> None:
+    """Raise if something has a name that is to be given to something new.
+
+    Raises:
+        CheckpointConflictError: If `final` exists and `overwrite` is false.
+    """
+    if not overwrite and os.path.lexists(final):
+        raise _conflict(final)
 
 
 @contextmanager
@@ -117,11 +135,6 @@ def _whole_or_nothing(temporary: Path, final: Path, need_bytes: int | None = Non
         if storage_error is not None:
             raise storage_error from error
         raise
-
-
-def _refuse_existing(final: Path, overwrite: bool) -> None:
-    if not overwrite and os.path.lexists(final):
-        raise _conflict(final)
 
 
 def _flush(temporary: Path, final: Path) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "ensure_folder_is_empty",
     "ensure_store_has_no_conflicting_objects",
     "find_conflicts",
+    "is_name_of",
     "literal_prefix",
     "numbers_in_name",
     "whole_names",
@@ -76,8 +77,22 @@ def numbers_in_name(name: str, filename: str) -> dict[str, int]:
         >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
         {'epoch': 3, 'batch': 30}
     """
-    found = re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
+    found = _match(name, filename)
     return {} if found is None else {unit: int(text) for unit, text in found.groupdict().items()}
+
+
+def is_name_of(name: str, filename: str) -> bool:
+    """Return whether a run that names its checkpoints by a template could have given one this name.
+
+    Example:
+        >>> is_name_of("ep3-ba30.pt", "ep{epoch}-ba{batch}.pt"), is_name_of("notes.txt", "ep{epoch}-ba{batch}.pt")
+        (True, False)
+    """
+    return _match(name, filename) is not None
+
+
+def _match(name: str, filename: str) -> re.Match[str] | None:
+    return re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
 
 
 def ensure_folder_has_no_conflicting_files(

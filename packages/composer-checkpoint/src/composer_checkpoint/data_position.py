@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint.seeded_batches import SeededBatches, can_be_seeded, derive_seed, open_seeded
-from composer_dist.env import get_global_rank
+from composer_dist.env import get_global_rank, get_world_size
 from composer_dist.reproducibility import load_rng_state
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "begin_next_epoch",
     "dataset_counts_samples",
     "keeps_own_state",
+    "leave_epoch",
     "set_epoch",
 ]
 
@@ -99,10 +100,10 @@ class DataPosition:
         """
         rank = get_global_rank()
         self._rng, self._is_resumed = rng or None, True
-        entry = rng[rank] if rng and rank < len(rng) else {}
-        self._start = entry.get(EPOCH_START_KEY)
+        self._start = _epoch_start(rng or [{}], rank)
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
-        self._loader_state = waiting[rank] if rank < len(waiting) else None
+        # Those of another number of ranks say nothing about this rank's share.
+        self._loader_state = waiting[rank] if len(waiting) == get_world_size() else None
 
     def restore_between_epochs(self, state: "State") -> None:
         """Put the generators where they were, if a checkpoint was loaded that was written between two epochs."""
@@ -218,6 +219,35 @@ def begin_next_epoch(dataset_state: Any, state: "State") -> Any:
         return dataset_state
     is_over = dataset_state.get("epoch") == next_epoch - 1
     return {**dataset_state, "epoch": next_epoch} if is_over else dataset_state
+
+
+def leave_epoch(state: "State", dataset_state: Any) -> None:
+    """Go on with the next epoch, and let data that know their place, and were put into this one, do so too.
+
+    Args:
+        state: The training state, into which a checkpoint of inside an epoch was loaded.
+        dataset_state: What the checkpoint says under this name.
+    """
+    state.timestamp = state.timestamp.to_next_epoch()
+    state.dataset_state = None
+    if not dataset_counts_samples(state.train_dataloader):
+        return
+    dataset: Any = getattr(state.train_dataloader, "dataset", None)
+    train = dataset_state.get("train") if isinstance(dataset_state, Mapping) else None
+    start = dataset.state_dict(0, True)
+    if isinstance(train, Mapping) and "epoch" in train:
+        # Not as the dataset counts, which the ranks of a node do together.
+        start = {**start, "epoch": train["epoch"] + 1}
+    dataset.load_state_dict(start)
+
+
+def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] | None:
+    """Return what the batches of a rank depended on when the open epoch began."""
+    if rank < len(rng):
+        return rng[rank].get(EPOCH_START_KEY)
+    # The saved run did not have this rank. The seed is that of all; generators are not, lest two ranks draw the same.
+    first = rng[0].get(EPOCH_START_KEY) or {}
+    return {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
 
 
 def _has_place(dataloader: Any) -> bool:

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint._unfinished_names import is_unfinished
-from composer_checkpoint.errors import CheckpointError
+from composer_checkpoint.errors import CheckpointError, NewerCheckpointError, StorageError
 from composer_checkpoint.lock import LOCK_NAME
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.pointers import read_pointer
 
-__all__ = ["Found", "Skipped", "find_newest"]
+__all__ = ["LINEAGE_KEY", "Found", "Skipped", "find_newest", "is_later", "look_through"]
 
 log = logging.getLogger(__name__)
+
+LINEAGE_KEY = "lineage"
+"""In a manifest's information: what all checkpoints of a run, and of those that resume it by themselves, share."""
 
 _FILE_MANIFEST = ".manifest.json"
 _SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)$", re.IGNORECASE)
@@ -53,11 +56,19 @@ class Found:
 class _Candidate:
     path: Path
     info: Mapping[str, Any]
+    is_sealed: bool | None  # None where finding out would take unpacking it, or it is damaged
     counters: tuple[int, ...] | None
     modified: float
 
     def sorting_key(self) -> tuple[bool, tuple[int, ...], float]:
         return self.counters is not None, self.counters or (), self.modified
+
+    def is_abandoned(self, latest: "_Candidate | None") -> bool:
+        """Return whether this is a later one of a run to which the one that the pointer leads to does not belong."""
+        lineage = None if latest is None else latest.info.get(LINEAGE_KEY)
+        if latest is None or lineage is None or not self.is_sealed or self.info.get(LINEAGE_KEY) == lineage:
+            return False
+        return self.sorting_key()[:2] > latest.sorting_key()[:2]
 
 
 def find_newest(
@@ -67,35 +78,90 @@ def find_newest(
 
     The newest is the one that was trained longest by the time in its manifest, or by `ep` and `ba` in its name; where
     neither says so, the one that was modified last, after all those that do. Unfinished files are no candidates.
-    A pointer such as `latest` decides nothing: it may be older than the newest checkpoint, or lead nowhere. What is
-    skipped is logged as a warning, with the reason.
+    A pointer such as `latest` decides nothing: it may be older than the newest checkpoint, or lead nowhere. What has no
+    manifest counts only where nothing has one. What is skipped is logged as a warning, with the reason.
 
     Args:
         folder_or_pattern: A folder, which is looked through with the folders below it, or a pattern such as
             `'runs/*/ep*-rank0.pt'`.
-        verify: Raises a `CheckpointError` or `OSError` for a path that is not a whole checkpoint.
-            `composer_checkpoint.verify` when `None`.
+        verify: Raises a `CheckpointError` for a path that is not a whole checkpoint. `composer_checkpoint.verify` when
+            `None`.
 
     Returns:
         The checkpoint with what was skipped, newest first.
+
+    Raises:
+        NewerCheckpointError: If the newest is of a newer format: who goes on with an older one loses work.
+        StorageError: If the disk fails, or does not let us read.
+    """
+    found, _ = look_through(folder_or_pattern, verify=verify)
+    return found
+
+
+def look_through(
+    folder_or_pattern: str | os.PathLike[str],
+    *,
+    verify: Callable[[Path], object] | None = None,
+    latest: Path | None = None,
+) -> tuple[Found | None, tuple[Skipped, ...]]:
+    """Find the newest checkpoint as `find_newest` does, and return what was skipped also where there is none.
+
+    Args:
+        folder_or_pattern: As there.
+        verify: As there.
+        latest: What the pointer leads to. Later ones that are not of its lineage are skipped: they are of a run that
+            somebody has gone back from.
     """
     if verify is None:
         from composer_checkpoint.verify import verify  # it imports torch, and those who name their own need not wait
     skipped: list[Skipped] = []
-    candidates: list[_Candidate] = []
-    for path in _paths(os.fspath(folder_or_pattern), skipped):
-        candidates.append(_candidate(path))
+    candidates = [_candidate(path) for path in _paths(os.fspath(folder_or_pattern), skipped)]
+    any_sealed = any(candidate.is_sealed for candidate in candidates)
+    pointed = None if latest is None else _candidate(latest)
     found: Found | None = None
     for candidate in sorted(candidates, key=_Candidate.sorting_key, reverse=True):
-        try:
-            verify(candidate.path)
-        except (CheckpointError, OSError) as error:
-            skipped.append(Skipped(candidate.path, str(error)))
+        if candidate.is_sealed is False and any_sealed:
+            skipped.append(Skipped(candidate.path, "it has no manifest, and other checkpoints here have one"))
+        elif candidate.is_abandoned(pointed):
+            reason = f"it is of a run that somebody has gone back from: the latest one is {latest}"
+            skipped.append(Skipped(candidate.path, reason))
+        elif (reason := _fault_of(candidate.path, verify)) is not None:
+            skipped.append(Skipped(candidate.path, reason))
         else:
             found = Found(candidate.path, candidate.info, tuple(skipped))
             break
     _report(folder_or_pattern, found, skipped)
-    return found
+    return found, tuple(skipped)
+
+
+def is_later(path: Path, timestamp: Any) -> bool:
+    """Return whether a checkpoint, by its manifest or else its name, is of later in training than a `Timestamp`."""
+    candidate = _candidate(path)
+    counts = dict(zip(_COUNTERS, candidate.counters or (), strict=False))
+    return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
+
+
+def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
+    """Return what is wrong with a checkpoint, or `None` if it is whole.
+
+    Raises:
+        NewerCheckpointError, StorageError: If nothing is wrong with it, and it cannot be read here or now.
+    """
+    try:
+        verify(path)
+    except NewerCheckpointError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return str(error)
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"{path} cannot be read: {error.strerror or error}. Going on with an older checkpoint would lose work. "
+            f"Look at the disk and the permissions, or name a checkpoint with load_path",
+        ) from error
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _report(where: str | os.PathLike[str], found: Found | None, skipped: list[Skipped]) -> None:
@@ -126,7 +192,7 @@ def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
 
 def _below(folder: Path) -> Iterator[Path]:
     """Go through a folder of checkpoints, without looking into those that are checkpoints themselves."""
-    with suppress(OSError), os.scandir(folder) as entries:
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             path = Path(entry)
             if entry.name.startswith(".") or is_unfinished(entry.name):
@@ -144,38 +210,44 @@ def _could_be(path: Path) -> bool:
         return False
     if _SUFFIX.search(path.name) or (not path.suffix and _NUMBERS_IN_NAME.search(path.name)):
         return True
-    return _manifest_of(path).exists() or read_pointer(path) is not None
+    return _manifest_beside(path).exists() or read_pointer(path) is not None
 
 
 def _is_checkpoint_folder(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in _MARKS) or any(folder.glob("__*_*.distcp"))
 
 
-def _manifest_of(path: Path) -> Path:
+def _manifest_beside(path: Path) -> Path:
     return path / MANIFEST_NAME if path.is_dir() else path.with_name(path.name + _FILE_MANIFEST)
 
 
 def _candidate(path: Path) -> _Candidate:
     info: Mapping[str, Any] = {}
+    is_sealed: bool | None = None
     with suppress(CheckpointError, OSError):  # verifying says what is wrong with it
-        info = _info(path)
+        if _has_manifest_at_hand(path):
+            manifest = _manifest_of(path)
+            info, is_sealed = ({}, False) if manifest is None else (manifest.info, True)
     modified = 0.0
     with suppress(OSError):
         modified = path.stat().st_mtime
-    return _Candidate(path, info, _counters(info, path.name), modified)
+    return _Candidate(path, info, is_sealed, _counters(info, path.name), modified)
 
 
-def _info(path: Path) -> Mapping[str, Any]:
-    """Return what a checkpoint's manifest says about it, as far as that is quickly read."""
-    beside = _manifest_of(path)
+def _has_manifest_at_hand(path: Path) -> bool:
+    """Return whether a manifest, if there is one, can be read without unpacking anything."""
+    return path.is_dir() or not path.suffix or bool(_PLAIN.search(path.name)) or _manifest_beside(path).exists()
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    beside = _manifest_beside(path)
     if beside.exists():
-        return Manifest.from_json(beside.read_bytes()).info
-    if path.is_dir() or not _PLAIN.search(path.name):
-        return {}
+        return Manifest.from_json(beside.read_bytes())
+    if path.is_dir():
+        return None
     from composer_checkpoint.files import read_manifest  # it imports torch
 
-    manifest = read_manifest(path)
-    return {} if manifest is None else manifest.info
+    return read_manifest(path)
 
 
 def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:

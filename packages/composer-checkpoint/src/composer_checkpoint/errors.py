@@ -7,6 +7,7 @@ __all__ = [
     "CorruptCheckpointError",
     "UnsafeCheckpointError",
     "IncompatibleCheckpointError",
+    "NewerCheckpointError",
     "StorageError",
     "NoCheckpointError",
     "CheckpointConflictError",
@@ -27,6 +28,10 @@ class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
 
 class IncompatibleCheckpointError(CheckpointError):
     """The checkpoint is whole, but of a newer format or of another model."""
+
+
+class NewerCheckpointError(IncompatibleCheckpointError):
+    """The checkpoint is of a newer format than this release reads."""
 
 
 class StorageError(CheckpointError, OSError):

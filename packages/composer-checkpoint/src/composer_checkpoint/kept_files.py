@@ -1,7 +1,7 @@
 """The checkpoints that a run has saved, and the deletion of those that it need not keep."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from logging import getLogger
@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint._leftovers import discard
+from composer_checkpoint.conflicts import is_name_of
+from composer_checkpoint.errors import CheckpointError
+from composer_checkpoint.files import read_manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.retention import RetentionPolicy, SavedCheckpoint, choose_to_delete
 from composer_time import Timestamp
 
-__all__ = ["KeptFiles", "combine_policies"]
+__all__ = ["KeptFiles", "combine_policies", "saved_checkpoints"]
 
 log = getLogger(__name__)
 
@@ -58,11 +62,12 @@ class KeptFiles:
     names: list[str]
     _history: list[SavedCheckpoint]
     _uploads: dict[str, Future[None]]
+    _of_run: dict[str, str | None]  # what another process has saved, and the run's name
 
     @classmethod
     def under(cls, policy: RetentionPolicy) -> "KeptFiles":
         """Return an empty one."""
-        return cls(policy, True, [], [], {})
+        return cls(policy, True, [], [], {}, {})
 
     def add(
         self, path: str, timestamp: Timestamp, metrics: Mapping[str, float], upload: Future[None] | None = None
@@ -70,6 +75,7 @@ class KeptFiles:
         """Take note of a checkpoint that was committed. One of the same name is gone."""
         self._history = [saved for saved in self._history if saved.name != path]
         self._history.append(SavedCheckpoint(path, timestamp, dict(metrics)))
+        self._of_run.pop(path, None)
         if path in self.names:
             self.names.remove(path)
         self.names.append(path)
@@ -90,20 +96,70 @@ class KeptFiles:
             self._history = [saved for saved in self._history if saved.name != path]
             if path in self.names:
                 self.names.remove(path)
-            if self.deletes and discard(Path(path)):
+            if self.deletes and self._may_delete(path) and discard(Path(path)):
                 log.info("Deleted %s, which save_num_checkpoints_to_keep and save_keep do not keep.", path)
 
     def state_dict(self) -> list[tuple[str, dict[str, Any], dict[str, float]]]:
         """Return what a checkpoint says about the ones before it."""
         return [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
 
-    def load_state_dict(self, saved: Sequence[Any], folder: str) -> None:
-        """Take over the checkpoints of the run that is resumed, as far as they are in the folder that is saved to."""
-        inside = os.path.abspath(folder)
-        self._history = []
-        for name, time, metrics in saved:
-            path = os.path.abspath(name)
-            if os.path.commonpath([inside, path]) == inside and os.path.lexists(path):
-                timestamp = Timestamp()
-                timestamp.load_state_dict(time)
+    def load_state_dict(self, saved: Sequence[Any], folder: str, template: str, run_name: str | None) -> None:
+        """Take over the checkpoints of the run that is resumed, as far as this run could have saved them.
+
+        A checkpoint may come from anybody, and what it lists is deleted one day. So only what is in the folder that
+        is saved to, and is called as this run calls its checkpoints, is taken over.
+
+        Args:
+            saved: What `state_dict` gave.
+            folder: Where checkpoints are saved.
+            template: What they are called below it.
+            run_name: The run's name, which those that are deleted must have in their manifests.
+        """
+        self._history, self._of_run = [], {}
+        for name, timestamp, metrics in saved_checkpoints(saved):
+            if os.path.lexists(name) and _could_have_saved(name, folder, template):
                 self._history.append(SavedCheckpoint(name, timestamp, metrics))
+                self._of_run[name] = run_name
+
+    def _may_delete(self, path: str) -> bool:
+        """Return whether a checkpoint is this run's own: saved by this process, or by its manifest."""
+        if path not in self._of_run:
+            return True
+        run_name = self._of_run.pop(path)
+        try:
+            is_own = _run_of(Path(path)) == run_name
+        except (CheckpointError, OSError) as error:
+            log.warning("%s is left, since it cannot be told whose it is: %s", path, error)
+            return False
+        if not is_own:
+            log.warning("%s is left: its manifest does not say that run %r has saved it.", path, run_name)
+        return is_own
+
+
+def saved_checkpoints(saved: Any) -> Iterator[tuple[str, Timestamp, dict[str, float]]]:
+    """Go through what a checkpoint says about the ones before it, without what is no such thing."""
+    for entry in saved if isinstance(saved, list | tuple) else ():
+        timestamp = Timestamp()
+        try:
+            name, time, metrics = entry
+            timestamp.load_state_dict(time)
+            yield str(name), timestamp, {metric: float(value) for metric, value in metrics.items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            log.warning("The checkpoint that was loaded lists %.80r, which is no checkpoint.", entry)
+
+
+def _could_have_saved(name: str, folder: str, template: str) -> bool:
+    head, tail = os.path.split(os.path.abspath(name))
+    path = os.path.join(os.path.realpath(head), tail)  # a link leads to what is deleted elsewhere
+    relative = os.path.relpath(path, os.path.realpath(folder))
+    return not os.path.islink(path) and is_name_of(relative, template)
+
+
+def _run_of(path: Path) -> str | None:
+    """Return the run that has saved a checkpoint, as its manifest says; `None` if it does not."""
+    if path.is_dir():
+        beside = path / MANIFEST_NAME
+        manifest = Manifest.from_json(beside.read_bytes()) if beside.is_file() else None
+    else:
+        manifest = read_manifest(path)
+    return None if manifest is None else manifest.info.get("run_name")

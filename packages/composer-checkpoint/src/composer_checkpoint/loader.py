@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer_checkpoint.data_position import DataPosition
+from composer_checkpoint.data_position import DataPosition, leave_epoch
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.files import load_file, safe_torch_load
@@ -105,7 +105,7 @@ def load_checkpoint(
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
     if not load_weights_only:
-        _leave_epoch_of_other_batches(state, saved.get("metadata"))
+        _leave_epoch_of_other_batches(state, saved)
     log.info("Loaded %s.", path)
     rng: list[dict[str, Any]] | None = None if load_weights_only else content.get("rng") or None
     position = DataPosition.of(state)
@@ -182,10 +182,7 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
     if object_store is None and (not is_uri(own) or _is_remote_folder(own, state)):
-        if not is_uri(own):
-            own = os.fspath(read_pointer(own) or own)
-            _check_exists(own, path)
-        yield own
+        yield own if is_uri(own) else _existing(own, path)
         return
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
         # The ranks of a node share what its first rank downloads.
@@ -204,6 +201,21 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
         dist.barrier()  # who downloaded deletes it
 
 
+def check_local_path(path: str, state: "State") -> None:
+    """Raise on all ranks if a checkpoint should be on a disk that they see, and is not. Every rank must call this.
+
+    Args:
+        path: As `load_checkpoint` takes it. An address is not looked at.
+        state: Whose checkpoint it is.
+
+    Raises:
+        NoCheckpointError: If it is not there.
+    """
+    own = path_on_this_rank(path, state)
+    if not is_uri(own):
+        _existing(own, path)
+
+
 def path_on_this_rank(path: str, state: "State") -> str:
     """Fill in the run's name and the ranks: this one where each has a file of its own, else the first."""
     if layout_of(state) is Layout.LOCAL:
@@ -220,11 +232,12 @@ def _is_remote_folder(path: str, state: "State") -> bool:
     return layout_of(state) is Layout.SHARDED and is_uri(path)
 
 
-def _check_exists(own: str, path: str) -> None:
-    """Raise on all ranks if any of them cannot see the checkpoint."""
+def _existing(own: str, path: str) -> str:
+    """Return the path that a pointer leads to, and raise on all ranks if any of them cannot see what is there."""
+    own = os.fspath(read_pointer(own) or own)
     have_it = dist.all_gather_object(os.path.exists(own))
     if all(have_it):
-        return
+        return own
     if not have_it[0]:
         if dist.get_global_rank() == 0:
             raise NoCheckpointError(
@@ -295,8 +308,9 @@ def _restore_clocks(saved: dict[str, Any]) -> None:
             )
 
 
-def _leave_epoch_of_other_batches(state: "State", metadata: Any) -> None:
+def _leave_epoch_of_other_batches(state: "State", saved: dict[str, Any]) -> None:
     """Go on with the next epoch if this one was begun with batches of another size, which no batch count fits."""
+    metadata: Any = saved.get("metadata")
     batch_size = getattr(state.train_dataloader, "batch_size", None)
     if not isinstance(metadata, dict) or not isinstance(batch_size, int) or state.timestamp.batch_in_epoch == 0:
         return
@@ -305,7 +319,7 @@ def _leave_epoch_of_other_batches(state: "State", metadata: Any) -> None:
         return
     before, now = saved_size * saved_ranks, batch_size * dist.get_world_size()
     if before != now:
-        state.timestamp = state.timestamp.to_next_epoch()
+        leave_epoch(state, saved.get("dataset_state"))
         warnings.warn(
             f"The checkpoint was saved inside an epoch of batches of {saved_size} samples on {saved_ranks} ranks, "
             f"{before} in all, and now a batch has {now}. Training goes on with the next epoch, number "

@@ -56,9 +56,10 @@ def save_local(
     """Save what this rank holds to a file of its own. Every rank of the group must call this.
 
     No file gets its name before those of all ranks are on the disk, and once one has its name all of them get it: if
-    the ranks are killed between, by `remove_leftovers`, which each run calls that saves to the folder. The file has this rank's part of each DTensor as a
-    plain tensor, and under `local_layout` what is needed to put the parts together again: world size, rank, mesh, and
-    each tensor's placements, global shape and offsets.
+    the ranks are killed between, by `remove_leftovers`, which each run calls that saves to the folder.
+
+    The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to put the
+    parts together again: world size, rank, mesh, and each tensor's placements, global shape and offsets.
 
     Args:
         state_dict: Tensors, DTensors and plain data in nested dicts and lists.

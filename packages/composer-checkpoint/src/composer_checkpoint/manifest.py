@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
-from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError
 from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
@@ -79,7 +79,7 @@ class Manifest:
 
         Raises:
             CorruptCheckpointError: If the text is not a manifest.
-            IncompatibleCheckpointError: If it is of a newer format or uses another hash.
+            NewerCheckpointError: If it is of a newer format or uses a newer hash.
         """
         if len(text) > MAX_MANIFEST_BYTES:
             raise CorruptCheckpointError(
@@ -123,12 +123,12 @@ def _check_version(raw: dict[str, Any]) -> None:
         )
     if version > FORMAT_VERSION:
         writer = _object(raw, "info").get("composer_version", "a newer composer-checkpoint")
-        raise IncompatibleCheckpointError(
+        raise NewerCheckpointError(
             f"the checkpoint has format version {version}, written by {writer}; this composer-checkpoint reads up to "
             f"version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
         )
     if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since JSON may hold what has no hash
-        raise IncompatibleCheckpointError(
+        raise NewerCheckpointError(
             f"the manifest's hashes are {raw.get('hash_name')!r}, and this composer-checkpoint knows "
             f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
         )

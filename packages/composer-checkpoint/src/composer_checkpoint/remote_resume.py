@@ -3,7 +3,7 @@
 import os
 import posixpath
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from logging import DEBUG, WARNING, getLogger
@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.conflicts import literal_prefix, numbers_in_name
 from composer_checkpoint.errors import (
+    CheckpointConflictError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    NewerCheckpointError,
     NoCheckpointError,
     StorageError,
 )
 from composer_checkpoint.fetching import extract_path_from_symlink, get_file
+from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import partial_format
@@ -37,10 +40,11 @@ if TYPE_CHECKING:
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events import Logger, State
 
-__all__ = ["fetched_from_stores", "refuse_weights_only", "shared_name"]
+__all__ = ["fetched_from_stores", "refuse_what_does_not_resume", "shared_name"]
 
 log = getLogger(__name__)
 
+_MAX_NAMES = 10
 _ORDER = ("batch", "sample", "token", "epoch")
 
 
@@ -54,18 +58,26 @@ class _Candidate:
 
 @contextmanager
 def fetched_from_stores(
-    saver: "CheckpointSaver", state: "State", logger: "Logger", layout: Layout
+    saver: "CheckpointSaver", state: "State", logger: "Logger", layout: Layout, unusable: Sequence[str] = ()
 ) -> Iterator[str | None]:
     """Give the path of the newest whole checkpoint that loggers or the saver's store have. Every rank must call this.
 
     Each rank fetches what it needs of a candidate, once on each node, and compares it with its hashes. If it is not
     what was written on any rank, all ranks log why, and go on to the next.
 
+    Args:
+        saver: Has the names.
+        state: The training state, not changed.
+        logger: Has the destinations that keep files.
+        layout: Of the state.
+        unusable: What is in the folder here and cannot be used, with the reasons.
+
     Yields:
         A path here, or of a sharded checkpoint its address, what is needed of which is here. `None` without any.
 
     Raises:
         StorageError: On all ranks, if a store cannot be asked: to go on with an older checkpoint would lose work.
+        CheckpointConflictError: On all ranks, if there are checkpoints here or in a store, and none can be used.
     """
     stores = _stores(saver, logger)
     ranks = Ranks()
@@ -73,20 +85,35 @@ def fetched_from_stores(
         lambda: list(_candidates(stores, saver, state, layout)) if ranks.rank == 0 else [],
         lambda found: [found[0]] * ranks.world_size,
     )
+    unusable = list(unusable)
     for candidate in candidates:
         with ExitStack() as fetched:
-            path = _fetch(stores[candidate.store], candidate.name, state, layout, fetched)
+            path = _fetch(stores[candidate.store], candidate.name, state, layout, fetched, unusable)
             if path is not None:
                 log.info("Resuming from %s, which was downloaded.", candidate.name)
                 yield path
                 return
+    if unusable:
+        raise CheckpointConflictError(
+            f"autoresume found {len(unusable)} checkpoints, and none that this run could go on from: "
+            f"{'; '.join(unusable[:_MAX_NAMES])}. Name one with load_path and without autoresume, or begin anew, "
+            f"either with save_overwrite=True, which lets them be replaced, or in another save_folder."
+        )
     yield None
 
 
-def refuse_weights_only(manifest: Manifest | None, path: str) -> None:
-    """Raise if a checkpoint cannot be resumed from, although it is whole."""
+def refuse_what_does_not_resume(manifest: Manifest | None, path: str, name: str) -> None:
+    """Raise if a checkpoint cannot be resumed from, although it is whole.
+
+    Args:
+        manifest: Its manifest, if it has one.
+        path: Where it is on this machine.
+        name: What to call it.
+    """
     if manifest is not None and manifest.info.get("weights_only"):
-        raise IncompatibleCheckpointError(f"{path} holds the weights only, from which no run goes on.")
+        raise IncompatibleCheckpointError(f"{name} holds the weights only, from which no run goes on.")
+    if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
+        raise IncompatibleCheckpointError(f"{name} has no 'state', so it is no checkpoint of a training run.")
 
 
 def shared_name(name: str, template: str, run_name: str | None) -> str:
@@ -152,22 +179,30 @@ def _pointed_to(store: Any, pointer: str) -> str | None:
         return None
 
 
-def _fetch(store: Any, name: str, state: "State", layout: Layout, fetched: ExitStack) -> str | None:
-    """Return where a checkpoint can be opened that every rank has found whole, or `None`. Every rank must call this."""
+def _fetch(
+    store: Any, name: str, state: "State", layout: Layout, fetched: ExitStack, unusable: list[str]
+) -> str | None:
+    """Return where a checkpoint can be opened that every rank has found whole, or `None`. Every rank must call this.
+
+    One that is there and cannot be used is noted with the reason; what is not all there is none.
+    """
     with ExitStack() as attempt:
         if layout is Layout.SHARDED:
             path, error = _fetch_folder(store, name, state, attempt)
         else:
             path, error = _fetch_file(store, name, layout, attempt)
-        problems = dist.all_gather_object(None if error is None else (_is_absent(error), str(error)))
+        told = None if error is None else (_is_absent(error), isinstance(error, NoCheckpointError), str(error))
+        problems = dist.all_gather_object(told)
         if not any(problems):
             fetched.push(attempt.pop_all())
             return path
     # The same on all ranks, each of which has its own log.
     for rank, problem in enumerate(problems):
         if problem is not None:
-            is_absent, reason = problem
+            is_absent, is_unfinished, reason = problem
             log.log(DEBUG if is_absent else WARNING, "Skipped %s: %s (on rank %d)", name, reason, rank)
+            if not is_absent and not is_unfinished:
+                unusable.append(f"{name}: {reason}")
             break
     return None
 
@@ -195,7 +230,7 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
             manifest = _fetch_and_check(store, name, path)
             save_ids.append(None if manifest is None else manifest.info.get(SAVE_ID_KEY))
         except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
-            _raise_if_storage_failed(error)
+            _raise_if_whole(error)
             problems.append(error)
 
     Ranks().together(lambda: fetch() if fetches else None)
@@ -217,13 +252,13 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
             raise
         raise NoCheckpointError(f"there is no file of rank {rank}: {error}") from error
     manifest = verify(here)
-    refuse_weights_only(manifest, name)
+    refuse_what_does_not_resume(manifest, here, name)
     return manifest
 
 
-def _raise_if_storage_failed(error: Exception) -> None:
-    """Raise what says nothing about the checkpoint: who goes on with an older one for that loses work."""
-    if isinstance(error, StorageError):
+def _raise_if_whole(error: Exception) -> None:
+    """Raise what says nothing against the checkpoint: who goes on with an older one for that loses work."""
+    if isinstance(error, StorageError | NewerCheckpointError):
         raise error
 
 
@@ -234,9 +269,9 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
     address = attempt.enter_context(fetch_once_per_node(store, name))
     try:
         # By steps in which all ranks raise together: what they compare next, they compare all.
-        Ranks().together(lambda: refuse_weights_only(read_manifest(RemoteSource(address, {})), name))
+        Ranks().together(lambda: refuse_what_does_not_resume(read_manifest(RemoteSource(address, {})), address, name))
         check_spread(address, state)
     except CheckpointError as error:
-        _raise_if_storage_failed(error)
+        _raise_if_whole(error)
         return address, error
     return address, None

@@ -11,7 +11,9 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+from composer_checkpoint.conflicts import is_name_of
 from composer_checkpoint.errors import CheckpointError
+from composer_checkpoint.kept_files import saved_checkpoints
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.retention import RetentionPolicy, SavedCheckpoint, choose_to_delete
 from composer_checkpoint.retry import retry
@@ -75,6 +77,27 @@ class KeptRemotely:
     _postponed: bool = False
     _gone: deque[str] = field(default_factory=deque)  # told by the threads that delete
 
+    @classmethod
+    def under(cls, policy: RetentionPolicy | None, said: str, uploader: RemoteUploader | None) -> "KeptRemotely | None":
+        """Return an empty one, or `None` where all is kept.
+
+        Args:
+            policy: The rules; `None` for none.
+            said: Which argument has them, for the error.
+            uploader: Of the store, if there is one.
+
+        Raises:
+            ValueError: If there is no store that could delete.
+        """
+        if policy is None:
+            return None
+        if uploader is None:
+            raise ValueError(f"{said} is for checkpoints in a store, and save_folder is a folder of this machine.")
+        store = uploader.remote_backend
+        if type(store).delete_object is ObjectStore.delete_object:
+            raise ValueError(f"{said}: {type(store).__name__} cannot delete. Leave it out, or save to another store.")
+        return cls(policy, uploader)
+
     def add(
         self,
         name: str,
@@ -124,14 +147,19 @@ class KeptRemotely:
         saved = [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
         return {"remote_folder": self.uploader.remote_folder, "saved": saved}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what the run that is resumed has saved, if it is to the same place that is saved now."""
+    def load_state_dict(self, state: Mapping[str, Any], template: str) -> None:
+        """Take over what the run that is resumed has saved, if it is to the same place that is saved now.
+
+        Args:
+            state: What `state_dict` gave. It may come from anybody, so that nothing else is ever deleted than what
+                this run could have saved.
+            template: What this run's checkpoints are called in the store, with the run's name filled in.
+        """
         if state.get("remote_folder") != self.uploader.remote_folder:
             return
-        for name, time, metrics in state["saved"]:
-            timestamp = Timestamp()
-            timestamp.load_state_dict(time)
-            self.add(name, [name], timestamp, metrics, None)
+        for name, timestamp, metrics in saved_checkpoints(state.get("saved")):
+            if is_name_of(name, template):
+                self.add(name, [name], timestamp, metrics, None)
 
     def _forget(self, name: str) -> None:
         self._history = [saved for saved in self._history if saved.name != name]

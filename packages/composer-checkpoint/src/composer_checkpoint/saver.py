@@ -2,16 +2,16 @@
 
 import shutil
 import tempfile
+import uuid
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer_checkpoint.archives import check_compressor
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.commit import replace_pointer
-from composer_checkpoint.conflicts import ensure_store_has_no_conflicting_objects
+from composer_checkpoint.discover import LINEAGE_KEY
 from composer_checkpoint.held_folder import HeldFolder
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.kept_files import KeptFiles, combine_policies
@@ -24,9 +24,9 @@ from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stable_tensors import unchanged_until_step
 from composer_checkpoint.state_io import Layout, collect, describe, layout_of, own_file, path_of, write
 from composer_checkpoint.stores.addresses import parse_uri
-from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.upload import RemoteUploader
 from composer_checkpoint.uploads import CheckpointUploads
+from composer_dist import dist
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
@@ -80,7 +80,8 @@ class CheckpointSaver(Callback):
         saved_checkpoints: The paths of what this process has saved and not deleted, oldest first.
         all_saved_checkpoints_to_timestamp: When in training each path was saved, also before a resumption.
         last_checkpoint_batch: The batch of the latest save.
-        resumes: Set it where a run goes on from the newest whole checkpoint: later ones are damaged, and are replaced.
+        resumes: Set it, before the checkpoint is loaded, where a run goes on from what `checkpoint_to_resume` has
+            found: later ones are damaged, and are replaced.
 
     Raises:
         ValueError: If names, intervals or numbers cannot be used, or contradict each other.
@@ -157,8 +158,8 @@ class CheckpointSaver(Callback):
             self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
             folder = tempfile.mkdtemp(prefix="composer-save-")
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._kept_remotely = self._keep_remotely(remote_rules, said)
-        self._uploads = CheckpointUploads(self.remote_uploader, overwrite, upload_timeout_in_seconds)
+        kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
+        self._uploads = CheckpointUploads(self.remote_uploader, overwrite, upload_timeout_in_seconds, kept_remotely)
         self.folder = folder
         self.filename = PartialFilePath(filename, folder)
         self.latest_filename = to_path(latest_filename, folder)
@@ -169,6 +170,7 @@ class CheckpointSaver(Callback):
         self.last_checkpoint_batch: Time[int] | None = None
         self.rank_saves_symlinks = False
         self.resumes = False
+        self._lineage: str | None = None
         self._folder = HeldFolder(folder)
         self._async: AsyncSaver | None = None
         self._saving: Save | None = None
@@ -190,16 +192,20 @@ class CheckpointSaver(Callback):
     def fit_start(self, state: "State", logger: "Logger") -> None:
         """Take the folder for this process, and refuse one with later checkpoints than where the run is."""
         path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
+        if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
+            self.last_checkpoint_batch = None  # time was set back, and that batch comes a second time
+        template, remote_template = (_names_of_run(state, name) for name in (self.filename, self.remote_file_name))
         if self._loaded_kept:
-            self._kept.load_state_dict(self._loaded_kept, format_name_with_dist(self.folder, state.run_name))
+            folder = format_name_with_dist(self.folder, state.run_name)
+            self._kept.load_state_dict(self._loaded_kept, folder, template or "", state.run_name)
             self._loaded_kept = ()
-        if self._loaded_kept_remotely is not None and self._kept_remotely is not None:
-            self._kept_remotely.load_state_dict(self._loaded_kept_remotely)
-        self._loaded_kept_remotely = None
+        if self._loaded_kept_remotely is not None:
+            self._uploads.load_state_dict(self._loaded_kept_remotely, remote_template)
+            self._loaded_kept_remotely = None
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
-        self._folder.take(state, None if may_replace else within_folder(state, self.filename.filename))
-        if not may_replace:
-            self._refuse_later_ones_in_store(state)
+        self._folder.take(state, None if may_replace else template)
+        if not may_replace and remote_template is not None:
+            self._uploads.refuse_later(remote_template, state.timestamp)
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is time."""
@@ -223,7 +229,7 @@ class CheckpointSaver(Callback):
         if self._async is not None:
             self._async.check()
         self._settle(state, logger)
-        self._uploads.check()
+        self._uploads.check(more_to_come=self._async is not None and self._async.is_saving)
 
     def eval_end(self, state: "State", logger: "Logger") -> None:
         """Note down what was measured, for whoever keeps the best."""
@@ -249,11 +255,6 @@ class CheckpointSaver(Callback):
         self._settle(state, logger)
         self._uploads.wait()
         self._kept.rotate()
-        if self._kept_remotely is not None:
-            if layout_of(state) is Layout.LOCAL:
-                Ranks().together(lambda: None)  # each looks for what the others have uploaded
-            self._kept_remotely.rotate()
-            self._uploads.wait()
 
     def close(self, state: "State", logger: "Logger") -> None:
         """Let what is under way end, without asking other ranks, which may be gone."""
@@ -295,12 +296,10 @@ class CheckpointSaver(Callback):
         saved = {
             "all_saved_checkpoints_to_timestamp": [(name, stamp.state_dict()) for name, stamp in stamps],
             "kept": [*self._kept.state_dict(), *own],
+            LINEAGE_KEY: self._lineage,
         }
-        if self._kept_remotely is not None:
-            remotely = saved["kept_remotely"] = self._kept_remotely.state_dict()
-            if job is not None and job.remote_name is not None:
-                remotely["saved"].append((own_file(job.remote_name), job.timestamp.state_dict(), job.metrics))
-        return saved
+        remotely = self._uploads.state_dict(job)
+        return saved if remotely is None else {**saved, "kept_remotely": remotely}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over which checkpoints there are."""
@@ -309,18 +308,10 @@ class CheckpointSaver(Callback):
             timestamp = Timestamp()
             timestamp.load_state_dict(saved)
             self.all_saved_checkpoints_to_timestamp[name] = timestamp
+        if self.resumes:
+            self._lineage = state.get(LINEAGE_KEY)
         self._loaded_kept = state.get("kept", ())
         self._loaded_kept_remotely = state.get("kept_remotely")
-
-    def _refuse_later_ones_in_store(self, state: "State") -> None:
-        if self.remote_uploader is None or self.remote_file_name is None:
-            return
-        store = self.remote_uploader.remote_backend
-        template = partial_format(within_folder(state, self.remote_file_name.filename), run_name=state.run_name)
-        is_first = Ranks().rank == 0
-        Ranks().together(
-            lambda: ensure_store_has_no_conflicting_objects(store, template, state.timestamp) if is_first else None
-        )
 
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
@@ -331,22 +322,29 @@ class CheckpointSaver(Callback):
         if self._async is not None and self._skips(state):
             log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
             return
+        if self._lineage is None:
+            drawn = [uuid.uuid4().hex]
+            dist.broadcast_object_list(drawn, src=0)
+            self._lineage = drawn[0]
         job = self._name_save(state)
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
         self.last_checkpoint_batch = state.timestamp.batch
         self.all_saved_checkpoints_to_timestamp[own_file(job.path)] = state.timestamp
         self._saving = job  # so that the checkpoint lists itself
+        if job.remote_name is not None:
+            self._uploads.expect()
         try:
             content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
         finally:
             self._saving = None
-        info = describe(state, weights_only=self.weights_only)
+        info = {**describe(state, weights_only=self.weights_only), LINEAGE_KEY: self._lineage}
         if self.async_save:
             self._save_in_background(state, content, job, layout, info)
             return
         if write(content, job.path, layout, info, self.save_timeout_in_seconds) is not None:
             self._commit(job)
         self._settle(state, logger)
+        self._uploads.check()
 
     def _skips(self, state: "State") -> bool:
         assert self._async is not None
@@ -367,20 +365,9 @@ class CheckpointSaver(Callback):
             self._measured.by_now(state, self._ranked_by()),
         )
 
-    def _keep_remotely(self, policy: RetentionPolicy | None, said: str) -> KeptRemotely | None:
-        if policy is None:
-            return None
-        if self.remote_uploader is None:
-            raise ValueError(f"{said} is for checkpoints in a store, and save_folder is a folder of this machine.")
-        store = self.remote_uploader.remote_backend
-        if type(store).delete_object is ObjectStore.delete_object:
-            raise ValueError(f"{said}: {type(store).__name__} cannot delete. Leave it out, or save to another store.")
-        return KeptRemotely(policy, self.remote_uploader)
-
     def _ranked_by(self) -> set[str]:
         """Return the metrics by which the best are kept."""
-        policies = [self._kept.policy, *([] if self._kept_remotely is None else [self._kept_remotely.policy])]
-        return {policy.metric for policy in policies if policy.metric is not None}
+        return {metric for metric in (self._kept.policy.metric, self._uploads.ranked_by) if metric is not None}
 
     def _save_in_background(
         self, state: "State", content: dict[str, Any], job: Save, layout: Layout, info: dict[str, Any]
@@ -410,19 +397,12 @@ class CheckpointSaver(Callback):
         """Upload what was committed, and delete what need not be kept."""
         while self._committed:
             job = self._committed.pop(0)
-            path = own_file(job.path)
-            upload = None
-            if self._kept.deletes:
-                remote_name = None if job.remote_name is None else own_file(job.remote_name)
-                upload = self._uploads.send(path, remote_name, job.remote_pointer, state, logger)
-                self._note_remotely(job, upload)
-            self._kept.add(path, job.timestamp, job.metrics, upload)
+            upload = self._uploads.send(job, state, logger) if self._kept.deletes else None
+            self._kept.add(own_file(job.path), job.timestamp, job.metrics, upload)
             self._kept.rotate()
-        if self._kept_remotely is not None:
-            self._kept_remotely.rotate()
+        self._uploads.rotate()
 
-    def _note_remotely(self, job: Save, upload: Future[None] | None) -> None:
-        if self._kept_remotely is not None and job.remote_name is not None:
-            of_ranks = [job.remote_name.replace("{rank}", str(rank)) for rank in range(Ranks().world_size)]
-            names = list(dict.fromkeys(of_ranks))
-            self._kept_remotely.add(own_file(job.remote_name), names, job.timestamp, job.metrics, upload)
+
+def _names_of_run(state: "State", name: PartialFilePath | None) -> str | None:
+    """Return the template of what this run's saves are called below the folder, or `None` if they are not put there."""
+    return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)

@@ -80,6 +80,8 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
             f"composer_checkpoint.local_files.merge_local (see {ELASTIC_VARIABLE})."
         )
     refuse_mixed_saves(dist.all_gather_object(layout.get(SAVE_ID_KEY)), path)
+    if "rng" in content:  # of this rank, as whoever reads it looks for it: one entry for each
+        content["rng"] = [entry for own in dist.all_gather_object(content["rng"]) for entry in own]
     parameters, described = _spread_parameters(state), layout["tensors"]
 
     def spread(name: str, leaf: Any) -> Any:

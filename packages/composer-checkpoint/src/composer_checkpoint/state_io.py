@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from composer_checkpoint.commit import sync_tree, write_atomically
+from composer_checkpoint._rank_zero_file import write_on_rank_zero
+from composer_checkpoint._tree import map_tree
 from composer_checkpoint.data_position import (
     EPOCH_START_KEY,
     LOADER_KEY,
@@ -143,6 +145,8 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
         attributes = [name for name in attributes if name not in PARTS]
     with as_sharded(state), _only(state, attributes):
         content: dict[str, Any] = {"state": state.state_dict()}
+    if layout_of(state) is not Layout.SHARDED:
+        content["state"] = {name: part if name in PARTS else _whole(part) for name, part in content["state"].items()}
     if strategy is not None:
         content["state"].update(collect_parts(state, strategy, weights_only=weights_only))
     if not weights_only:
@@ -151,6 +155,11 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
         if "metadata" in content["state"] and (data := describe_train_data(state)):
             content["state"]["metadata"][TRAIN_DATA_KEY] = data
     return without_keys(content, ignore_keys, "save_ignore_keys")
+
+
+def _whole(part: Any) -> Any:
+    """Return what algorithms and callbacks keep with whole tensors in place of shards. Every rank must call this."""
+    return map_tree(part, lambda _, leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
 
 
 def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
@@ -218,30 +227,14 @@ def write(
             save_local(content, path, info=info, timeout_s=timeout_s)
             return own_file(path)
         case Layout.MONOLITHIC:
-            return _write_file(content, path, info, Ranks(timeout_s=timeout_s))
+            ranks = Ranks(timeout_s=timeout_s)
+            write_on_rank_zero(path, lambda unfinished: save_file(content, unfinished, info=info), ranks)
+            return path if ranks.rank == 0 else None
 
 
 def own_file(path: str) -> str:
     """Return this rank's name among those of per-rank files."""
     return path.replace("{rank}", str(dist.get_global_rank()))
-
-
-def _write_file(content: dict[str, Any], path: str, info: dict[str, Any], ranks: Ranks) -> str | None:
-    with ExitStack() as unfinished:
-
-        def begin() -> None:
-            if ranks.rank == 0:
-                temporary = unfinished.enter_context(write_atomically(path))
-                save_file(content, temporary, info=info)
-                sync_tree(temporary)
-
-        def commit(done: list[None]) -> list[None]:
-            unfinished.close()
-            return done
-
-        # Apart, so that a write that was given up never becomes a checkpoint.
-        ranks.exchange(begin, commit)
-    return path if ranks.rank == 0 else None
 
 
 def _rng(state: "State") -> list[dict[str, Any]]:

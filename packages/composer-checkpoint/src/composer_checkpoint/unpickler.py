@@ -2,7 +2,8 @@
 
 A pickle is a program: it names functions and calls them. `safe_unpickle` reads one with three locks. `scan` goes over
 its instructions without following any, and refuses those that no checkpoint needs. Each name that is left is looked
-up in a table, never imported. And what the table has cannot be made to use more memory than the pickle has bytes.
+up in a table, never imported. And what the table has can neither be changed by a pickle nor made to copy much more than
+the pickle has bytes.
 """
 
 import io
@@ -17,12 +18,23 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
+from composer_checkpoint._pickle_calls import Budget, Call, shown
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 
-__all__ = ["PLAIN_GLOBALS", "RestrictedUnpickler", "refuse_global", "run_restricted", "safe_unpickle", "scan"]
+__all__ = [
+    "PLAIN_GLOBALS",
+    "PickledOrderedDict",
+    "PickledText",
+    "RestrictedUnpickler",
+    "refuse_global",
+    "run_restricted",
+    "safe_unpickle",
+    "scan",
+]
 
 # What each instruction is followed by. Text instructions of protocol 0, INST, OBJ, PERSID, EXT and the out-of-band
 # buffers are absent: EXT, for one, is answered from a cache of the process that no look-up guards.
@@ -140,6 +152,36 @@ def _bytearray(value: Any = b"", encoding: Any = None) -> bytearray:
     return bytearray(_bytes_of_latin1(value, encoding))
 
 
+class PickledOrderedDict(OrderedDict[Any, Any]):
+    """Stands for an `OrderedDict`, which a pickle could give an attribute that hides one of its methods."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict or len(state) > 1 or set(state) - {"_metadata"}:  # which a module's state_dict has
+            raise ValueError("a dict has no attributes")
+        vars(self).update(state)
+
+
+class _PickledCounter(Counter[Any]):
+    """Stands for a `Counter`, for the same reason."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("a dict has no attributes")
+
+
+class PickledText(str):
+    """Stands for a `TorchVersion`, which older files have in their metadata: the text alone."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: Any = "") -> str:  # pyright: ignore[reportInconsistentConstructor]
+        """Return the text itself."""
+        if type(text) is not str:  # of anything else, text may be endless
+            raise ValueError("a version is a text")
+        return text
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
 PLAIN_GLOBALS: Mapping[str, Any] = {
     "builtins.complex": complex,
     "builtins.set": set,
@@ -151,13 +193,17 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
     "builtins.float": float,
     "builtins.list": list,
     "builtins.dict": dict,
-    "collections.Counter": Counter,
-    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": _PickledCounter,
+    "collections.OrderedDict": PickledOrderedDict,
     "collections.defaultdict": defaultdict,
     "collections.deque": deque,
     "datetime.timedelta": timedelta,
     "_codecs.encode": _bytes_of_latin1,
 }
+
+
+# What copies its arguments, besides functions. Other classes are made by NEWOBJ, which wants them themselves.
+_COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
 
 
 class RestrictedUnpickler(pickle.Unpickler):
@@ -166,6 +212,7 @@ class RestrictedUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
         self.table = table
+        self.budget = Budget(len(data))
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return what the table has under the name.
@@ -174,7 +221,11 @@ class RestrictedUnpickler(pickle.Unpickler):
             UnsafeCheckpointError: If it has nothing.
         """
         name = canonical_name(module_name, global_name)
-        return self.table[name] if name in self.table else self.find_unknown(name)
+        if name not in self.table:
+            return self.find_unknown(name)
+        found = self.table[name]
+        is_copying = isinstance(found, type) and found in _COPYING
+        return Call(found, self.budget) if is_copying or isinstance(found, FunctionType) else found
 
     def find_unknown(self, name: str) -> Any:
         """Refuse a name that the table does not have."""
@@ -183,7 +234,7 @@ class RestrictedUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any, /) -> Any:
         """Refuse references to things outside the pickle."""
         raise UnsafeCheckpointError(
-            f"a pickle refers to {pid!r:.80}, outside itself, where nothing is known to be. Nothing of it was run."
+            f"a pickle refers to {shown(pid)}, outside itself, where nothing is known to be. Nothing of it was run."
         )
 
 
@@ -214,7 +265,7 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
         source: The bytes, a path, or a file opened for reading bytes.
         allow: What the pickle may name besides, by dotted name, such as
             `{"torch.distributed.checkpoint.metadata.Metadata": Metadata}`. Its values can be called by the pickle with
-            any arguments.
+            any arguments, and get any attributes if they are classes.
 
     Returns:
         The object.
@@ -231,7 +282,7 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
         composer_checkpoint.errors.UnsafeCheckpointError: the file asks for posix.getcwd, ...
     """
     # NumPy and torch load only here.
-    from composer_checkpoint._pickled_arrays import array_globals, plain_array
+    from composer_checkpoint._pickled_arrays import array_globals
 
     if isinstance(source, str | os.PathLike):
         source = Path(source).read_bytes()
@@ -240,4 +291,19 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
     data: bytes | memoryview = memoryview(source)
     scan(data)
     table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
-    return map_tree(run_restricted(RestrictedUnpickler(data, table)), plain_array)
+    return map_tree(run_restricted(RestrictedUnpickler(data, table)), _itself, shared=True)
+
+
+def _itself(_: str, value: Any) -> Any:
+    """Return what a thing stands for that was built with checks, and anything else as it is."""
+    from composer_checkpoint._pickled_arrays import plain_array  # with NumPy, by now loaded
+
+    match value:
+        case PickledOrderedDict():
+            ordered = OrderedDict(value)
+            vars(ordered).update(vars(value))
+            return ordered
+        case _PickledCounter():
+            return Counter(value)
+        case _:
+            return Call.itself(plain_array(value))

@@ -4,21 +4,20 @@ import logging
 import multiprocessing
 import os
 import pickle
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from composer_checkpoint._arrival import RemoteFilesExistingCheckStatus, await_objects
+from composer_checkpoint._staged_copies import StagedCopies
 from composer_checkpoint._upload_process import upload_in_process
 from composer_checkpoint.publish import publish_checkpoint, upload_with_retries, write_pointer
 from composer_checkpoint.stores.addresses import parse_uri
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
+from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import open_store, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
 
@@ -28,14 +27,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 1.0
 _STAGGER_VARIABLE = "COMPOSER_LOCAL_RANK_STAGGER_SECONDS"
-
-
-class RemoteFilesExistingCheckStatus(IntEnum):
-    """How waiting for remote files ended."""
-
-    EXIST = 1
-    TIMEOUT = 2
-    ERROR = 3
 
 
 class RemoteUploader:
@@ -93,9 +84,7 @@ class RemoteUploader:
         self._store: ObjectStore | None = open_store(self.remote_folder, self.backend_kwargs)
         self._threads: Executor | None = None
         self._processes: Executor | None = None
-        self._staging_folder = staging_folder
-        self._staging: tempfile.TemporaryDirectory[str] | None = None
-        self._num_staged = 0
+        self._copies = StagedCopies(staging_folder)
         self._unsent: dict[str, _Unsent] = {}
         self._lock = threading.Lock()
         self._closing, self._has_failed = threading.Event(), threading.Event()
@@ -131,7 +120,7 @@ class RemoteUploader:
         Returns:
             A future that holds the upload's error, if any.
         """
-        source = self._stage(file_path) if copy else Path(file_path)
+        source = self._copies.make(file_path) if copy else Path(file_path)
 
         def upload() -> None:
             try:
@@ -169,7 +158,7 @@ class RemoteUploader:
                     f"Object {remote_file_name} was already enqueued to be uploaded, but overwrite=False. Choose "
                     f"another name, or pass overwrite=True."
                 )
-            source = self._stage(file_path)
+            source = self._copies.make(file_path)
             if unsent is not None and not unsent.has_begun:
                 unsent.source.unlink()
                 unsent.source, unsent.overwrite = source, unsent.overwrite and overwrite
@@ -294,36 +283,14 @@ class RemoteUploader:
         Returns:
             A future with `EXIST`, `TIMEOUT`, or `ERROR` if an upload of this uploader failed or it was closed.
         """
-        answer: Future[RemoteFilesExistingCheckStatus] = Future()
-        deadline = time.monotonic() + max_wait_time_in_seconds
-        store, names = self.remote_backend, list(remote_checkpoint_file_names)
-
-        def watch() -> None:
-            try:
-                answer.set_result(self._watch(store, names, deadline, wait_before_next_try_in_seconds))
-            except Exception as error:  # whatever it is, it belongs to who asked
-                answer.set_exception(error)
-
-        threading.Thread(target=watch, name="remote-files", daemon=True).start()
-        return answer
-
-    def _watch(
-        self, store: ObjectStore, names: list[str], deadline: float, pause_s: float
-    ) -> RemoteFilesExistingCheckStatus:
-        while names:
-            try:
-                store.get_object_size(names[0])
-                names.pop(0)
-                continue
-            except (FileNotFoundError, ObjectStoreTransientError):
-                pass
-            if self._has_failed.is_set() or self._closing.is_set():
-                return RemoteFilesExistingCheckStatus.ERROR
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return RemoteFilesExistingCheckStatus.TIMEOUT
-            self._closing.wait(min(pause_s, left_s))
-        return RemoteFilesExistingCheckStatus.EXIST
+        return await_objects(
+            self.remote_backend,
+            remote_checkpoint_file_names,
+            max_wait_time_in_seconds,
+            wait_before_next_try_in_seconds,
+            closing=self._closing,
+            has_failed=self._has_failed,
+        )
 
     def _submit(self, key: str, work: Callable[[], None]) -> Future[None]:
         """Queue work, to begin once earlier work for the same name has ended."""
@@ -374,26 +341,15 @@ class RemoteUploader:
         if not future.cancelled() and future.exception() is not None:
             self._has_failed.set()
 
-    def _stage(self, file_path: str | os.PathLike[str]) -> Path:
-        if self._staging is None:
-            if self._staging_folder is not None:
-                os.makedirs(self._staging_folder, exist_ok=True)
-            self._staging = tempfile.TemporaryDirectory(prefix="composer-upload-", dir=self._staging_folder)
-        self._num_staged += 1
-        staged = Path(self._staging.name) / str(self._num_staged)
-        shutil.copyfile(file_path, staged)
-        return staged
-
     def _close(self, *, cancel: bool = False) -> None:
         self._closing.set()
         for executor in (self._threads, self._processes):
             if executor is not None:
                 executor.shutdown(cancel_futures=cancel)
-        if self._staging is not None:
-            self._staging.cleanup()
+        self._copies.remove()
         if self._store is not None:
             self._store.close()
-        self._threads = self._processes = self._staging = self._store = None
+        self._threads = self._processes = self._store = None
         self._latest_of.clear()
         self._unsent.clear()
         self._has_failed.clear()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_dist.env import get_global_rank, get_world_size
@@ -32,10 +32,19 @@ def get_sampler(
         rank: Which share to take. This process's rank when `None`.
         seed: What the order is drawn from. The same on every rank.
 
+    Raises:
+        TypeError: If the dataset is an `IterableDataset`, such as a `StreamingDataset`, which gives each rank its share
+            by itself.
+
     Example:
         >>> list(get_sampler(range(5), num_replicas=2, rank=1, drop_last=True))
         [1, 3]
     """
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"dataset={dataset!r} is an IterableDataset, which says itself what each rank and each worker reads, and a "
+            "sampler is for datasets that are asked for samples by number. Give it to its DataLoader without a sampler."
+        )
     return DistributedSampler(
         dataset,
         num_replicas=get_world_size() if num_replicas is None else num_replicas,

@@ -7,6 +7,8 @@
 - `parallelize`: one function for a plain module.
 - `wrap_rules`, `activation`, `mixed_precision`, `groups`, `meta_init`, `tied`, `prefetch`: what the settings mean.
 - `summon`: whole parameters for a while.
+- `explain`, `estimate`: what settings would make of a model and how much memory and traffic a step would take; `cli` is
+  the command `composer-fsdp`.
 """
 
 from importlib import import_module
@@ -18,11 +20,16 @@ if TYPE_CHECKING:
     from composer_fsdp.config import FSDPConfig as FSDPConfig
     from composer_fsdp.config import ParallelismConfig as ParallelismConfig
     from composer_fsdp.config import TPConfig as TPConfig
+    from composer_fsdp.estimation import Estimate as Estimate
+    from composer_fsdp.estimation import estimate as estimate
+    from composer_fsdp.explanation import Explanation as Explanation
+    from composer_fsdp.explanation import explain as explain
     from composer_fsdp.parallelize import parallelize_composer_model as parallelize_composer_model
     from composer_fsdp.parallelize import parallelize_model as parallelize_model
     from composer_fsdp.parse import parse_parallelism as parse_parallelism
     from composer_fsdp.plan import ShardingPlan as ShardingPlan
     from composer_fsdp.plan import make_plan as make_plan
+    from composer_fsdp.rehearsal import Workload as Workload
     from composer_fsdp.strategy import FSDP as FSDP
     from composer_fsdp.summon import get_summon_params_fn as get_summon_params_fn
     from composer_fsdp.summon import summon_full_params_fsdp2 as summon_full_params_fsdp2
@@ -41,6 +48,11 @@ _HOME = {
     "apply_ac": "composer_fsdp.activation",
     "summon_full_params_fsdp2": "composer_fsdp.summon",
     "get_summon_params_fn": "composer_fsdp.summon",
+    "explain": "composer_fsdp.explanation",
+    "Explanation": "composer_fsdp.explanation",
+    "estimate": "composer_fsdp.estimation",
+    "Estimate": "composer_fsdp.estimation",
+    "Workload": "composer_fsdp.rehearsal",
 }
 
 __all__ = [
@@ -57,6 +69,11 @@ __all__ = [
     "apply_ac",
     "summon_full_params_fsdp2",
     "get_summon_params_fn",
+    "explain",
+    "Explanation",
+    "estimate",
+    "Estimate",
+    "Workload",
     "__version__",
 ]
 

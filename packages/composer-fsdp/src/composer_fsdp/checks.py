@@ -11,6 +11,7 @@ import torch
 from composer_fsdp.config import FSDPConfig, ParallelismConfig
 
 __all__ = [
+    "PREFETCHES",
     "STRATEGIES",
     "check_fsdp",
     "check_tensor_parallel",
@@ -23,7 +24,7 @@ __all__ = [
 log = getLogger(__name__)
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NONE")
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NONE")
 _STRICT_VARIABLE = "COMPOSER_STRICT_COMPAT"
 
 
@@ -34,7 +35,7 @@ def check_fsdp(config: FSDPConfig) -> None:
         ValueError: With the setting.
     """
     one_of(config, "sharding_strategy", STRATEGIES)
-    one_of(config, "backward_prefetch", _PREFETCHES)
+    one_of(config, "backward_prefetch", PREFETCHES)
     one_of(config, "tie_policy", ("error", "group"))
     for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
         limit = getattr(config, name)
@@ -50,6 +51,13 @@ def check_fsdp(config: FSDPConfig) -> None:
             "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
             "other ranks have to receive its weights. Set both, on every rank."
         )
+    for name in ("load_planner", "save_planner"):
+        if (planner := getattr(config, name)) is not None:
+            raise ValueError(
+                f"{name}={planner!r} is not used: composer_checkpoint plans sharded checkpoints itself, so that each "
+                f"rank's hashes are checked and a checkpoint of another model is refused. Leave it out, and call "
+                f"torch.distributed.checkpoint with your planner on the state dicts where you need it."
+            )
     for module in config.ignored_modules or ():
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")

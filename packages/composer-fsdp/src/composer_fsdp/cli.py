@@ -1,105 +1,149 @@
-"""The command `composer-fsdp`: what a configuration would do to a model, without doing it."""
+"""The command `composer-fsdp`: what a configuration would do to a model, without doing it.
+
+Torch, and what needs it, is imported once the arguments are known to be right.
+"""
 
 import argparse
-import importlib.util
 import json
 import sys
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+__all__ = ["main"]
 
-from composer_fsdp.config import ParallelismConfig
-from composer_fsdp.parse import parse_parallelism
-from composer_fsdp.plan import ShardingPlan, make_plan
-from composer_fsdp.tied import resolve_ties
-from composer_fsdp.wrap_rules import Unit, choose_units
-
-__all__ = ["explain", "main"]
+_DOES_NOT_FIT, _IS_WRONG = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command and return its exit code.
+
+    It is 0 if all is well, 1 if an estimate is above `--gpu-memory`, and 2 if something given is wrong.
+    """
     options = _parser().parse_args(arguments)
     try:
-        model = _make_model(options.model)
-        plan = make_plan(_read_config(options.config), precision=options.precision, world_size=options.world_size)
-        text = explain(model, plan)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
-        sys.stderr.write(f"composer-fsdp: {error}\n")
-        return 2
-    sys.stdout.write(text + "\n")
-    return 0
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            result = options.run(options)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        sys.stderr.write(f"composer-fsdp: {text}\n")
+        return _IS_WRONG
+    for message in dict.fromkeys(str(warning.message) for warning in warned):
+        sys.stderr.write(f"composer-fsdp: {message}\n")
+    sys.stdout.write((json.dumps(result.to_dict(), indent=2) if options.json else str(result)) + "\n")
+    return 0 if getattr(result, "fits", True) else _DOES_NOT_FIT
 
 
-def explain(model: nn.Module, plan: ShardingPlan) -> str:
-    """Return the units of a model as a tree, with how many numbers each has and a rank holds, and the settings.
+def _explain(options: argparse.Namespace) -> Any:
+    from composer_fsdp.explanation import explain
+    from composer_fsdp.model_source import load_config, load_model
 
-    Args:
-        model: A ComposerModel, of which the direct children are sharded. It may be on the meta device.
-        plan: How.
-    """
-    units = resolve_ties(model, choose_units(model, plan), plan.tie_policy)
-    taken: set[int] = set()
-    rows: dict[str, str] = {}
-    for unit in units:
-        own = [p for m in (unit.module, *unit.partners) for p in m.parameters() if id(p) not in taken]
-        own = list(dict.fromkeys(own))
-        taken.update(map(id, own))
-        rows[unit.name] = _row(unit, sum(p.numel() for p in own), _shards(plan))
-    left = sum(p.numel() for p in model.parameters() if id(p) not in taken)
-    lines = [rows[name] for name in sorted(rows, key=lambda name: name.split("."))]
-    if left:
-        lines.append(f"whole on every rank: {left:,} parameters")
-    return "\n".join([*lines, plan.describe()])
+    model, _ = load_model(options.model)
+    return explain(model, load_config(options.config), **_of_run(options))
 
 
-def _row(unit: Unit, numel: int, shards: int) -> str:
-    depth = unit.name.count(".")
-    options = f" {dict(unit.options)}" if unit.options else ""
-    sizes = f"{numel:,} parameters, {-(-numel // shards):,} a rank"
-    return f"{'  ' * depth}{unit.name} ({type(unit.module).__name__}): {sizes}{options}"
+def _estimate(options: argparse.Namespace) -> Any:
+    from composer_fsdp.byte_sizes import parse_bytes
+    from composer_fsdp.estimation import estimate
+    from composer_fsdp.model_source import load_config, load_model, load_named, load_optimizer
+    from composer_fsdp.rehearsal import Workload
+
+    gpu_memory = None if options.gpu_memory is None else parse_bytes(options.gpu_memory)
+    config = load_config(options.config)
+    model, batch = load_model(options.model)
+    work = Workload(
+        _batch(options, batch),
+        batch_size=options.batch_size,
+        microbatches=options.microbatches,
+        optimizer=load_optimizer(options.optimizer),
+        loss=None if options.loss is None else load_named(options.loss, "--loss"),
+        on_gpu=options.device == "gpu",
+    )
+    return estimate(model, config, work, gpu_memory=gpu_memory, **_of_run(options))
 
 
-def _shards(plan: ShardingPlan) -> int:
-    return plan.degrees.get("data_parallel_shard", 1) if plan.sharding_strategy != "NO_SHARD" else 1
+def _of_run(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "world_size": options.world_size,
+        "local_world_size": options.gpus_per_node,
+        "precision": options.precision,
+    }
+
+
+def _batch(options: argparse.Namespace, made: Any) -> Any:
+    """Return a microbatch: of a function, of a shape, or what was made together with the model."""
+    from composer_fsdp.model_source import make_batch
+
+    if options.batch is not None:
+        return make_batch(options.batch, options.batch_size)
+    if options.input_shape is not None:
+        import torch
+
+        dtype = getattr(torch, options.input_dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"--input-dtype={options.input_dtype!r} is no dtype of torch. Give one such as float32 or int64."
+            )
+        return torch.empty((options.batch_size or 1, *options.input_shape), dtype=dtype, device="meta")
+    if made is None:
+        raise ValueError(
+            "nothing says what a batch is, without which there are no activations. Give --input-shape 1024 "
+            "--input-dtype int64, or --batch file.py:function, or let the function of the model return a pair of the "
+            "model and a batch."
+        )
+    return made
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.replace("x", ",").split(",") if size.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: give sizes such as 1024 or 3,224,224") from None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="composer-fsdp", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="composer-fsdp", description="What a configuration would do to a model, without doing it."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("explain", help="print which modules are sharded as one, and all settings")
-    command.add_argument("model", metavar="FILE.py:FUNCTION", help="a function without arguments that makes the model")
-    command.add_argument("config", help="a JSON file with the value of parallelism_config, or of its 'fsdp'")
-    command.add_argument("--world-size", type=int, default=8, help="over how many ranks (default: 8)")
-    command.add_argument("--precision", default="fp32", help="of the run (default: fp32)")
+    explain = commands.add_parser("explain", help="print which modules are sharded as one, and all settings")
+    explain.set_defaults(run=_explain)
+    _add_common(explain)
+    estimate = commands.add_parser("estimate", help="print how much memory a rank needs, and what it sends")
+    estimate.set_defaults(run=_estimate)
+    _add_common(estimate)
+    _add_work(estimate)
     return parser
 
 
-def _make_model(where: str) -> nn.Module:
-    path, _, name = where.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise ValueError(f"MODEL={where!r} names no function of a file. Give it as path/to/file.py:make_model.")
-    spec = importlib.util.spec_from_file_location("composer_fsdp_explained", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{path} has no function {name!r}. Give one without arguments that makes the model.")
-    with torch.device("meta"):  # nothing of it has to fit anywhere
-        model: Any = function()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{where} returned {model!r}, which is no torch.nn.Module.")
-    return model
+def _add_common(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="file.py:function or module:function, without arguments, that makes the model, or a pair of it and a "
+        "batch; it is run with the meta device as default",
+    )
+    add(
+        "--config",
+        help="the value of parallelism_config, or of its 'fsdp': JSON, a .json or .toml file, or file.py:name "
+        "(default: an FSDPConfig())",
+    )
+    add("--world-size", type=int, default=8, help="over how many ranks (default: 8)")
+    add("--gpus-per-node", type=int, help="how many of them each node has (default: at most 8)")
+    add("--precision", default="fp32", help="of the run, such as amp_bf16 (default: fp32)")
+    add("--json", action="store_true", help="print JSON")
 
 
-def _read_config(path: str) -> ParallelismConfig:
-    given = json.loads(Path(path).read_text())
-    config = parse_parallelism(given if {"fsdp", "fsdp2"} & set(given) else {"fsdp": given})
-    if config is None:
-        raise ValueError(f"{path} has no settings. Give at least {{'fsdp': {{}}}}.")
-    return config
+def _add_work(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--gpu-memory", metavar="SIZE", help="what a device has, such as 80GiB")
+    add("--batch-size", type=int, help="how many examples a microbatch of a rank has (default: as in the batch)")
+    add("--input-shape", type=_shape, metavar="SIZES", help="the shape of one example, such as 1024 or 3,224,224")
+    add("--input-dtype", default="float32", help="of the input, such as int64 (default: float32)")
+    add("--batch", metavar="FUNCTION", help="file.py:function that makes a microbatch, perhaps of batch_size")
+    add("--loss", metavar="FUNCTION", help="file.py:function of outputs and batch (default: the model's own)")
+    add("--optimizer", default="AdamW", help="of torch.optim, or file.py:function of parameters (default: AdamW)")
+    add("--microbatches", type=int, default=1, help="how many a step has (default: 1)")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="for which the optimizer chooses its way")

@@ -1,7 +1,7 @@
 """A model and its optimizer, sharded by a plan."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -32,7 +32,7 @@ from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
 from composer_fsdp.tied import check_param_tying, resolve_ties
 from composer_fsdp.wrap_rules import Unit, choose_units
 
-__all__ = ["ShardedModel", "shard_model"]
+__all__ = ["ShardedModel", "Sharder", "prefetch_ahead", "shard_model", "wrap_activations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class ShardedModel:
         whole: The trainable parameters that every rank has whole, whose gradients nobody averages but the strategy.
         local_meshes: The meshes on which a part of the ranks have weights of their own.
         prefetch: Which units gather which others ahead.
+        holders: The modules that have parameters of their own, with the names of these.
     """
 
     model: nn.Module
@@ -58,6 +59,28 @@ class ShardedModel:
     whole: Sequence[nn.Parameter]
     local_meshes: frozenset[DeviceMesh]
     prefetch: Prefetching
+    holders: Mapping[nn.Module, frozenset[str]]
+
+    def check_unchanged(self) -> None:
+        """Refuse parameters that the model was given since, of which the ranks that train it do not know.
+
+        Also one that was there already and has moved to another module is where nobody gathers it.
+
+        Raises:
+            ValueError: With their names.
+        """
+        late = [
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, module in self.model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if name not in self.holders.get(module, ()) and (parameter.requires_grad or isinstance(parameter, DTensor))
+        ]
+        if late:
+            raise ValueError(
+                f"the model was changed after it was sharded: {late[:5]} were not there, so that their ranks would "
+                f"neither gather nor average them. Change the model before it is sharded; in a Trainer, by an "
+                f"algorithm that acts on Event.INIT."
+            )
 
 
 def shard_model(
@@ -109,8 +132,8 @@ def shard_model(
     with check_param_tying(model):
         if plan.layer_plan is not None and meshes.tensor is not None:
             split_tensors(model, meshes.tensor, plan.layer_plan)
-        units = _wrap_activations(model, plan, units, check_fn)
-        sharder = _Sharder(plan, meshes, device)
+        units = wrap_activations(model, plan, units, check_fn)
+        sharder = Sharder(plan, meshes, device)
         for unit in units:
             sharder.shard(unit)
         if beginning is meta_init.Beginning.RANK_ZERO:
@@ -127,13 +150,14 @@ def shard_model(
         roots=list(_outermost(model)),
         whole=[p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)],
         local_meshes=frozenset(sharder.local_meshes),
-        prefetch=Prefetching({u.name: u.module for u in units}, {u.name: _prefetch_of(u, plan) for u in units}),
+        prefetch=prefetch_ahead(units, plan),
+        holders={m: frozenset(name for name, _ in m.named_parameters(recurse=False)) for m in model.modules()},
     )
     _register_forward_methods(model)
     return sharded
 
 
-class _Sharder:
+class Sharder:
     """Gives one unit after the other to `fully_shard`."""
 
     def __init__(self, plan: ShardingPlan, meshes: Meshes, device: torch.device) -> None:
@@ -146,13 +170,11 @@ class _Sharder:
 
     def shard(self, unit: Unit) -> None:
         """Shard one unit, whose descendants have been."""
-        plan, options = self._plan, unit.options
-        dtypes = plan.dtypes
-        if "mixed_precision" in options:
-            dtypes = resolve_dtypes(options["mixed_precision"], plan.precision)
+        options = unit.options
+        dtypes = self.dtypes_of(unit)
         settings: dict[str, Any] = {
-            "mesh": self._mesh_of(unit),
-            "reshard_after_forward": self._reshard_of(unit),
+            "mesh": self.mesh_of(unit),
+            "reshard_after_forward": self.reshard_of(unit),
             "mp_policy": dtypes.policy(output_dtype=self._output_dtype(unit, dtypes)),
             "offload_policy": self._offload_of(unit),
             "ignored_params": self._ignored,
@@ -165,7 +187,14 @@ class _Sharder:
             for inner in _own_modules(module):
                 cast_buffers(inner, dtypes.buffer)
 
-    def _mesh_of(self, unit: Unit) -> DeviceMesh:
+    def dtypes_of(self, unit: Unit) -> Dtypes:
+        """Return the formats in which a unit computes."""
+        if "mixed_precision" in unit.options:
+            return resolve_dtypes(unit.options["mixed_precision"], self._plan.precision)
+        return self._plan.dtypes
+
+    def mesh_of(self, unit: Unit) -> DeviceMesh:
+        """Return the ranks that share and replicate a unit's weights. Every rank must call this."""
         group = unit.options.get("process_group")
         if group is None:
             return self._meshes.data
@@ -176,7 +205,8 @@ class _Sharder:
             self.local_meshes.add(mesh)
         return mesh
 
-    def _reshard_of(self, unit: Unit) -> bool | int | None:
+    def reshard_of(self, unit: Unit) -> bool | int | None:
+        """Return whether a unit's weights are freed after its forward pass, as `fully_shard` takes it."""
         options = unit.options
         if "reshard_after_forward" in options:
             return options["reshard_after_forward"]
@@ -196,9 +226,10 @@ class _Sharder:
         return None if unit.is_root or dtypes.param == self._plan.dtypes.param else self._plan.dtypes.param
 
 
-def _wrap_activations(
+def wrap_activations(
     model: nn.Module, plan: ShardingPlan, units: Sequence[Unit], check_fn: Callable[[nn.Module], bool] | None
 ) -> list[Unit]:
+    """Let the chosen modules compute their activations again; return the units with what took their places."""
     checkpoint_fn = None
     if plan.te_checkpoint_wrapper:
         checkpoint_fn = import_module("transformer_engine.pytorch").checkpoint  # optional; the plan has looked for it
@@ -265,6 +296,11 @@ def _refuse_duplicates(model: nn.Module) -> None:
                 f"handed on by name. Keep the module under one name, or give every rank the weights itself."
             )
         names[module] = name
+
+
+def prefetch_ahead(units: Sequence[Unit], plan: ShardingPlan) -> Prefetching:
+    """Tell sharded units which others to gather ahead."""
+    return Prefetching({u.name: u.module for u in units}, {u.name: _prefetch_of(u, plan) for u in units})
 
 
 def _prefetch_of(unit: Unit, plan: ShardingPlan) -> tuple[str, int, int]:

@@ -13,32 +13,17 @@ are modules that are reached a second time.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from composer_fsdp.config import FSDP2Config
-from composer_fsdp.keys import explain_key
 from composer_fsdp.mixed_precision import has_running_statistics
 from composer_fsdp.plan import ShardingPlan
+from composer_fsdp.unit_options import WrapFunction, answer_of, check_options, function_of
 
 __all__ = ["Unit", "WrapFunction", "choose_units", "roots_of"]
-
-WrapFunction = Callable[[nn.Module], bool | Mapping[str, Any]]
-
-_KEYS = (
-    "sharding_strategy",
-    "process_group",
-    "mixed_precision",
-    "backward_prefetch",
-    "cpu_offload",
-    "reshard_after_forward",
-    "forward_prefetch_limit",
-    "shard_placement_fn",
-    "grad_sync",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +57,19 @@ def choose_units(
         wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
 
     Raises:
-        ValueError: If `fsdp_wrap_fn` returns a setting that there is not. A KeyError for an `FSDP2Config`.
+        ValueError: If `fsdp_wrap_fn` returns a setting that there is not, or an ignored module is not in the model. A
+            KeyError for the settings of an `FSDP2Config`.
+        TypeError: If `fsdp_wrap_fn` returns neither yes, no, nor a dict.
     """
     if not plan.auto_wrap:
         return []
+    known = set(model.modules())
+    for module in plan.ignored_modules:
+        if module not in known:
+            raise ValueError(
+                f"ignored_modules has a {type(module).__name__} that is not in the model. Give modules of the model that "
+                f"is sharded."
+            )
     rules = _Rules(plan, wrap_fn)
     if wraps_itself:
         rules.add_root("", model)
@@ -117,13 +111,12 @@ class _Rules:
     def add_root(self, name: str, root: nn.Module) -> None:
         if id(root) in self._seen or id(root) in self._ignored_modules:
             return
-        function = self._wrap_fn or getattr(root, "fsdp_wrap_fn", None)
+        function = self._wrap_fn or function_of(name, root)
         self._descend(name, root, function)
         self._seen.add(id(root))
         choice = self._by_attribute(root)
-        if choice is None and function is not None:
-            given = function(root)
-            choice = given if isinstance(given, Mapping) else None
+        if choice is None:
+            choice = answer_of(function, name, root)
         self._add(name, root, choice if isinstance(choice, Mapping) else {}, is_root=True)
 
     def _descend(self, prefix: str, parent: nn.Module, function: WrapFunction | None) -> None:
@@ -133,15 +126,15 @@ class _Rules:
                 continue
             self._seen.add(id(module))
             self._descend(full_name, module, function)
-            choice = self._decide(module, function)
+            choice = self._decide(full_name, module, function)
             if choice is not False:
                 self._add(full_name, module, choice if isinstance(choice, Mapping) else {})
 
-    def _decide(self, module: nn.Module, function: WrapFunction | None) -> bool | Mapping[str, Any]:
+    def _decide(self, name: str, module: nn.Module, function: WrapFunction | None) -> bool | Mapping[str, Any]:
         by_attribute = self._by_attribute(module)
         if by_attribute is not None:
             return by_attribute
-        given = False if function is None else function(module)
+        given = answer_of(function, name, module)
         if isinstance(given, Mapping):
             return given
         if given or self._is_large(module):
@@ -173,7 +166,7 @@ class _Rules:
         return is_low and has_running_statistics(module) and next(module.parameters(), None) is not None
 
     def _add(self, name: str, module: nn.Module, options: Mapping[str, Any], *, is_root: bool = False) -> None:
-        _check_options(name, options, self._plan.version)
+        check_options(name, options, self._plan)
         own = own_parameters(module, self._taken, self._ignored)
         if not any(True for _ in module.parameters()) or _is_container(module):
             return
@@ -186,30 +179,6 @@ class _Rules:
         if has_running_statistics(module) and self._plan.dtypes.param.itemsize < 4:
             options = {"mixed_precision": "FULL", **options}
         self.units.append(Unit(name, module, is_root, dict(options)))
-
-
-def _check_options(name: str, options: Mapping[str, Any], version: int) -> None:
-    if version == 2:
-        allowed = FSDP2Config.settable_attrs()
-        if not allowed >= set(options):
-            wrong = sorted(set(options) - allowed)
-            # The text is Composer's; users compare its beginning.
-            raise KeyError(
-                f"Invalid FSDP2 config keys in wrap_fn return value. Valid keys are: {allowed}. The dict for {name!r} "
-                f"has {wrong}. {explain_key(wrong[0], allowed)}"
-            )
-        return
-    for key in options:
-        if key not in _KEYS:
-            raise ValueError(
-                f"fsdp_wrap_fn returned the setting {key!r} for {name!r}, which is none of a single module. "
-                f"{explain_key(key, _KEYS)} Valid keys are: {', '.join(_KEYS)}."
-            )
-    if options.get("grad_sync", "group") not in ("group", "world"):
-        raise ValueError(
-            f"fsdp_wrap_fn returned grad_sync={options['grad_sync']!r} for {name!r}. Use 'group', to average gradients "
-            f"over the process group, or 'world', over all ranks."
-        )
 
 
 def _is_container(module: nn.Module) -> bool:

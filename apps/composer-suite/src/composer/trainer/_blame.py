@@ -35,6 +35,27 @@ def in_stage(stage: str) -> Callable[[Callable[..., TResult]], Callable[..., TRe
     return decorate
 
 
+def name_dataset(error: Exception, dataloader: Any) -> None:
+    """Add to what a dataloader raised whose dataset it was reading, and what can be done about its workers."""
+    dataset = getattr(dataloader, "dataset", None)
+    if dataset is None:
+        return
+    num_workers = getattr(dataloader, "num_workers", 0)
+    reader = f"a {type(dataloader).__name__}" + (f" with num_workers={num_workers}" if num_workers else "")
+    error.add_note(f"{reader} was reading {type(dataset).__module__}.{type(dataset).__qualname__}")
+    said = f"{error} {error.__cause__}"  # the words are PyTorch's, which does not say what to do
+    if "killed by signal: Killed" in said:
+        error.add_note(
+            "A worker that somebody else kills was mostly too large for the machine's memory: have fewer workers, a "
+            "smaller prefetch_factor, or more memory."
+        )
+    elif "DataLoader timed out" in said:
+        error.add_note(
+            "No worker gave the next batch for that long: one of them hangs, or loading takes longer than the "
+            "DataLoader's timeout, which can be raised."
+        )
+
+
 def _add_note(error: Exception, stage: str, state: State) -> None:
     if any(note.startswith("raised ") for note in getattr(error, "__notes__", ())):
         return  # a hook, or a stage inside of this one, has said so more precisely

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_time import Time
 
-__all__ = ["Loading", "Saving", "check_uploaders", "choose_saver", "find_saver", "load"]
+__all__ = ["Loading", "Saving", "check_load_path", "check_uploaders", "choose_saver", "find_saver", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,20 @@ def _check_autoresume(saving: Saving, saver: CheckpointSaver | None, run_name: s
         )
 
 
+def check_load_path(loading: Loading, state: State) -> None:
+    """Raise on all ranks if what is to be loaded from a disk is not there. Every rank must call this.
+
+    What a run that goes on by itself loads is found out only when it looks for it.
+
+    Raises:
+        NoCheckpointError: Then.
+    """
+    if loading.path is not None and loading.object_store is None and not loading.autoresume:
+        from composer_checkpoint.loader import check_local_path  # here, since not every run loads
+
+        check_local_path(os.fspath(loading.path), state)
+
+
 def load(
     loading: Loading, saver: CheckpointSaver | None, state: State, logger: Logger, engine: Engine
 ) -> list[dict[str, Any]] | None:
@@ -218,9 +232,9 @@ def load(
         return _load(loading, state, logger, engine)
     from composer_checkpoint.autoresume import checkpoint_to_resume  # loaded already, with the saver
 
-    # What is newer in the folder than the checkpoint that is found, is damaged: the run may replace it.
-    saver.resumes = True
     with checkpoint_to_resume(saver, state, logger) as path:
+        # What is newer in the folder than the checkpoint that is found, is damaged: the run may replace it.
+        saver.resumes = path is not None
         if path is not None:
             loading = replace(
                 loading, path=path, object_store=None, weights_only=False, ignore_keys=None, exclude_algorithms=None

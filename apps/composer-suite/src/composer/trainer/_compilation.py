@@ -38,6 +38,7 @@ class Compilation:
 
         Raises:
             TypeError: If `config` is no dict, or has a key that `torch.compile` does not know.
+            ValueError: If `torch.compile` refuses what a key says, such as a backend that is not there.
         """
         if config is not None:
             _check(config)
@@ -71,3 +72,11 @@ def _check(config: Any) -> None:
         raise TypeError(
             f"compile_config has {unknown[0]!r}, which is no argument of torch.compile. Those are {', '.join(known)}."
         )
+    try:
+        # It looks the backend and all settings up at once, and compiles at the first call, which never comes.
+        torch.compile(lambda: None, **config)
+    except Exception as error:
+        raise ValueError(
+            f"compile_config={dict(config)!r} is refused by torch.compile: {error} Backends here are "
+            f"{', '.join(torch.compiler.list_backends())}; {{}} takes the defaults."
+        ) from error

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from composer.trainer._blame import in_stage
+from composer.trainer._blame import in_stage, name_dataset
 from composer.trainer._ranks import Ranks
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_local_rank
@@ -107,6 +107,9 @@ class TrainBatches:
             batch = next(self._open)
         except StopIteration:
             return False
+        except Exception as error:
+            name_dataset(error, self.data_spec.dataloader)
+            raise
         self._is_untouched = False
         self._latest = self.data_spec.batch_transforms(batch)
         return True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer.trainer._ranks import Ranks, agreed_facts
-from composer.trainer._sharding import make_strategy
+from composer.trainer._sharding import make_strategy, refuse_late_surgery
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed_config import check_deepspeed_fits, parse_deepspeed_config
@@ -182,12 +182,14 @@ def share_length(state: State) -> None:
             state.dataloader_len = min(lengths)
 
 
-def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec) -> None:
+def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strategy) -> None:
     """Compare where the ranks stand, and find out what they must tell each other. Every rank must call this.
 
     Raises:
-        ValueError: On every rank, if they stand at different places of training or were given different things.
+        ValueError: On every rank, if they stand at different places of training or were given different things, or if
+            a sharded model was changed in a way that they cannot train together.
     """
+    refuse_late_surgery(strategy)
     if get_world_size() > 1:
         agreement.check_agreement(
             {
@@ -206,7 +208,8 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec) -> None:
     follow_clock = any(_may_follow_clock(evaluator.eval_interval) for evaluator in state.evaluators)
     listens = bool(state.callbacks) or follow_clock
     logs = any(isinstance(callback, LoggerDestination) for callback in state.callbacks)
-    ranks.begin(data_spec, listens=listens, logs=logs)
+    may_stop = listens or bool(state.algorithms)
+    ranks.begin(data_spec, listens=listens, may_stop=may_stop, logs=logs)
 
 
 def _may_follow_clock(interval: Any) -> bool:

@@ -10,8 +10,9 @@ import torch
 
 from composer.trainer._autocast import Autocast
 from composer.trainer._batch import cut
-from composer.trainer._blame import in_stage
+from composer.trainer._blame import in_stage, name_dataset
 from composer.trainer._clock import Clock
+from composer.trainer._evaluation_data import EvaluationBatches
 from composer.trainer._fitting import halve, release_memory
 from composer.trainer._out_of_memory import Attempts, Stage
 from composer.trainer._padding import Padding, without_last
@@ -57,10 +58,22 @@ class Evaluation:
         self._autocast = autocast
         self._attempts = Attempts(strategy, ValueError)
 
-    def run(self, evaluator: Evaluator, metrics: Mapping[str, Any], subset_num_batches: int = -1) -> None:
+    def run(
+        self,
+        evaluator: Evaluator,
+        metrics: Mapping[str, Any],
+        subset_num_batches: int = -1,
+        open_batches: Callable[[Evaluator], Iterator[Any]] | None = None,
+    ) -> None:
         """Evaluate over one dataloader, log the metrics, and leave the state's dataloader and mode as they were.
 
         A dataloader that yields no batch is warned about, and its metrics stay as they were.
+
+        Args:
+            evaluator: Says over which.
+            metrics: Those of the evaluator, by name.
+            subset_num_batches: How many batches to read; -1 for all.
+            open_batches: Begins to read the dataloader, in place of `iter`.
         """
         state, run_event = self._state, self._engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
@@ -73,7 +86,7 @@ class Evaluation:
                     state.device.module_to_device(metric).reset()
                 ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)
                 ranks.begin(evaluator.dataloader)
-                for state.batch in self._batches(evaluator, ranks):
+                for state.batch in self._batches(evaluator, ranks, open_batches):
                     self._evaluate_batch(evaluator, metrics, ranks, padding)
                 if evaluator.auto_microbatching:
                     key = f"trainer/{evaluator.label}/device_eval_microbatch_size"
@@ -86,21 +99,27 @@ class Evaluation:
         finally:
             restore_dataloader(state, *before)
 
-    def _batches(self, evaluator: Evaluator, ranks: Ranks) -> Iterator[Any]:
+    def _batches(
+        self, evaluator: Evaluator, ranks: Ranks, open_batches: Callable[[Evaluator], Iterator[Any]] | None
+    ) -> Iterator[Any]:
         state, spec = self._state, evaluator.dataloader
         length = state.dataloader_len
         set_epoch(spec.dataloader, int(state.timestamp.batch))
-        batches = iter(spec.dataloader)
+        batches = iter(spec.dataloader) if open_batches is None else open_batches(evaluator)
         while True:
             may_read = length is None or state.eval_timestamp.batch < length
-            batch = self._read(batches) if may_read else _NO_BATCH
+            batch = self._read(batches, spec.dataloader) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
             yield spec.batch_transforms(batch)
 
     @in_stage("the dataloader of an evaluation")
-    def _read(self, batches: Iterator[Any]) -> Any:
-        return next(batches, _NO_BATCH)
+    def _read(self, batches: Iterator[Any], dataloader: Any) -> Any:
+        try:
+            return next(batches, _NO_BATCH)
+        except Exception as error:
+            name_dataset(error, dataloader)
+            raise
 
     @in_stage("an evaluation")
     def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:
@@ -199,6 +218,7 @@ class FitEvaluation:
         self._engine = engine
         self._evaluation = evaluation
         self._clock = clock
+        self._data = EvaluationBatches(state)
 
     def __call__(self, event: Event) -> None:
         """Evaluate on BATCH_END, EPOCH_END or FIT_END whatever has its turn."""
@@ -212,7 +232,8 @@ class FitEvaluation:
             self._engine.run_event(Event.EVAL_BEFORE_ALL)
             for evaluator in due:
                 subset = evaluator.subset_num_batches
-                self._evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
+                metrics = state.eval_metrics[evaluator.label]
+                self._evaluation.run(evaluator, metrics, -1 if subset is None else subset, self._data.open)
             self._engine.run_event(Event.EVAL_AFTER_ALL)
 
 

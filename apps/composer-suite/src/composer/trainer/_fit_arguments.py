@@ -59,8 +59,7 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
             state.timestamp = Timestamp()
         if longer is not None:
             state.max_duration = state.timestamp.get(longer.unit) + longer
-        plan.set_schedule(schedule)
-        schedules.check_time_left(state)
+        plan.set_schedule(schedule, begins_now=True)
     if asked.reset_time:
         plan.begin_again(batches)
     if asked.spin_dataloaders is not None:

@@ -10,6 +10,7 @@ from composer.trainer import _arguments as arguments
 from composer.trainer import _distributed as distributed
 from composer.trainer._data import TrainBatches
 from composer.trainer._evaluation import restore_dataloader
+from composer.trainer._schedules import check_time_left, follow_time_back
 from composer_events.data_spec import ensure_data_spec
 
 if TYPE_CHECKING:
@@ -99,21 +100,35 @@ class Plan:
         state.grad_accum, state.auto_microbatching = self.microbatching.count, self.microbatching.is_auto
         self._cut = cut
 
-    def set_schedule(self, schedule: Schedule) -> None:
-        """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known."""
+    def set_schedule(self, schedule: Schedule, *, begins_now: bool = False) -> None:
+        """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known.
+
+        Args:
+            schedule: The schedulers, none of which leaves those of before.
+            begins_now: Whether training is about to begin, and needs time that is left.
+
+        Raises:
+            ValueError: If a scheduler or the duration cannot be used. The learning rate is then as it was.
+        """
         state = self._state
         if schedule.schedulers:
             self._schedule = schedule
-        if self._schedule is None or state.max_duration is None or state.dataloader is None:
-            return
-        state.schedulers = self._schedule.compile(state)
-        self.steps_every_batch = self._schedule.steps_every_batch()
-        self._schedule = None
+        is_ready = state.max_duration is not None and state.dataloader is not None
+        waiting = self._schedule if is_ready else None
+        if waiting is not None and state.max_duration is not None:
+            state.max_duration = waiting.scale(state.max_duration)
+        if begins_now:
+            check_time_left(state)
+        if waiting is not None:
+            state.schedulers = waiting.compile(state)
+            self.steps_every_batch = waiting.every_batch
+            self._schedule = None
 
     def begin_again(self, batches: TrainBatches) -> None:
-        """Read the data from its start, since the timestamp was set back."""
+        """Read the data from its start with the learning rate of the start, since the timestamp was set back."""
         batches.restart()
         self._position.forget()
+        follow_time_back(self._state)
 
     @contextmanager
     def undone_if_refused(self) -> Iterator[None]:

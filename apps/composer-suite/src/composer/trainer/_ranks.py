@@ -28,6 +28,7 @@ class Ranks:
         keep_length: Whether every rank has as many batches.
         keep_step: Whether every rank also has as many samples in every batch.
         listen: Whether any rank has somebody who reads the losses or the clock of each batch.
+        may_stop: Whether any rank has somebody who can end the training, an algorithm for example.
         log: Whether any rank has a destination of the log.
     """
 
@@ -37,25 +38,35 @@ class Ranks:
         self.keep_length = True
         self.keep_step = True
         self.listen = True
+        self.may_stop = True
         self.log = True
         self._count_tokens: bool | None = None  # known after the first batch
         self._losses = LossMeans(strategy)
 
-    def begin(self, data_spec: DataSpec, *, listens: bool = False, logs: bool = False) -> None:
+    def begin(
+        self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, logs: bool = False
+    ) -> None:
         """Compare the dataloaders before they are read. Every rank must call this.
 
         Args:
             data_spec: What this rank is going to read.
             listens: Whether somebody on this rank reads the losses or the clock.
+            may_stop: Whether somebody on this rank can end the training.
             logs: Whether this rank has a destination of the log.
         """
         self._count_tokens = None
-        of_length, in_step, listening, logging = self._strategy.sum(
-            [int(keeps_length(data_spec.dataloader)), int(keeps_step(data_spec)), int(listens), int(logs)]
+        of_length, in_step, listening, stopping, logging = self._strategy.sum(
+            [
+                int(keeps_length(data_spec.dataloader)),
+                int(keeps_step(data_spec)),
+                int(listens),
+                int(may_stop),
+                int(logs),
+            ]
         )
         self.keep_length = of_length == self.world_size or self.world_size == 1
         self.keep_step = in_step == self.world_size or self.world_size == 1
-        self.listen, self.log = listening > 0, logging > 0
+        self.listen, self.may_stop, self.log = listening > 0, stopping > 0, logging > 0
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
         """Say whether every rank still has a batch; the rank that runs out first ends the epoch of all."""
@@ -64,8 +75,8 @@ class Ranks:
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
     def any_stops(self, stops: bool) -> bool:
-        """Say whether any rank wants training to end here; only somebody who listens can have asked for it."""
-        if self.world_size == 1 or not self.listen:
+        """Say whether any rank wants training to end here, if there is anybody who could have asked for it."""
+        if self.world_size == 1 or not self.may_stop:
             return stops
         return self._strategy.sum([int(stops)])[0] > 0
 

@@ -43,7 +43,13 @@ class SchedulerSteps:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The schedulers that were given, and how they are to be taken."""
+    """The schedulers that were given, and how they are to be taken.
+
+    Attributes:
+        schedulers: In the order given.
+        ratio: By how much schedules and duration become longer or shorter.
+        every_batch: How often to step; `None` where nothing was asked for, see `SchedulerSteps`.
+    """
 
     schedulers: tuple[Any, ...]
     ratio: float
@@ -73,24 +79,36 @@ class Schedule:
                 )
         return cls(given, ratio, every_batch)
 
-    def steps_every_batch(self) -> bool | None:
-        """Say how often to step: `None` where nothing was asked for, see `SchedulerSteps`."""
-        return self.every_batch
-
-    def compile(self, state: State) -> list[LRScheduler]:
-        """Scale the duration of training and every schedule, and turn all schedulers into PyTorch's.
+    def scale(self, duration: Time[Any]) -> Time[Any]:
+        """Return a length of training, made longer or shorter as the schedules are.
 
         Raises:
-            ValueError: If nothing is left of the duration, a scheduler cannot be scaled, or one was compiled for
-                another state.
+            ValueError: If nothing is left of it.
+        """
+        return duration if self.ratio == 1.0 else _scaled(duration, self.ratio)
+
+    def compile(self, state: State) -> list[LRScheduler]:
+        """Scale every schedule, and turn all schedulers into PyTorch's. The learning rate becomes what they say.
+
+        Raises:
+            ValueError: If a scheduler cannot be scaled, or one was compiled for another state.
         """
         _check_state(self.schedulers, state)
-        if self.ratio != 1.0 and state.max_duration is not None:
-            state.max_duration = _scaled(state.max_duration, self.ratio)
         if not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
             return compile_composer_schedulers(self.schedulers, state, self.ratio)
         scale_pytorch_schedulers(self.schedulers, self.ratio)
         return list(self.schedulers)
+
+
+def follow_time_back(state: State) -> None:
+    """Set the learning rate to what Composer's schedulers say at a timestamp that was set back.
+
+    PyTorch's stay where they are, since they count their own steps.
+    """
+    for scheduler in state.schedulers:
+        has_moved = scheduler.last_epoch > 0
+        if has_moved and compiled_for(scheduler) is not None:
+            scheduler.step()  # Composer's ask the state when it is, whatever number of steps PyTorch counts
 
 
 def _check(scheduler: Any) -> None:

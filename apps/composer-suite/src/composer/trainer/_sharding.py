@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
 
-__all__ = ["facts_of", "make_strategy", "needs_group", "plan_sharding", "read_parallelism", "share_mesh"]
+__all__ = [
+    "facts_of",
+    "make_strategy",
+    "needs_group",
+    "plan_sharding",
+    "read_parallelism",
+    "refuse_late_surgery",
+    "share_mesh",
+]
 
 
 def read_parallelism(given: Given) -> ParallelismConfig | None:
@@ -76,11 +84,10 @@ def make_strategy(
     Raises:
         ValueError: If an algorithm, or an argument that is about other strategies, does not go with it.
     """
-    algorithms = list(algorithms)
     _refuse_with_sharding(algorithms, sync_strategy, comm_hook)
     from composer_fsdp.strategy import FSDP  # few shard, and it takes torch's sharding along
 
-    return _let_clip(FSDP(device, plan), algorithms)
+    return FSDP(device, plan)
 
 
 def _refuse_with_sharding(
@@ -99,16 +106,6 @@ def _refuse_with_sharding(
             )
 
 
-def _let_clip(strategy: FSDP, algorithms: Iterable[Algorithm]) -> FSDP:
-    """Let gradients be clipped by who knows where all of them lie."""
-    from composer_algorithms.gradient_clipping import GradientClipping  # the only algorithm that needs it
-
-    for algorithm in algorithms:
-        if isinstance(algorithm, GradientClipping):
-            algorithm.clip_grad_norm = strategy.clip_grad_norm
-    return strategy
-
-
 def facts_of(strategy: Strategy) -> dict[str, Any] | None:
     """Return what the ranks must have alike of how the model is sharded."""
     plan: ShardingPlan | None = getattr(strategy, "plan", None)
@@ -118,6 +115,16 @@ def facts_of(strategy: Strategy) -> dict[str, Any] | None:
 def needs_group(strategy: Strategy) -> bool:
     """Say whether a process that is alone needs a process group, too."""
     return strategy.prepares_before_load
+
+
+def refuse_late_surgery(strategy: Strategy) -> None:
+    """Refuse a model that was given other layers once it was sharded.
+
+    Raises:
+        ValueError: With the names of their weights.
+    """
+    if hasattr(strategy, "plan"):
+        cast("FSDP", strategy).sharded.check_unchanged()
 
 
 def share_mesh(strategy: Strategy, state: State) -> None:

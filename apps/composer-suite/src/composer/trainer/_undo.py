@@ -3,13 +3,15 @@
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from composer.trainer._kept_buffers import KeptBuffers
+from composer.trainer._tensor_copies import copies_of, copy_all, local_part
 from composer_events.state import State
 
 __all__ = ["BatchUndo", "MetricsUndo", "StepUndo"]
@@ -25,8 +27,8 @@ class BatchUndo:
     def __init__(self, state: State) -> None:
         self._state = state
         self._batch = state.batch
-        self._buffers = list(state.model.named_buffers(remove_duplicate=False))
-        self._kept = _copies([buffer for _, buffer in self._buffers])
+        self._buffers = KeptBuffers(state.model)
+        self._buffers.keep()
         self._algorithms = [(algorithm, dict(vars(algorithm))) for algorithm in state.algorithms]
         self._draws = _random_states(state.device.torch_device)
 
@@ -34,11 +36,7 @@ class BatchUndo:
         """Make it all what it was, and let go of the attempt's tensors."""
         state = self._state
         state.batch, state.outputs, state.loss = self._batch, torch.empty(0), torch.empty(0)
-        for (name, buffer), kept in zip(self._buffers, self._kept, strict=True):
-            with torch.no_grad():
-                _local(buffer).copy_(kept)
-            owner, _, last = name.rpartition(".")
-            setattr(state.model.get_submodule(owner), last, buffer)  # forward() may have put another one there
+        self._buffers.restore()
         for algorithm, attributes in self._algorithms:
             vars(algorithm).clear()
             vars(algorithm).update(attributes)
@@ -61,7 +59,7 @@ class MetricsUndo:
 
 
 class StepUndo:
-    """Undoes an optimizer's step of which some part was made: weights, the optimizer's state and settings.
+    """Undoes an optimizer's steps, be it a part of one or many: weights, the optimizer's state and settings.
 
     The copies lie on the device, where the backward pass has just left room for them, and on the host if there is
     none. Each rank copies its own part.
@@ -69,16 +67,18 @@ class StepUndo:
     Args:
         optimizer: Whose parameters are copied.
         on_host: Whether the host is the better place, since a forward and a backward pass are still to come.
+        with_settings: Whether learning rates and the like become what they were, too.
     """
 
-    def __init__(self, optimizer: Optimizer, *, on_host: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, *, on_host: bool = False, with_settings: bool = True) -> None:
         self._optimizer = optimizer
-        weights = [_local(p) for group in optimizer.param_groups for p in group["params"]]
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        weights = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
+        groups = optimizer.param_groups if with_settings else ()
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         # For each parameter its entries: which objects they are, and copies of what is in them.
         self._state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
         self._tensors = [*weights, *_tensors_in(self._state.values()), *_tensors_in(self._groups)]
-        self._copies = _copies(self._tensors, on_host=on_host)
+        self._copies = copies_of(self._tensors, on_host=on_host)
         self._others = {
             (parameter, name): copy.deepcopy(value)
             for parameter, entries in self._state.items()
@@ -86,12 +86,10 @@ class StepUndo:
             if not isinstance(value, Tensor)
         }
 
-    @torch.no_grad()
     def __call__(self) -> None:
-        """Make it all what it was."""
-        for tensor, kept in zip(self._tensors, self._copies, strict=True):
-            tensor.copy_(kept)
-        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
+        """Make it all what it was. The copies stay good for another time."""
+        copy_all(self._tensors, self._copies)
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=False):
             for name in [name for name in group if name != "params" and name not in kept]:
                 del group[name]
             group.update(kept)
@@ -102,7 +100,8 @@ class StepUndo:
             present = state[parameter]
             present.clear()
             for name, value in entries.items():
-                present[name] = value if isinstance(value, Tensor) else self._others[parameter, name]
+                is_restored = isinstance(value, Tensor)
+                present[name] = value if is_restored else copy.deepcopy(self._others[parameter, name])
 
 
 def _parts_of(metric: Any) -> Iterable[Any]:
@@ -121,30 +120,7 @@ def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_in(dicts: Iterable[dict[str, Any]]) -> list[Tensor]:
-    return [_local(value) for entries in dicts for value in entries.values() if isinstance(value, Tensor)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's own part of a tensor that may be spread over ranks; it shares the memory."""
-    tensor = tensor.detach()
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)  # that of a DTensor
-    return tensor if to_local is None else to_local()
-
-
-@torch.no_grad()
-def _copies(tensors: Sequence[Tensor], *, on_host: bool = False) -> list[Tensor]:
-    """Return copies of many tensors, made by few kernels; on the host where the device has no room for them."""
-    local = [_local(tensor) for tensor in tensors]
-    if not on_host:
-        try:
-            copies = [torch.empty_like(tensor) for tensor in local]
-        except torch.OutOfMemoryError:
-            on_host = True
-        else:
-            if copies:
-                torch._foreach_copy_(copies, local)  # pyright: ignore[reportPrivateImportUsage]  # no public name
-            return copies
-    return [tensor.to("cpu", copy=True) for tensor in local]
+    return [local_part(value) for entries in dicts for value in entries.values() if isinstance(value, Tensor)]
 
 
 def _random_states(device: torch.device) -> Iterable[tuple[Callable[[Any], object], Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from composer.trainer import _arguments as arguments
@@ -28,7 +29,7 @@ from composer.trainer._report import Report, log_run_facts
 from composer.trainer._train_metrics import TrainMetrics
 from composer.trainer.loop import Loop
 from composer_checkpoint.data_position import DataPosition
-from composer_dist import reproducibility
+from composer_dist import reproducibility, seed_context
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.logger import Logger
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from composer.trainer._parts import Parts
     from composer.trainer.divergence import Divergence
     from composer_events.evaluator import Evaluator
+    from composer_models import ComposerModel
 
 __all__ = ["Workings"]
 
@@ -69,7 +71,6 @@ class Workings:
     """
 
     def __init__(self, given: Given, parts: Parts) -> None:
-        self.model = parts.model
         self.saver = parts.saver
         self._compilation = parts.compilation
         self._by_tokens = given.accumulate_train_batch_on_tokens
@@ -82,14 +83,13 @@ class Workings:
         if given.deterministic_mode:
             reproducibility.configure_deterministic_mode()
         distributed.seed_rank(rank_zero_seed)
-        self.strategy.place(self.model, parts.optimizers)
+        self.strategy.place(parts.model, parts.optimizers)
         self.state = make_state(given, parts, rank_zero_seed)
+        checkpoints.check_load_path(parts.loading, self.state)
         self.position = DataPosition.attach(self.state, given.spin_dataloaders)
         self.logger = Logger(self.state, parts.destinations)
         self.engine = Engine(self.state, self.logger, given.algorithm_passes)
-        self.model.logger = self.logger
-        self._train_metrics = TrainMetrics(self.state, self.model)
-        self._report = Report(self.state, self.logger, self._train_metrics, self.ranks)
+        self._take_model(parts.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)
         self._clock = Clock()
         self.plan = Plan(self.state, self.engine, self.ranks, self.position, parts.microbatching)
@@ -99,7 +99,9 @@ class Workings:
     def begin(self, given: Given, parts: Parts) -> None:
         """Go through the events from INIT to AFTER_LOAD, with what each of them finds ready."""
         state = self.state
-        self.engine.run_event(Event.INIT)
+        with self._drawing_alike():
+            self.engine.run_event(Event.INIT)
+        self._take_model(state.model)  # an algorithm may have put another in its place
         if given.auto_log_hparams:
             self.local_hparams = log_arguments(given, parts, state, self.logger)
         log_run_facts(state, self.logger, arguments.version())
@@ -122,6 +124,16 @@ class Workings:
         self._compilation.apply(state.model)
         # Whatever algorithms drew so far, training draws the same numbers.
         distributed.seed_rank(state.rank_zero_seed)
+
+    def _take_model(self, model: ComposerModel) -> None:
+        self.model = model
+        model.logger = self.logger
+        self._train_metrics = TrainMetrics(self.state, model)
+        self._report = Report(self.state, self.logger, self._train_metrics, self.ranks)
+
+    def _drawing_alike(self) -> AbstractContextManager[None]:
+        """Return a context in which each rank draws the same, where no rank's layers are going to be handed to all."""
+        return seed_context(self.state.rank_zero_seed) if self.strategy.prepares_before_load else nullcontext()
 
     def _prepare_model(self) -> None:
         state = self.state

@@ -300,7 +300,7 @@ class Trainer:
         workings = self._workings
         batches = take_fit_arguments(workings, asked)
         with self._failing_alone(), workings.preemption.watched():
-            distributed.begin_fit(self.state, workings.ranks, batches.data_spec)
+            distributed.begin_fit(self.state, workings.ranks, batches.data_spec, self.strategy)
             workings.make_loop(batches).fit()
         for optimizer in self.state.optimizers:
             self.strategy.zero_grad(optimizer)

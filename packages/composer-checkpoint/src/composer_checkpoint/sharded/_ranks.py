@@ -86,11 +86,15 @@ class Ranks:
 
     def all(self, statement: bool) -> bool:
         """Return whether this is true on every rank. Every rank must call this."""
+        return bool(self.least(int(statement)))
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers. Every rank must call this."""
         if self.world_size == 1:
-            return statement
-        votes = torch.tensor([int(statement)])
-        tdist.all_reduce(votes, op=tdist.ReduceOp.MIN, group=self._group)
-        return bool(votes.item())
+            return number
+        numbers = torch.tensor([number])
+        tdist.all_reduce(numbers, op=tdist.ReduceOp.MIN, group=self._group)
+        return int(numbers.item())
 
     def _meet(self, talk: Callable[[], Any]) -> Any:
         if self._timeout_s is None:

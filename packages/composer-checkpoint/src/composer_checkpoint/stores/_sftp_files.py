@@ -54,8 +54,12 @@ class StrictSFTPFileSystem(SFTPFileSystem):
     def _strip_protocol(cls, path: Any) -> Any:
         return os.fspath(path)
 
-    def put_file(self, lpath: Any, rpath: Any, callback: Callback | None = None, **kwargs: Any) -> None:
+    def put_file(
+        self, lpath: Any, rpath: Any, callback: Callback | None = None, mode: str = "overwrite", **kwargs: Any
+    ) -> None:
         """Send one file, and compare the sizes."""
+        if mode == "create" and self.exists(rpath):
+            raise FileExistsError(rpath)
         self.ftp.put(lpath, rpath, callback=_telling(callback or DEFAULT_CALLBACK))
 
     def get_file(self, rpath: Any, lpath: Any, callback: Callback | None = None, **kwargs: Any) -> None:

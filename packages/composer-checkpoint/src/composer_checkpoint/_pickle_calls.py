@@ -1,0 +1,92 @@
+"""What a pickle gets for the name of a function or a container: it can be called, and neither changed nor overused.
+
+An instruction of pickles, BUILD, sets attributes of whatever lies on the stack, also of a function or class that other
+loads of this process will need. And few bytes that are copied often become many.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from composer_checkpoint.errors import CorruptCheckpointError
+
+__all__ = ["Budget", "Call", "Unchangeable", "shown"]
+
+# What is copied when it is an argument: one element is at least one byte of the pickle.
+_COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_TIMES = 4
+_ALWAYS_ALLOWED = 1 << 16
+
+_MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_ITEMS = 8
+_MAX_SHOWN_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
+
+
+class Budget:
+    """How much the calls of one pickle may copy: a few times what it has itself."""
+
+    __slots__ = ("_left", "_limit")
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = self._limit = _TIMES * size_bytes + _ALWAYS_ALLOWED
+
+    def charge(self, count: int) -> None:
+        """Take so many elements or bytes from what is left.
+
+        Raises:
+            CorruptCheckpointError: If nothing is left.
+        """
+        self._left -= count
+        if self._left < 0:
+            raise CorruptCheckpointError(
+                f"a pickle copies more than {self._limit} bytes and elements, {_TIMES} times what it has: it was made "
+                f"to use up the memory. Load another checkpoint."
+            )
+
+
+class Unchangeable:
+    """A thing that no instruction gives another state."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise ValueError("a pickle does not change what it names")
+
+
+class Call(Unchangeable):
+    """A function or class that can be called by one pickle, and no more."""
+
+    __slots__ = ("_budget", "_function")
+
+    def __init__(self, function: Callable[..., Any], budget: Budget) -> None:
+        self._function = function
+        self._budget = budget
+
+    def __call__(self, *args: Any) -> Any:
+        self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
+        return self._function(*map(Call.itself, args))  # a defaultdict is given a class
+
+    @staticmethod
+    def itself(value: Any) -> Any:
+        """Return the function that a call stands for, and anything else as it is."""
+        return value._function if type(value) is Call else value
+
+
+def shown(value: Any) -> str:
+    """Return how a message shows what a pickle made, without following it: it may unfold to far more than the pickle.
+
+    Example:
+        >>> shown(("storage", 3, [[]]))
+        "('storage', 3, a list)"
+    """
+    if type(value) is not tuple:
+        return _shown_item(value)
+    more = ", ..." if len(value) > _MAX_SHOWN_ITEMS else ""
+    return f"({', '.join(map(_shown_item, value[:_MAX_SHOWN_ITEMS]))}{more})"
+
+
+def _shown_item(value: Any) -> str:
+    if type(value) in (str, bytes):
+        return repr(value[:_MAX_SHOWN_CHARS])
+    if type(value) is int and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value) if value is None or type(value) in (bool, int, float) else f"a {type(value).__name__}"

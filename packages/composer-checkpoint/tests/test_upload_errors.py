@@ -1,0 +1,108 @@
+"""Uploads that fail on one rank: an error on all of them, at the next step, and no talk between ranks otherwise."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as tdist
+
+from composer_checkpoint import CheckpointSaver
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+from composer_events import Engine, Event, Logger, LoggerDestination, State
+
+
+def begin(saver, destinations=()):
+    layer = torch.nn.Linear(2, 1)
+    state = State(
+        layer,
+        rank_zero_seed=1,
+        run_name="plum",
+        device="cpu",
+        max_duration="9ba",
+        dataloader=list(range(9)),
+        callbacks=[*destinations, saver],
+    )
+    engine = Engine(state, Logger(state, list(destinations)))
+    engine.run_event(Event.INIT)
+    engine.run_event(Event.FIT_START)
+    return engine
+
+
+def step(engine):
+    state = engine.state
+    state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=1)
+    for event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.BATCH_CHECKPOINT):
+        engine.run_event(event)
+
+
+def batch_and_error(engine):
+    try:
+        for _ in range(6):
+            step(engine)
+            time.sleep(0.3)
+    except FileExistsError as error:
+        return int(engine.state.timestamp.batch), str(error)
+    return None
+
+
+def saver_to(folder, **settings):
+    return CheckpointSaver(folder, "ba{batch}.pt", "run/ba{batch}.pt", save_interval="2ba", **settings)
+
+
+def fail_in_the_store(async_save):
+    saver = saver_to("memory://box/run", async_save=async_save)
+    engine = begin(saver)
+    if dist.get_global_rank() == 0:  # whose memory no other rank sees
+        saver.remote_uploader.remote_backend.upload_object("run/ba2.pt", __file__)
+    return batch_and_error(engine)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_fails_in_the_store_is_raised_by_all_ranks_at_one_step(tmp_path, async_save):
+    first, second = run_ranks(fail_in_the_store, async_save, store=tmp_path / "store")
+    assert first == second
+    batch, text = first
+    assert 2 <= batch <= 5
+    assert "ba2.pt already exists, but overwrite was set to False" in text
+
+
+class Refuses(LoggerDestination):
+    """Takes no files, though it says that it does."""
+
+    def can_upload_files(self):
+        return True
+
+    def upload_file(self, state, remote_file_name, file_path, *, overwrite):
+        raise FileExistsError(f"{remote_file_name} exists")
+
+
+def fail_in_a_logger(folder):
+    return batch_and_error(begin(saver_to(folder), [Refuses()]))
+
+
+def test_what_a_logger_refuses_is_raised_by_all_ranks(tmp_path):
+    found = run_ranks(fail_in_a_logger, str(tmp_path / "saved"), store=tmp_path / "store")
+    assert found == [(2, "run/ba2.pt exists")] * 2
+
+
+def count_talks():
+    engine = begin(saver_to("memory://box/run"))
+    counts, reduce = [0], tdist.all_reduce
+
+    def count(*arguments, **settings):
+        counts[0] += 1
+        return reduce(*arguments, **settings)
+
+    tdist.all_reduce = count
+    step(engine)
+    before_a_save = counts[0]
+    step(engine)
+    engine.run_event(Event.FIT_END)  # which waits for the upload
+    counts[0] = 0
+    engine.run_event(Event.BATCH_END)
+    return before_a_save, counts[0]
+
+
+def test_ranks_do_not_talk_while_nothing_is_uploaded(tmp_path):
+    assert run_ranks(count_talks, store=tmp_path / "store") == [(0, 0), (0, 0)]

@@ -1,0 +1,221 @@
+"""How much memory and traffic a training step takes, without taking it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves  # torch has no public name for it
+
+from composer_dist import Precision
+from composer_fsdp.activation import chosen_for_checkpointing
+from composer_fsdp.byte_sizes import format_bytes
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
+from composer_fsdp.explanation import plan_of
+from composer_fsdp.fake_world import fake_world
+from composer_fsdp.memory_log import MemoryLog, Moment
+from composer_fsdp.mixed_precision import resolve_dtypes
+from composer_fsdp.plan import ShardingPlan
+from composer_fsdp.rehearsal import Workload, is_composer_model, rehearse
+from composer_fsdp.wrap_rules import choose_units
+
+__all__ = ["Estimate", "Suggestion", "estimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What would take less memory.
+
+    Attributes:
+        change: What to do.
+        peak_bytes: What would be needed then; `None` where that depends on how it is done.
+    """
+
+    change: str
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one rank needs for training steps. As a string it is a verdict with its reasons.
+
+    Attributes:
+        world_size: Of how many ranks.
+        peak: When most memory is taken, and by what: `parameters`, `gradients` and `optimizer state` are the shards,
+            `gathered` are whole weights and their gradients, `communication` what collectives read and write,
+            `activations` all else that forward, backward and optimizer make.
+        host: The same on the host, where weights or activations are offloaded.
+        calls: How many collectives a step has, by name.
+        sent: How many bytes this rank sends in them, by name, by the algorithm of a ring.
+        gpu_memory: How many bytes a device has, if somebody said so.
+        suggestions: What would take less, if it does not fit.
+    """
+
+    world_size: int
+    peak: Moment
+    host: Moment
+    calls: Mapping[str, int]
+    sent: Mapping[str, int]
+    gpu_memory: int | None = None
+    suggestions: Sequence[Suggestion] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much, as far as anybody said how much it has."""
+        return self.gpu_memory is None or self.peak.bytes <= self.gpu_memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as values that JSON knows; memory in bytes."""
+        return {
+            "world_size": self.world_size,
+            "peak": {"bytes": self.peak.bytes, "place": self.peak.place, "kinds": dict(self.peak.kinds)},
+            "host": {"bytes": self.host.bytes, "place": self.host.place, "kinds": dict(self.host.kinds)},
+            "calls": dict(self.calls),
+            "sent": dict(self.sent),
+            "gpu_memory": self.gpu_memory,
+            "fits": self.fits,
+            "suggestions": [{"change": s.change, "peak_bytes": s.peak_bytes} for s in self.suggestions],
+        }
+
+    def __str__(self) -> str:
+        there = "" if self.gpu_memory is None else f" of {format_bytes(self.gpu_memory)}"
+        lines = [f"needs {format_bytes(self.peak.bytes)}{there} at the peak, in {self.peak.place}"]
+        lines += _table(self.peak)
+        if self.host.bytes:
+            lines += [f"needs {format_bytes(self.host.bytes)} of the host at its peak", *_table(self.host)]
+        calls = ", ".join(
+            f"{format_bytes(self.sent[name])} in {number} {name}" for name, number in sorted(self.calls.items())
+        )
+        lines.append(f"each step, a rank sends {calls}" if calls else "nothing is sent")
+        if not self.fits:
+            assert self.gpu_memory is not None
+            lines.append(f"does not fit: {format_bytes(self.peak.bytes - self.gpu_memory)} too much")
+            lines += [_suggest(suggestion, self.gpu_memory) for suggestion in self.suggestions]
+        return "\n".join(lines)
+
+
+def estimate(
+    model: nn.Module,
+    config: ShardingPlan | ParallelismConfig | FSDPConfig | FSDP2Config | None,
+    work: Workload,
+    *,
+    world_size: int = 8,
+    local_world_size: int | None = None,
+    precision: str | Precision | torch.dtype = "fp32",
+    gpu_memory: int | None = None,
+) -> Estimate:
+    """Say how much memory training steps of a sharded model take on rank 0, and how much they send.
+
+    A copy of the model without values is sharded, as a run would do it, and trained for two steps in a world of which
+    this process is the only rank. Nothing of its size is allocated. What it counts is tensors: an allocator's
+    fragmentation, the context of a driver and buffers of libraries come on top. Kernels are those of a CPU, which
+    save a little more or less than a GPU's here and there, such as masks of dropout.
+
+    Args:
+        model: See `explain`. With a `loss` it is trained under autocast, as a Trainer does, else without.
+        config: The settings; those of an `FSDPConfig()` when `None`.
+        work: What a rank does in a step.
+        world_size: Over how many ranks.
+        local_world_size: How many of them each node has; at most 8 when `None`.
+        precision: In which the run computes.
+        gpu_memory: How many bytes there are. If they are not enough, what would take less is estimated too.
+
+    Raises:
+        ValueError, KeyError, TypeError: If model, settings and work do not go together.
+        RuntimeError: If this process is a rank of a run, or the model looks at values.
+
+    Example:
+        >>> model = nn.Linear(256, 256, bias=False, device="meta")
+        >>> work = Workload(torch.zeros((1, 256), device="meta"), optimizer=torch.optim.SGD, on_gpu=False)
+        >>> needed = estimate(model, FSDPConfig(), work, world_size=4)
+        >>> needed.peak.kinds["parameters"] == 256 * 256 * 4 // 4
+        True
+    """
+    with fake_world(world_size, local_world_size):
+        plan = plan_of(config, precision, world_size)
+        _refuse_sharded(model, plan)
+        log = rehearse(model, plan, work)
+        peak = log.peak()
+        suggestions: list[Suggestion] = []
+        if gpu_memory is not None and peak.bytes > gpu_memory:
+            suggestions = sorted(_suggestions(model, plan, work, peak), key=lambda s: s.peak_bytes or peak.bytes)
+    return _estimate_of(log, world_size, gpu_memory, suggestions)
+
+
+def _estimate_of(log: MemoryLog, world_size: int, gpu_memory: int | None, suggestions: list[Suggestion]) -> Estimate:
+    return Estimate(
+        world_size, log.peak(), log.peak(on_host=True), dict(log.calls), dict(log.sent), gpu_memory, suggestions
+    )
+
+
+def _refuse_sharded(model: nn.Module, plan: ShardingPlan) -> None:
+    if not plan.auto_wrap:
+        raise ValueError(
+            "auto_wrap=False says that the model is sharded already, so that there is nothing to estimate. Give the "
+            "model as it is before, and leave auto_wrap out."
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"the parameter {name!r} is a DTensor: the model is sharded already. Give the model as it is before."
+            )
+
+
+def _suggestions(model: nn.Module, plan: ShardingPlan, work: Workload, peak: Moment) -> Iterator[Suggestion]:
+    """Yield what takes less than the peak, each tried by itself."""
+    for change, other_plan, other_work in _candidates(model, plan, work):
+        needed = rehearse(model, other_plan, other_work).peak().bytes
+        if needed < peak.bytes:
+            yield Suggestion(change, needed)
+    if not plan.activation_checkpointing and not chosen_for_checkpointing(model):
+        yield Suggestion("choose modules by activation_checkpointing_fn and set activation_checkpointing=True")
+    units = choose_units(model, plan, wraps_itself=not is_composer_model(model))
+    if all(unit.is_root for unit in units):
+        yield Suggestion("wrap parts of the model by fsdp_wrap_fn, so that it is not gathered as a whole")
+
+
+def _candidates(model: nn.Module, plan: ShardingPlan, work: Workload) -> Iterator[tuple[str, ShardingPlan, Workload]]:
+    if not plan.activation_checkpointing and chosen_for_checkpointing(model):
+        yield "activation_checkpointing=True", replace(plan, activation_checkpointing=True), work
+    size = work.batch_size or _batch_size(work.batch)
+    if size > 1:
+        half = replace(work, batch_size=size // 2)
+        yield f"microbatches of {size // 2} examples in place of {size}", plan, half
+    if plan.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+        name = "FULL_SHARD" if plan.sharding_strategy == "SHARD_GRAD_OP" else "HYBRID_SHARD"
+        other = replace(plan, sharding_strategy=name, reshard_after_forward=True)
+        yield f"sharding_strategy={name!r}", other, work
+    world_size = torch.distributed.get_world_size()
+    if plan.tensor_parallel_degree == 1 and (plan.replicates or plan.sharding_strategy == "NO_SHARD"):
+        everywhere = replace(
+            plan,
+            sharding_strategy="FULL_SHARD",
+            reshard_after_forward=True,
+            degrees={"data_parallel_shard": world_size},
+            process_group=None,
+            device_mesh=None,
+        )
+        yield "sharding_strategy='FULL_SHARD' over all ranks", everywhere, work
+    if plan.precision == "fp32" and plan.mixed_precision != "FULL":
+        dtypes = resolve_dtypes(plan.mixed_precision, "amp_bf16")
+        yield "precision='amp_bf16'", replace(plan, precision="amp_bf16", dtypes=dtypes), work
+    if not plan.cpu_offload:
+        yield "cpu_offload=True", replace(plan, cpu_offload=True), work
+
+
+def _batch_size(batch: Any) -> int:
+    return next(leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim)
+
+
+def _table(moment: Moment) -> list[str]:
+    rows = sorted(moment.kinds.items(), key=lambda row: -row[1])
+    return [f"  {kind:<16}{format_bytes(size):>12}" for kind, size in rows]
+
+
+def _suggest(suggestion: Suggestion, gpu_memory: int) -> str:
+    if suggestion.peak_bytes is None:
+        return f"  {suggestion.change}"
+    verdict = "fits" if suggestion.peak_bytes <= gpu_memory else "still too much"
+    return f"  {suggestion.change}: {format_bytes(suggestion.peak_bytes)}, {verdict}"

@@ -1,0 +1,184 @@
+"""Things of a user's own that are named on a command line: models, batches, functions and settings."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
+from composer_fsdp.keys import explain_key
+from composer_fsdp.parse import parse_parallelism
+
+__all__ = ["load_config", "load_model", "load_named", "load_optimizer", "make_batch"]
+
+
+def load_named(where: str, option: str) -> Any:
+    """Return what a name such as `path/to/file.py:name` or `package.module:name` stands for.
+
+    Args:
+        where: As it was typed.
+        option: What it was typed for.
+
+    Raises:
+        ValueError: If there is no such file, module or name, or it cannot be loaded.
+    """
+    source, _, name = where.rpartition(":")
+    if not source or not name:
+        raise ValueError(f"{option}={where!r} names no object. Give it as path/to/file.py:name or package.module:name.")
+    module = _load_file(Path(source), option) if source.endswith(".py") else _import(source, option)
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            known = [key for key in vars(module) if not key.startswith("_")]
+            raise ValueError(f"{option}={where!r}: {source} has no {name!r}. {explain_key(name, known)}")
+        value = getattr(value, part)
+    return value
+
+
+def load_model(where: str) -> tuple[nn.Module, Any]:
+    """Make a model on the meta device, so that nothing of it has to fit anywhere, and perhaps a batch with it.
+
+    Args:
+        where: Names a function without arguments, or a class, that makes a model, or a pair of a model and a batch.
+
+    Returns:
+        The model, and the batch or `None`.
+
+    Raises:
+        ValueError: If there is no such function, or it fails.
+        TypeError: If it makes something else.
+    """
+    made = _call(load_named(where, "MODEL"), where, "MODEL")
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"MODEL={where!r} made {model!r}, a {type(model).__name__}. It has to return a torch.nn.Module, or a pair "
+            f"of one and a batch."
+        )
+    return model, batch
+
+
+def make_batch(where: str, batch_size: int | None) -> Any:
+    """Return what a function makes, which may take the number of examples."""
+    return _call(load_named(where, "--batch"), where, "--batch", batch_size=batch_size)
+
+
+def load_optimizer(where: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return the class of an optimizer of torch by its name, or a function of one's own that makes one of parameters.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if ":" in where:
+        return load_named(where, "--optimizer")
+    kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    if where not in kinds:
+        raise ValueError(
+            f"--optimizer={where!r} is no optimizer of torch.optim. {explain_key(where, kinds)} For another one, give "
+            f"path/to/file.py:name of a function of parameters."
+        )
+    return kinds[where]
+
+
+def load_config(text: str | None) -> ParallelismConfig:
+    """Return settings given as JSON, as a file of JSON or TOML, or by the name of an object in Python.
+
+    Args:
+        text: As it was typed; `None` for an `FSDPConfig()`. A table is the value of `parallelism_config`, or of its
+            `'fsdp'`.
+
+    Raises:
+        ValueError, TypeError: If it cannot be read, or settings in it are none.
+        OSError: If there is no such file.
+    """
+    given: Any = {} if text is None else _read(text)
+    if isinstance(given, FSDPConfig):
+        return ParallelismConfig(fsdp=given)
+    if isinstance(given, FSDP2Config):
+        return ParallelismConfig(fsdp2=given)
+    if isinstance(given, Mapping) and not {"fsdp", "fsdp2", "tp"} & set(given):
+        given = {"fsdp": given}
+    config = parse_parallelism(given)
+    if config is None:
+        raise ValueError(f"--config={text!r} has no settings. Give at least '{{\"fsdp\": {{}}}}'.")
+    return config
+
+
+def _read(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        return _parse(text, json.loads, "--config")
+    if text.endswith(".toml"):
+        return _parse(Path(text).read_text(), tomllib.loads, text)
+    if Path(text).is_file():
+        return _parse(Path(text).read_text(), json.loads, text)
+    if ":" in text:
+        return load_named(text, "--config")
+    raise ValueError(
+        f"--config={text!r} is neither settings nor a file of them. Give JSON such as "
+        f'\'{{"sharding_strategy": "FULL_SHARD"}}\', a .json or .toml file, or path/to/file.py:name.'
+    )
+
+
+def _parse(text: str, parse: Callable[[str], Any], where: str) -> Any:
+    try:
+        given = parse(text)
+    except ValueError as error:  # as both parsers' own errors are
+        raise ValueError(f"{where} cannot be read: {error}. It has {text[:80]!r}. Give a table of settings.") from error
+    if not isinstance(given, dict):
+        raise TypeError(f"{where} holds {given!r}, a {type(given).__name__}. Give a table of settings.")
+    return given
+
+
+def _load_file(path: Path, option: str) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{option}: there is no file {str(path)!r}. Give it as path/to/file.py:name.")
+    name = f"composer_fsdp_given_{path.stem}"
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]  # a model and its batch are made by the same module
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python file.py` does
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(
+            f"{option}: {path} fails when it is loaded, with {error!r}. Run it by itself first."
+        ) from error
+    return module
+
+
+def _import(name: str, option: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ValueError(
+            f"{option}: the module {name!r} cannot be imported: {error!r}. Give a module that is installed or in this "
+            f"folder, or path/to/file.py:name."
+        ) from error
+
+
+def _call(function: Any, where: str, option: str, **known: Any) -> Any:
+    if not callable(function):
+        raise TypeError(f"{option}={where!r} is {function!r}, which cannot be called. Give a function.")
+    try:
+        taken = {name: value for name, value in known.items() if name in inspect.signature(function).parameters}
+        with torch.device("meta"):
+            return function(**{name: value for name, value in taken.items() if value is not None})
+    except Exception as error:
+        raise ValueError(
+            f"{option}={where!r} fails with {error!r}. It has to work without arguments, under torch.device('meta'), "
+            f"where tensors have no values."
+        ) from error

@@ -1,0 +1,332 @@
+"""Two training steps of a sharded model whose tensors have shapes and no values."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (  # torch has no public name for them
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only  # nor for these
+
+from composer_dist.averaging import average_gradients
+from composer_fsdp.activation import chosen_for_checkpointing
+from composer_fsdp.fake_world import FakeMeshes
+from composer_fsdp.memory_log import MemoryLog
+from composer_fsdp.mixed_precision import to_dtype
+from composer_fsdp.plan import ShardingPlan
+from composer_fsdp.sharding import Sharder, prefetch_ahead, wrap_activations
+from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
+from composer_fsdp.tied import resolve_ties
+from composer_fsdp.wrap_rules import Unit, choose_units
+
+__all__ = ["Workload", "is_composer_model", "rehearse"]
+
+_STEPS = 2  # the first has no optimizer state yet
+_DEVICE = torch.device("cpu")  # of tensors without values, so that it need not be there
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeLoss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one rank does in a training step.
+
+    Attributes:
+        batch: A microbatch of one rank, as the dataloader gives it. Its tensors may be on the meta device.
+        batch_size: How many examples a microbatch has, if not as many as `batch`: the first dim of its tensors.
+        microbatches: How many of them a step has.
+        optimizer: Makes an optimizer of parameters.
+        loss: Computes the loss of `(outputs, batch)`. By default the model's own `loss`, or that of its outputs, or
+            the mean of these.
+        on_gpu: Whether optimizers work on lists of tensors and autocast knows float16, as on a GPU.
+    """
+
+    batch: Any
+    batch_size: int | None = None
+    microbatches: int = 1
+    optimizer: MakeOptimizer = AdamW
+    loss: MakeLoss | None = None
+    on_gpu: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "microbatches"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name}={number!r} is not a number of them: it has to be 1 or more.")
+        if not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(self.batch)):
+            raise ValueError(
+                f"batch={self.batch!r} has no tensor with a first dim of examples. Give what the dataloader gives, "
+                f"such as torch.zeros((8, 1024), dtype=torch.long, device='meta')."
+            )
+
+
+def is_composer_model(model: nn.Module) -> bool:
+    """Say whether a model is one whose children are sharded and that has a loss, as a ComposerModel."""
+    return callable(getattr(model, "loss", None)) and callable(getattr(model, "eval_forward", None))
+
+
+def rehearse(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
+    """Shard a copy of a model and train it for two steps, without allocating either. Call it in a fake world.
+
+    Args:
+        model: Whose tensors may be anywhere. It stays as it is.
+        plan: How it is sharded.
+        work: What it is trained on.
+
+    Returns:
+        What was in memory then, and the traffic of the second step.
+
+    Raises:
+        ValueError, KeyError: If model and plan do not go together.
+        RuntimeError: If the model looks at values, of which there are none.
+    """
+    stage = _Stage()
+    no_values = FakeTensorMode(allow_non_fake_inputs=True)
+    log = MemoryLog(stage.place, no_values)
+    units = resolve_ties(model, choose_units(model, plan, wraps_itself=not is_composer_model(model)), plan.tie_policy)
+    if plan.layer_plan is not None:
+        check_layer_plan(model, plan.layer_plan)
+    # Made where there are values, since meshes have the numbers of ranks in them.
+    meshes = FakeMeshes(plan, _DEVICE.type)
+    for unit in units:
+        Sharder(plan, meshes, _DEVICE).mesh_of(unit)
+    with _explained_failures(), no_values:
+        replica = _shard_copy(model, plan, units, meshes, log, stage)
+        batch = tree_map_only(torch.Tensor, lambda tensor: _like(tensor, work.batch_size), work.batch)
+        step = _Step(replica, batch, plan, work, stage, log)
+        with log:
+            for _ in range(_STEPS):
+                log.begin()
+                step.run()
+    return log
+
+
+class _Stage:
+    """Knows what is going on."""
+
+    def __init__(self) -> None:
+        self.phase = "the beginning"
+        self._units: list[str] = []
+        self._backward = ""
+
+    def place(self) -> str:
+        if self.phase == "backward":
+            return f"backward of {self._backward or 'the loss'}"
+        if self.phase == "forward":
+            return f"forward of {self._units[-1]}" if self._units else "the loss"
+        return self.phase
+
+    def watch(self, units: Sequence[Unit]) -> None:
+        """Follow which unit runs."""
+        for unit in units:
+            name = unit.name or "the model's outermost unit"
+            unit.module.register_forward_pre_hook(lambda *_, name=name: self._units.append(name))
+            unit.module.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output))
+
+    def enter(self, phase: str) -> None:
+        self.phase, self._backward = phase, ""
+        self._units.clear()
+
+    def _leave(self, name: str, output: Any) -> None:
+        self._units.pop()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._go_back(name))
+
+    def _go_back(self, name: str) -> None:
+        self._backward = name
+
+
+class _Step:
+    """A training step, with what is in memory named."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        plan: ShardingPlan,
+        work: Workload,
+        stage: _Stage,
+        log: MemoryLog,
+    ) -> None:
+        self._model, self._batch = model, batch
+        self._plan, self._work, self._stage, self._log = plan, work, stage, log
+        self._is_composer = is_composer_model(model)
+        # The shards themselves: DTensor would work out each operation on the whole weights, in memory that is counted.
+        self._shards = {p: nn.Parameter(_local(p), p.requires_grad) for p in model.parameters() if p.requires_grad}
+        self._optimizer = _make_optimizer(work, list(self._shards.values()))
+
+    def run(self) -> None:
+        """Train for one step, and leave the gradients behind as a loop does."""
+        log, on_host = self._log, self._plan.cpu_offload
+        log.mark(self._model.parameters(), "parameters", on_host=on_host)
+        log.mark(self._model.buffers(), "buffers")
+        log.mark((leaf for leaf in tree_leaves(self._batch) if isinstance(leaf, torch.Tensor)), "batch")
+        self._model.zero_grad()
+        for _ in range(self._work.microbatches):
+            self._stage.enter("forward")
+            with self._autocast():
+                loss = self._loss()
+            self._stage.enter("backward")
+            loss.backward()
+            del loss
+            gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+            log.mark(gradients, "gradients", on_host=on_host)
+        if self._is_composer:
+            self._average_what_is_whole()
+        self._stage.enter("the optimizer's step")
+        for parameter, shard in self._shards.items():
+            shard.grad = None if parameter.grad is None else _local(parameter.grad)
+        log.works_on_host = on_host
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        log.works_on_host = False
+        states = (leaf for leaf in tree_leaves(list(self._optimizer.state.values())) if isinstance(leaf, torch.Tensor))
+        log.mark(states, "optimizer state", on_host=on_host)
+        self._stage.enter("between two steps")
+
+    def _average_what_is_whole(self) -> None:
+        """Do what the strategy does after the last microbatch with gradients that nobody has reduced."""
+        whole = [p for p in self._shards if not isinstance(p, DTensor)]
+        if whole:
+            self._stage.enter("averaging the gradients of what is not sharded")
+            average_gradients(whole)
+
+    def _loss(self) -> torch.Tensor:
+        model, batch = self._model, self._batch
+        if self._is_composer:
+            outputs = model(batch)
+        elif isinstance(batch, Mapping):
+            outputs = model(**batch)
+        else:
+            outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        if self._work.loss is not None:
+            return self._work.loss(outputs, batch)
+        if self._is_composer:
+            return _sum_of_losses(model.loss(outputs, batch))  # pyright: ignore[reportCallIssue]  # checked to be a method
+        own: Any = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        return own if isinstance(own, torch.Tensor) else _sum_of_losses(outputs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which a Trainer would compute; a loop of one's own has none."""
+        dtype = to_dtype(self._plan.precision) if self._is_composer else torch.float32
+        uses_it = dtype == torch.bfloat16 or (dtype == torch.float16 and self._work.on_gpu)
+        return torch.autocast(_DEVICE.type, dtype=dtype) if uses_it else nullcontext()
+
+
+def _sum_of_losses(losses: Any) -> torch.Tensor:
+    tensors = [t for t in tree_leaves(losses) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not tensors:
+        raise ValueError(
+            f"the model returned {type(losses).__name__}, in which no tensor needs gradients, so that there is no "
+            f"backward pass. Give Workload(loss=...), a function of outputs and batch, or --loss."
+        )
+    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
+
+
+def _shard_copy(
+    model: nn.Module, plan: ShardingPlan, units: Sequence[Unit], meshes: FakeMeshes, log: MemoryLog, stage: _Stage
+) -> nn.Module:
+    """Return a copy of a model, without values, sharded by a plan."""
+    checkpointed = chosen_for_checkpointing(model)
+    # The rules are asked about the model itself: functions in them may know its modules.
+    replica, twin_of = _copy_without_values(model)
+    ignored = tuple(twin_of(module) for module in plan.ignored_modules)
+    offloads, plan = plan.activation_cpu_offload, replace(plan, ignored_modules=ignored, activation_cpu_offload=False)
+    units = [replace(u, module=twin_of(u.module), partners=tuple(map(twin_of, u.partners))) for u in units]
+    chosen = {twin_of(module) for module in checkpointed}
+    if plan.layer_plan is not None and meshes.tensor is not None:
+        split_tensors(replica, meshes.tensor, plan.layer_plan)
+    units = wrap_activations(replica, plan, units, chosen.__contains__)
+    if offloads:
+        for module in chosen:
+            _offload_activations(module, log)
+    sharder = Sharder(plan, meshes, _DEVICE)
+    for unit in units:
+        sharder.shard(unit)
+    stage.watch(units)
+    prefetch_ahead(units, plan)
+    return replica
+
+
+def _copy_without_values(model: nn.Module) -> tuple[nn.Module, Callable[[nn.Module], nn.Module]]:
+    """Return a copy of a model, and what gives the copy's part for each of its parts."""
+    twins: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in twins:
+                bare = _like(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                twins[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+    try:
+        replica = copy.deepcopy(model, twins)
+    except Exception as error:
+        raise TypeError(
+            f"the {type(model).__name__} cannot be copied, as it has to be to stay as it is: {error!r}. Keep what "
+            f"cannot be copied, such as locks, files and process groups, out of its attributes."
+        ) from error
+    return replica, lambda module: twins[id(module)]
+
+
+def _like(tensor: torch.Tensor, first_dim: int | None = None) -> torch.Tensor:
+    shape = list(tensor.shape)
+    if first_dim is not None and shape:
+        shape[0] = first_dim
+    return torch.empty(shape, dtype=tensor.dtype, device=_DEVICE)
+
+
+def _offload_activations(module: nn.Module, log: MemoryLog) -> None:
+    """Let what a module saves for its backward pass count as the host's, where all is one device."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().clone()
+        log.mark([moved], "activations", on_host=True)
+        return moved
+
+    contexts: list[saved_tensors_hooks] = []
+
+    def begin(*_: Any) -> None:
+        contexts.append(saved_tensors_hooks(pack, torch.clone))
+        contexts[-1].__enter__()
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(lambda *_: contexts.pop().__exit__(), always_call=True)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer:
+    optimizer = work.optimizer(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer={work.optimizer!r} made {optimizer!r}, which is no torch.optim.Optimizer.")
+    for group in optimizer.param_groups:
+        if work.on_gpu and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True  # what torch chooses there, at the price of temporary lists
+    return optimizer
+
+
+@contextmanager
+def _explained_failures() -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a real run is going to give them
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RuntimeError(
+            f"the model asks for the values of a tensor ({error}), and here there are only shapes. Leave out what "
+            f"does, such as .item() and masks as indices, or measure a real step."
+        ) from error

@@ -1,0 +1,116 @@
+"""What `fsdp_wrap_fn` may answer: whether a module is a unit of its own, or with which settings it is one."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from composer_dist import dist
+from composer_fsdp.checks import PREFETCHES, STRATEGIES
+from composer_fsdp.config import FSDP2Config
+from composer_fsdp.groups import check_group
+from composer_fsdp.keys import explain_key
+from composer_fsdp.mixed_precision import resolve_dtypes
+from composer_fsdp.plan import ShardingPlan
+
+__all__ = ["WrapFunction", "answer_of", "check_options", "function_of"]
+
+WrapFunction = Callable[[nn.Module], bool | Mapping[str, Any]]
+
+_KEYS = (
+    "sharding_strategy",
+    "process_group",
+    "mixed_precision",
+    "backward_prefetch",
+    "cpu_offload",
+    "reshard_after_forward",
+    "forward_prefetch_limit",
+    "shard_placement_fn",
+    "grad_sync",
+)
+
+
+def function_of(name: str, root: nn.Module) -> WrapFunction | None:
+    """Return a root's `fsdp_wrap_fn`, if it has one.
+
+    Raises:
+        TypeError: If what it has cannot be called.
+    """
+    function = getattr(root, "fsdp_wrap_fn", None)
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"{name or 'the model'}.fsdp_wrap_fn={function!r} is no function. Define fsdp_wrap_fn(self, module), which "
+            f"returns True, False or a dict of settings."
+        )
+    return function
+
+
+def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bool | Mapping[str, Any]:
+    """Return what a function says of a module; nothing at all is a no.
+
+    Raises:
+        TypeError: If the answer is neither yes, no, nor a dict.
+    """
+    answer: Any = None if function is None else function(module)
+    if answer is None or isinstance(answer, bool | Mapping):
+        return answer or (answer if isinstance(answer, Mapping) else False)
+    raise TypeError(
+        f"fsdp_wrap_fn returned {answer!r}, a {type(answer).__name__}, for {name!r}. Return True to shard the module as "
+        f"a unit of its own, False not to, or a dict of settings such as {{'mixed_precision': 'FULL'}}."
+    )
+
+
+def check_options(name: str, options: Mapping[str, Any], plan: ShardingPlan) -> None:
+    """Refuse settings that a single unit cannot have.
+
+    Raises:
+        ValueError: If there is no such setting, or no such value. A KeyError for the keys of an `FSDP2Config`.
+        RuntimeError: If the ranks cannot be dealt out into the process group.
+    """
+    if plan.version == 2:
+        _check_narrow_keys(name, options)
+    else:
+        for key in options:
+            if key not in _KEYS:
+                raise ValueError(
+                    f"fsdp_wrap_fn returned the setting {key!r} for {name!r}, which is none of a single module. "
+                    f"{explain_key(key, _KEYS)} Valid keys are: {', '.join(_KEYS)}."
+                )
+    try:
+        _check_values(options, plan)
+    except (ValueError, RuntimeError) as error:
+        raise type(error)(f"fsdp_wrap_fn returned {dict(options)!r} for {name!r}: {error}") from None
+
+
+def _check_narrow_keys(name: str, options: Mapping[str, Any]) -> None:
+    allowed = FSDP2Config.settable_attrs()
+    if not allowed >= set(options):
+        wrong = next(key for key in options if key not in allowed)
+        # The text is Composer's; users compare its beginning.
+        raise KeyError(
+            f"Invalid FSDP2 config keys in wrap_fn return value. Valid keys are: {allowed}. The dict for {name!r} "
+            f"has {wrong!r}. {explain_key(wrong, allowed)}"
+        )
+
+
+def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
+    for key, accepted in (
+        ("sharding_strategy", STRATEGIES),
+        ("backward_prefetch", PREFETCHES),
+        ("grad_sync", ("group", "world")),
+        ("cpu_offload", (True, False)),
+    ):
+        value = options.get(key, accepted[0])
+        if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in accepted:
+            raise ValueError(f"{key}={value!r} is none that there is. Use one of {', '.join(map(repr, accepted))}.")
+    for key, what in (("reshard_after_forward", "True, False or a number of ranks"), ("forward_prefetch_limit", "1")):
+        value = options.get(key, 1)
+        is_number = isinstance(value, int) and (value >= 1 or value is False)
+        if not is_number or (key == "forward_prefetch_limit" and isinstance(value, bool)):
+            raise ValueError(f"{key}={value!r} is no such number. Use {what}{' or more' if what == '1' else ''}.")
+    if not callable(options.get("shard_placement_fn", len)):
+        raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is no function of a parameter.")
+    if options.get("process_group") is not None:
+        check_group(options["process_group"], dist.get_world_size())
+    if "mixed_precision" in options:
+        resolve_dtypes(options["mixed_precision"], plan.precision)

@@ -1,0 +1,187 @@
+"""What an estimate says is what real ranks allocate and send."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_dist.testing import run_ranks
+from composer_fsdp import FSDPConfig, Workload, estimate, parallelize_model
+
+WIDTH, DEPTH, WORDS, LENGTH, BATCH = 256, 4, 2048, 128, 4
+SETTINGS = [
+    ({"sharding_strategy": strategy, "activation_checkpointing": checkpointing}, precision)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+    for checkpointing in (False, True)
+    for precision in ("fp32", "amp_bf16")
+]
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and later says how much memory is in use"
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x_bld):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norms[0](x_bld)).chunk(3, dim=-1))
+        x_bld = x_bld + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x_bld + self.down(F.gelu(self.up(self.norms[1](x_bld))))
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens):
+        x_bld = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x_bld = block(x_bld)
+        return self.head(self.norm(x_bld))
+
+    def fsdp_wrap_fn(self, module):
+        return isinstance(module, Block)
+
+    def activation_checkpointing_fn(self, module):
+        return isinstance(module, Block)
+
+
+class Checkpointed(nn.Sequential):
+    """Holds the model, since rules of checkpointing are those of a model's children."""
+
+    def fsdp_wrap_fn(self, module):
+        return isinstance(module, Block)
+
+
+def make_model():
+    return Checkpointed(GPT())
+
+
+def loss_of(logits, tokens):
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+class Usage(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def bytes_in_use():
+    """Ask the C library, which all tensors on CPUs, and all buffers of gloo, come from."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Usage
+    usage = mallinfo2()
+    return usage.uordblks + usage.hblkhd
+
+
+class PeakOfUse(TorchDispatchMode):
+    peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, bytes_in_use())
+        return result
+
+
+def train_step(model, optimizer, tokens):
+    optimizer.zero_grad()
+    loss = loss_of(model(tokens), tokens)
+    loss.backward()
+    del loss
+    optimizer.step()
+
+
+def begin(settings, precision):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = FSDPConfig(min_params=None, **settings)
+    parallelize_model(model, config, optimizer, precision=precision, device="cpu")
+    return model, optimizer
+
+
+def measure_peak(settings, precision):
+    tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    train_step(*begin(settings, precision), tokens)  # fills what libraries keep for good
+    gc.collect()
+    model, optimizer = begin(settings, precision)
+    gc.collect()
+    before = bytes_in_use() - sum(p.to_local().nbytes for p in model.parameters())
+    for _ in range(2):
+        with PeakOfUse() as use:
+            train_step(model, optimizer, tokens)
+    return use.peak - before
+
+
+def measure_peaks(cases):
+    return [measure_peak(*case) for case in cases]
+
+
+def estimate_of(settings, precision, world_size):
+    with torch.device("meta"):
+        model = make_model()
+        tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    work = Workload(tokens, loss=loss_of, on_gpu=False)
+    return estimate(model, FSDPConfig(min_params=None, **settings), work, world_size=world_size, precision=precision)
+
+
+def compare(cases, world_size, store):
+    measured = run_ranks(measure_peaks, cases, world_size=world_size, store=store, timeout_s=300)
+    ratios = {}
+    for index, case in enumerate(cases):
+        needed = estimate_of(*case, world_size).peak.bytes
+        for rank, peaks in enumerate(measured):
+            ratios[f"{case} rank {rank}"] = needed / peaks[index]
+    return {name: ratio for name, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}, ratios
+
+
+@needs_glibc
+def test_the_peak_is_within_a_tenth_of_what_two_ranks_allocate(tmp_path):
+    wrong, _ = compare([SETTINGS[3]], 2, tmp_path / "store")
+    assert wrong == {}
+
+
+@needs_glibc
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_peak_is_within_a_tenth_of_what_ranks_allocate_in_every_setting(tmp_path, world_size):
+    wrong, ratios = compare(SETTINGS, world_size, tmp_path / "store")
+    print(ratios)
+    assert wrong == {}
+
+
+def count_collectives(settings, precision):
+    model, optimizer = begin(settings, precision)
+    tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    train_step(model, optimizer, tokens)
+    with CommDebugMode() as counted:
+        train_step(model, optimizer, tokens)
+    return {str(op): number for op, number in counted.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_the_collectives_are_those_that_two_ranks_run(tmp_path, strategy):
+    settings = {"sharding_strategy": strategy, "activation_checkpointing": True}
+    counted, _ = run_ranks(count_collectives, settings, "amp_bf16", store=tmp_path / "store")
+
+    calls = estimate_of(settings, "amp_bf16", 2).calls
+
+    assert calls == {
+        "all_gather": counted["c10d._allgather_base_"],
+        "reduce_scatter": counted["c10d._reduce_scatter_base_"],
+    }
