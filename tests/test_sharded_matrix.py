@@ -167,7 +167,16 @@ def images():
     return FakeData(SAMPLES, (3, 16, 16), CLASSES, transform=ToTensor())
 
 
+def without_dropout():
+    """Return a network whose outputs do not depend on how a batch is dealt out."""
+    network = Dense()
+    for block in (network[1], network[2]):
+        block.dropout.p = 0.0
+    return ComposerClassifier(network, num_classes=CLASSES)
+
+
 MODELS = {
+    "plain": (without_dropout, vectors),
     "dense": (lambda: ComposerClassifier(Dense(), num_classes=CLASSES), vectors),
     "adapted": (lambda: ComposerClassifier(AdaptedDense(), num_classes=CLASSES), vectors),
     "conv": (lambda: ComposerClassifier(Convolutions(), num_classes=CLASSES), images),
@@ -259,7 +268,7 @@ ALGORITHMS = {
     "NoOpModel": Row(algorithm("NoOpModel")),
     "ProgressiveResizing": Row(algorithm("ProgressiveResizing", delay_fraction=0.2), "conv"),
     "RandAugment": Row(algorithm("RandAugment"), "conv"),
-    "SAM": Row(algorithm("SAM"), outcome=AS_ALONE),
+    "SAM": Row(algorithm("SAM"), "plain", outcome=AS_ALONE),
     "SelectiveBackprop": Row(algorithm("SelectiveBackprop", 0.0, 1.0)),
     "SeqLengthWarmup": Row(algorithm("SeqLengthWarmup", 0.5, 4, 16, 4), "gpt2"),
     "SqueezeExcite": Row(algorithm("SqueezeExcite", 4, 16), "conv"),

@@ -2,11 +2,16 @@
 
 import os
 import warnings
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from composer import Trainer
 from composer.algorithms import GradientClipping
@@ -173,6 +178,51 @@ def test_training_goes_on_from_a_checkpoint_of_each_type(kind, plain, tmp_path):
         on_rank_zero = {"load_monolith_rank0_only": True, "sync_module_states": True}
         handed_on, _ = run(tmp_path, {"parallelism_config": {"fsdp": on_rank_zero}, "load_path": str(folder / saved)})
         assert farthest(handed_on, weights) == 0.0
+
+
+def collectives_of_a_step(run):
+    """Return what a run of four steps more has needed."""
+    counts = []
+    for num_steps in (4, 8):
+        with CommDebugMode() as mode:
+            run(num_steps)
+        counts.append(Counter({str(name): count for name, count in mode.get_comm_counts().items()}))
+    return {name: count / 4 for name, count in (counts[1] - counts[0]).items()}
+
+
+def count_collectives():
+    def by_hand(num_steps):
+        torch.manual_seed(11)
+        model = Model(2)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.ones(4, 5)), torch.zeros(4, dtype=torch.long)).backward()
+            optimizer.step()
+
+    def with_trainer(num_steps, on_divergence):
+        sharding = {"parallelism_config": {"fsdp": {}}, "max_duration": f"{num_steps}ba"}
+        alone = {"algorithms": [], "eval_dataloader": None, "device_train_microbatch_size": 4}
+        with make(**sharding, **alone, on_divergence=on_divergence) as trainer:
+            trainer.fit()
+
+    return [
+        collectives_of_a_step(by_hand),
+        collectives_of_a_step(partial(with_trainer, on_divergence=None)),
+        collectives_of_a_step(partial(with_trainer, on_divergence="raise")),
+    ]
+
+
+def test_a_step_needs_the_collectives_of_a_loop_by_hand(tmp_path):
+    for by_hand, unguarded, guarded in run_ranks(count_collectives, store=tmp_path / "store", timeout_s=120):
+        # Three units, of which the root's weights stay gathered until its backward pass.
+        assert by_hand == {"c10d._allgather_base_": 5, "c10d._reduce_scatter_base_": 3}
+        assert unguarded == by_hand
+        # Whether the shards of all ranks are finite: one number, before the optimizer steps.
+        assert guarded == {**by_hand, "c10d_functional.all_reduce": 1}
 
 
 BAD = [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from composer import Callback, Trainer
 from composer.models import ComposerClassifier
@@ -66,7 +66,20 @@ class Losses(Callback):
         self.seen[int(state.timestamp.batch)] = float(state.loss.detach()).hex()
 
 
-def train(num_workers=0, is_persistent=False, is_augmented=True, has_sampler=False, callbacks=(), **settings):
+def make_loader(dataset, has_sampler, **settings):
+    sampler = dist.get_sampler(dataset, shuffle=True) if has_sampler else None
+    return DataLoader(dataset, BATCH_SIZE, shuffle=sampler is None, sampler=sampler, **settings)
+
+
+def train(
+    num_workers=0,
+    is_persistent=False,
+    is_augmented=True,
+    has_sampler=False,
+    callbacks=(),
+    make_loader=make_loader,
+    **settings,
+):
     torch.set_num_threads(1)  # to the last bit, a sum depends on how many threads share it
     torch.manual_seed(0)
     model = ComposerClassifier(
@@ -74,15 +87,7 @@ def train(num_workers=0, is_persistent=False, is_augmented=True, has_sampler=Fal
     )
     losses = Losses()
     dataset = Points(BATCHES_PER_EPOCH * BATCH_SIZE * dist.get_world_size(), is_augmented)
-    sampler = dist.get_sampler(dataset, shuffle=True) if has_sampler else None
-    loader = DataLoader(
-        dataset,
-        BATCH_SIZE,
-        shuffle=sampler is None,
-        sampler=sampler,
-        num_workers=num_workers,
-        persistent_workers=is_persistent,
-    )
+    loader = make_loader(dataset, has_sampler, num_workers=num_workers, persistent_workers=is_persistent)
     with Trainer(
         model=model,
         train_dataloader=loader,
@@ -116,6 +121,32 @@ def test_a_run_goes_on_to_the_last_bit(tmp_path, num_workers, is_persistent, is_
     # In the middle of the first epoch, at its end, after the first batch of the next one, in the middle of the last;
     # processes take their time to start.
     assert_resumed(expected, str(tmp_path), (4, 10) if num_workers else (2, 4, 5, 10), *kind)
+
+
+def with_generator_of_its_own(dataset, has_sampler, **settings):
+    """Shuffle by a generator of the dataloader's, which workers may bring forward before their batches are wanted."""
+    return DataLoader(dataset, BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(5), **settings)
+
+
+def with_sampler_of_its_own(dataset, has_sampler, **settings):
+    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(5))
+    return DataLoader(dataset, BATCH_SIZE, sampler=sampler, **settings)
+
+
+def with_replacement(dataset, has_sampler, **settings):
+    """Draw again and again while the epoch is read."""
+    sampler = RandomSampler(dataset, replacement=True, num_samples=100, generator=torch.Generator().manual_seed(5))
+    return DataLoader(dataset, BATCH_SIZE, sampler=sampler, **settings)
+
+
+@pytest.mark.parametrize("make_loader", [with_generator_of_its_own, with_sampler_of_its_own, with_replacement])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_generator_of_ones_own_goes_on_where_it_was(tmp_path, make_loader, num_workers):
+    settings = {"num_workers": num_workers, "make_loader": make_loader, "train_subset_num_batches": BATCHES_PER_EPOCH}
+    expected = train(save_folder=str(tmp_path), save_interval="1ba", **settings)
+    for batch in (2, 4, 8):  # the end of an epoch twice
+        resumed = train(load_path=checkpoint(str(tmp_path), batch), **settings)
+        assert resumed == {number: expected[number] for number in range(batch + 1, 13)}, batch
 
 
 @pytest.mark.parametrize("has_sampler", [False, True])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composer import Callback, DataSpec, Evaluator, Trainer
+from composer import Algorithm, Callback, DataSpec, Evaluator, Event, Trainer
 from composer.models import ComposerModel
 from composer.optim import ConstantScheduler, LinearScheduler
 from composer_dist import dist
@@ -77,14 +77,23 @@ class StopOnRankZero(Callback):
             state.stop_training()
 
 
-def train_until_rank_zero_stops() -> int:
-    with make_trainer(callbacks=StopOnRankZero()) as trainer:
+class StopByAlgorithm(Algorithm):
+    def match(self, event, state):
+        return event == Event.BATCH_END and dist.get_global_rank() == 0 and int(state.timestamp.batch) == 2
+
+    def apply(self, event, state, logger):
+        state.stop_training()
+
+
+def train_until_rank_zero_stops(arguments) -> int:
+    with make_trainer(**arguments, dist_timeout=20) as trainer:
         trainer.fit()
         return int(trainer.state.timestamp.batch)
 
 
-def test_a_rank_that_stops_training_stops_it_for_all(tmp_path):
-    assert run_ranks(train_until_rank_zero_stops, store=tmp_path / "store") == [2, 2]
+@pytest.mark.parametrize("arguments", [{"callbacks": StopOnRankZero()}, {"algorithms": StopByAlgorithm()}], ids=list)
+def test_a_rank_that_stops_training_stops_it_for_all(tmp_path, arguments):
+    assert run_ranks(train_until_rank_zero_stops, arguments, store=tmp_path / "store") == [2, 2]
 
 
 def train_where_one_rank_has_no_tokens() -> list[float]:

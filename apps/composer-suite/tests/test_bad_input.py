@@ -1,12 +1,19 @@
 """Mistakes are named, with the value and what is accepted, before or at the first step."""
 
+import math
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from composer import Trainer
-from composer.core import Callback, Evaluator
-from composer.loggers import LoggerDestination
+from composer.algorithms import ChannelsLast
+from composer.core import Callback, Evaluator, Event
+from composer.loggers import InMemoryLogger, LoggerDestination
 from composer.optim import LinearScheduler
 
 
@@ -35,7 +42,7 @@ def test_a_dataloader_that_yields_nothing(make_trainer):
             return iter(())
 
     trainer = make_trainer(train_dataloader=Nothing(), max_duration="3ba")
-    with pytest.raises(ValueError, match=r"No batches were trained.*Nothing.*at least one batch"):
+    with pytest.raises(ValueError, match=r"No batches were trained for global rank 0: .*Nothing.*at least one batch"):
         trainer.fit()
 
 
@@ -85,7 +92,7 @@ def test_several_optimizers(make_trainer, make_model):
         make_trainer(model=model, optimizers=optimizers)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 1.5])
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, True])
 def test_a_seed_out_of_range(make_trainer, seed):
     with pytest.raises(ValueError, match=f"Invalid seed: seed={seed}"):
         make_trainer(seed=seed)
@@ -265,6 +272,134 @@ def test_a_dataloader_that_gives_every_rank_all_samples_is_refused(make_trainer,
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="get_sampler"):
         make_trainer()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda trainer: trainer.fit(duraton="1ep"), r"Trainer.fit\(\) got an .*'duraton'. Did you mean 'duration'"),
+        (lambda trainer: trainer.fit(max_duration="1ep"), r"'max_duration'. It is for the constructor; .*duration="),
+        (lambda trainer: trainer.eval(eval_dataloaders=[]), r"Trainer.eval\(\) .*Did you mean 'eval_dataloader'"),
+        (lambda trainer: trainer.predict([], return_output=False), r"Trainer.predict\(\) .*mean 'return_outputs'"),
+        (lambda trainer: trainer.predict([], zzz=1), r"'zzz'. See the docstring of Trainer.predict"),
+    ],
+)
+def test_a_misspelt_keyword_names_the_nearest(make_trainer, call, said):
+    trainer = make_trainer()
+    with pytest.raises(TypeError, match=said):
+        call(trainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"precision_config": 3}, TypeError, "precision_config=3 must be a dict"),
+        ({"train_dataloader_label": 3}, TypeError, "train_dataloader_label=3 must be a text"),
+        ({"load_exclude_algorithms": 5}, TypeError, "load_exclude_algorithms=5 must be a list of class names"),
+        ({"load_exclude_algorithms": "EMA"}, TypeError, "load_exclude_algorithms='EMA' must be a list"),
+        ({"spin_dataloaders": "no"}, TypeError, "spin_dataloaders='no' must be True or False"),
+        ({"dist_timeout": math.inf}, ValueError, "dist_timeout=inf must be a finite number"),
+        ({"max_duration": True}, ValueError, "max_duration=True is no length of training.*'10ep'"),
+        ({"save_interval": "foo"}, ValueError, "'foo'"),
+        ({"save_num_checkpoints_to_keep": -5}, ValueError, "save_num_checkpoints_to_keep=-5"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_a_wrong_kind_is_named(make_trainer, settings, error, said):
+    with pytest.raises(error, match=said):
+        make_trainer(**settings)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32], ids=["int64", "int32"])
+def test_numbers_of_numpy_are_numbers(make_trainer, make_loader, number):
+    trainer = make_trainer(
+        seed=number(3),
+        max_duration=number(1),
+        train_subset_num_batches=number(1),
+        eval_dataloader=make_loader(4, 4),
+        eval_interval=number(1),
+        device_train_microbatch_size=number(2),
+        dist_timeout=np.float32(60),
+    )
+    trainer.fit()
+    trainer.fit(duration=number(1), train_subset_num_batches=number(2))
+    assert (trainer.state.rank_zero_seed, trainer.state.timestamp.batch) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [({"load_weights_only": True}, "load_path"), ({"save_artifact_name": "a"}, "save_folder")],
+)
+@pytest.mark.filterwarnings("ignore:.*is an older spelling:DeprecationWarning")
+def test_an_argument_that_needs_another_one_says_so(make_trainer, settings, missing):
+    ((name, value),) = settings.items()
+    with pytest.warns(UserWarning, match=f"{name}={value!r} has no effect without {missing}"):
+        make_trainer(**settings)
+
+
+@pytest.mark.parametrize("holders", [("callbacks", "callbacks"), ("loggers", "callbacks"), ("algorithms",) * 2])
+def test_the_same_object_twice_is_refused(make_trainer, holders):
+    member = ChannelsLast() if "algorithms" in holders else InMemoryLogger()
+    given = {}
+    for holder in holders:
+        given.setdefault(holder, []).append(member)
+    with pytest.raises(ValueError, match=rf"The same {type(member).__name__} is .*{holders[0]}.*called twice"):
+        make_trainer(**given)
+
+
+def test_an_evaluator_whose_metrics_nobody_has_is_refused(make_trainer, make_loader):
+    evaluator = Evaluator(label="exam", dataloader=make_loader(4, 4), metric_names=["Nope"])
+    with pytest.raises(ValueError, match=r"'exam' has metric_names=\['Nope'\].*MulticlassAccuracy"):
+        make_trainer(eval_dataloader=evaluator)
+
+
+def test_no_evaluators_may_be_written_as_an_empty_list(make_trainer):
+    trainer = make_trainer(eval_dataloader=[], max_duration="1ba")
+    trainer.fit()
+    assert trainer.state.evaluators == []
+    with pytest.raises(ValueError, match="eval_dataloader must be provided"):
+        trainer.eval(eval_dataloader=[])
+
+
+def test_an_interval_given_to_fit_does_not_reach_the_evaluators_there_are(make_trainer, make_loader):
+    trainer = make_trainer(max_duration="1ep", eval_dataloader=make_loader(4, 4))
+    with pytest.warns(UserWarning, match=r"eval_interval=2 .* has no effect.*'eval' of before keep"):
+        trainer.fit(eval_interval=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "category", "said"),
+    [
+        ({"precision": "bf16"}, DeprecationWarning, "precision='bf16' is an older spelling"),
+        ({"grad_accum": 8}, UserWarning, "Cannot split batch of length 4 into grad_accum=8"),
+        ({"device_train_microbatch_size": 100}, UserWarning, "Cannot split tensor of length 4"),
+    ],
+    ids=["precision", "count", "size"],
+)
+def test_a_warning_is_about_the_users_line(make_trainer, settings, category, said):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(max_duration="1ba", **settings).fit()
+    (warning,) = [warning for warning in caught if re.search(said, str(warning.message))]
+    assert warning.category is category
+    assert Path(warning.filename).name in ("conftest.py", "test_bad_input.py")  # which call the Trainer
+
+
+@pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BEFORE_TRAIN_BATCH, Event.EVAL_BATCH_START])
+def test_a_batch_that_cannot_be_cut_names_who_may_have_set_it(make_trainer, make_loader, event):
+    class Vandal(Callback):
+        pass
+
+    def vandalise(self, state, logger):
+        state.batch = "foo"
+
+    setattr(Vandal, event.value, vandalise)
+    trainer = make_trainer(max_duration="1ep", callbacks=Vandal(), eval_dataloader=make_loader(4, 4))
+    with pytest.raises(NotImplementedError, match="type 'str'") as refusal:
+        trainer.fit()
+    notes = " ".join(refusal.value.__notes__)
+    assert "state.batch is a str" in notes
+    assert f"callback Vandal on {event}" in notes
 
 
 class WritesAtInit(LoggerDestination):

@@ -10,6 +10,7 @@ from composer.callbacks import CheckpointSaver
 from composer.core import Callback, Event
 from composer.loggers import RemoteUploaderDownloader
 from composer.utils import checkpoint
+from composer_checkpoint import CheckpointError
 
 
 @pytest.fixture
@@ -202,6 +203,43 @@ def test_a_run_that_is_started_for_the_first_time_begins_with_load_path(make_tra
         load_path=str(folder / "latest-rank0.pt"),
     )
     assert trainer.state.timestamp.batch == 4
+
+
+def test_an_epoch_of_other_data_can_be_begun_again(make_trainer, make_loader, tmp_path):
+    first = make_trainer(max_duration="1ba", save_folder=str(tmp_path), save_interval="1ba")
+    first.fit()
+    settings = {"train_dataloader": make_loader(24, 4), "load_path": str(tmp_path / "latest-rank0.pt")}
+    with pytest.raises(CheckpointError, match="load_restart_epoch=True"):
+        make_trainer(**settings)
+    again = make_trainer(**settings, load_restart_epoch=True, max_duration="1ep")
+    assert (again.state.timestamp.batch, again.state.timestamp.batch_in_epoch) == (1, 0)
+
+
+def test_no_run_begins_from_zero_where_checkpoints_are_that_cannot_be_used(make_trainer, trained, folder):
+    before = {}
+    for path in folder.glob("ep*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        before[path] = bytes(content)
+    with pytest.raises(FileExistsError, match=r"ep2-ba4.*ep1-ba2.*save_overwrite=True"):
+        make_trainer(save_folder=str(folder), run_name="plum", autoresume=True)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_run_goes_on_from_where_somebody_went_back_to(make_trainer, trained, folder):
+    back = make_trainer(
+        max_duration="3ba",
+        save_interval="1ba",
+        save_folder=str(folder),
+        save_overwrite=True,
+        run_name="plum",
+        load_path=str(folder / "ep1-ba2-rank0.pt"),
+    )
+    back.fit()
+    back.close()
+    again = make_trainer(save_folder=str(folder), run_name="plum", autoresume=True)
+    assert again.state.timestamp.batch == 3
 
 
 def test_the_name_of_the_run_may_come_from_the_environment(make_trainer, folder, monkeypatch):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from composer import Trainer
+from composer.algorithms import GradientClipping
 from composer.models import ComposerModel
 from composer.trainer.divergence import DivergenceError, OnDivergence
 
@@ -172,6 +173,131 @@ def test_running_means_are_those_before_a_bad_batch(train):
     expected = train_by_hand([b for index, b in enumerate(batches) if index != 4], make())
     torch.testing.assert_close(network[0].running_mean, expected[0].running_mean, rtol=0, atol=0)
     torch.testing.assert_close(network[0].running_var, expected[0].running_var, rtol=0, atol=0)
+
+
+class Meddler(nn.Module):
+    """Changes each kind of buffer in each forward pass, and hands its input on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("num_calls", torch.tensor(0))
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("latest", None)
+
+    def forward(self, inputs):
+        self.num_calls += 1
+        self.phase *= 1j
+        self.total = self.total + inputs.detach().sum()  # another tensor each time
+        self.latest = inputs.detach().mean()
+        return inputs
+
+
+@pytest.mark.parametrize("make_part", [lambda: nn.BatchNorm1d(3), Meddler], ids=["batch norm", "every kind"])
+@pytest.mark.parametrize("bad", [0, 4])
+def test_no_buffer_of_whatever_kind_remembers_a_skipped_batch(train, make_part, bad):
+    batches = make_batches({bad})
+    _, network, _ = train(batches, nn.Sequential(make_part(), make_network()), on_divergence="skip")
+    good = [batch for index, batch in enumerate(batches) if index != bad]
+    expected = train_by_hand(good, nn.Sequential(make_part(), make_network()))
+    assert_same_weights(network, expected)
+
+
+def test_running_means_without_a_counter_are_those_before_a_bad_batch(train):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(3))
+            self.register_buffer("running_var", torch.ones(3))
+
+        def forward(self, inputs):
+            return nn.functional.batch_norm(inputs, self.running_mean, self.running_var, training=True)
+
+    batches = make_batches({4})
+    _, network, _ = train(batches, nn.Sequential(Plain(), make_network()), on_divergence="skip")
+    expected = train_by_hand(batches[:4] + batches[5:], nn.Sequential(Plain(), make_network()))
+    assert_same_weights(network, expected)
+
+
+def test_a_buffer_that_does_not_change_is_copied_once(train):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.ones(1000, 1000))
+            self.layers = make_network()
+
+        def forward(self, inputs):
+            return self.layers(inputs) * self.mask[0, 0]
+
+    size_bytes = 4 * 1000 * 1000
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(make_batches(), Masked())
+    allocated = [entry.self_cpu_memory_usage for entry in profiler.events() if entry.name != "[memory]"]
+    assert sum(1 for size in allocated if size >= size_bytes) <= 2  # the mask itself, and its copy
+
+
+def zero_gradients(outputs, targets):
+    return nn.functional.cross_entropy(outputs * 0.0, targets)
+
+
+def adam_without_eps(network):
+    """Return an optimizer that divides 0 by 0 where there is no gradient."""
+    return torch.optim.Adam(network.parameters(), lr=0.1, eps=0.0)
+
+
+def test_weights_that_the_last_step_ruins_are_an_error_and_not_saved(train, tmp_path):
+    network = make_network()
+    settings = {"save_folder": str(tmp_path), "save_interval": "1ba", "loss": zero_gradients}
+    trainer, _, error = train(make_batches()[:1], network, optimizer=adam_without_eps(network), **settings)
+    assert "0.weight" in str(error), "names what is not finite"
+    assert [divergence.batch for divergence in trainer.divergences] == [0]
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_weights_that_the_last_step_ruins_are_an_error_where_nothing_is_saved(train):
+    network = make_network()
+    _, _, error = train(make_batches()[:1], network, optimizer=adam_without_eps(network), loss=zero_gradients)
+    assert "0.weight" in str(error)
+
+
+def test_what_an_optimizer_keeps_is_looked_at_before_it_is_saved(train, tmp_path):
+    def loss(outputs, targets):
+        return outputs.sum() * 1e25  # whose square, which Adam keeps, overflows: it would never move again
+
+    network = make_network()
+    settings = {"save_folder": str(tmp_path), "save_interval": "1ba", "loss": loss}
+    adam = torch.optim.Adam(network.parameters())
+    _, _, error = train(make_batches()[:1], network, optimizer=adam, **settings)
+    assert "what the optimizer keeps" in str(error)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_clipping_by_value_does_not_hide_an_infinite_gradient(train):
+    def overflow(gradient):
+        calls.append(None)
+        return gradient + (math.inf if len(calls) == 3 else 0.0)
+
+    calls, network = [], make_network()
+    network[2].bias.register_hook(overflow)
+    clipping = GradientClipping(clipping_type="value", clipping_threshold=0.5)
+    _, network, error = train(make_batches(), network, algorithms=[clipping])
+    assert error.divergence.batch == 2
+    _, expected, _ = train(make_batches()[:2], algorithms=[clipping])
+    assert_same_weights(network, expected)
+
+
+def test_clipping_by_norm_does_not_hide_a_norm_that_overflows(train):
+    def loss(outputs, targets):
+        calls.append(None)
+        return nn.functional.cross_entropy(outputs, targets) + (outputs.sum() * 1e25 if len(calls) == 3 else 0.0)
+
+    calls = []
+    clipping = GradientClipping(clipping_type="norm", clipping_threshold=1.0)
+    _, network, error = train(make_batches(), loss=loss, algorithms=[clipping])
+    assert error.divergence.batch == 2
+    calls.clear()
+    _, expected, _ = train(make_batches()[:2], loss=loss, algorithms=[clipping])
+    assert_same_weights(network, expected)
 
 
 def test_who_wants_no_guard_gets_what_a_plain_loop_gives(train):

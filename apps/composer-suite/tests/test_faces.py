@@ -927,6 +927,8 @@ def test_a_model_of_the_former_zoo_says_what_to_use_now(name, hint):
         ("composer.metrics.metrics", "CrossEntropyLoss", "composer.metrics.CrossEntropy"),
         ("composer.metrics.nlp", "HFCrossEntropy", "composer.metrics.LanguageCrossEntropy"),
         ("composer.metrics.nlp", "Perplexity", "composer.metrics.LanguagePerplexity"),
+        ("composer.loggers", "TQDMLogger", "composer.loggers.ProgressBarLogger"),
+        ("composer.loggers", "ObjectStoreLogger", "composer.loggers.RemoteUploaderDownloader"),
         ("composer.algorithms", "FusedLayerNorm", "composer_algorithms.LowPrecisionLayerNorm"),
         (
             "composer.functional",

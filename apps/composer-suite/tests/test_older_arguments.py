@@ -11,8 +11,8 @@ from composer.algorithms import GradientClipping
     [
         ({"load_strict": True}, "load_strict_model_weights"),
         ({"load_chunk_size": 4096}, "Leave it out"),
-        ({"save_artifact_name": "a"}, "save_folder"),
-        ({"save_latest_artifact_name": "a"}, "save_folder"),
+        ({"save_artifact_name": "a", "save_folder": "x"}, "save_folder"),
+        ({"save_latest_artifact_name": "a", "save_folder": "x"}, "save_folder"),
         ({"grad_clip_norm": -1}, r"GradientClipping\('norm', ...\)"),
         ({"compute_training_metrics": True}, "get_metrics"),
         ({"console_log_level": "epoch"}, "console_log_interval='1ep'"),
@@ -112,5 +112,5 @@ def test_the_console_is_on_by_default_of_old_where_there_is_no_bar(make_trainer)
 @pytest.mark.filterwarnings("ignore:.*is an older spelling:DeprecationWarning")
 def test_older_names_are_hyperparameters_only_where_they_are_used(make_trainer):
     assert "save_artifact_name" not in make_trainer(auto_log_hparams=True).local_hparams
-    used = make_trainer(auto_log_hparams=True, save_artifact_name="a").local_hparams
+    used = make_trainer(auto_log_hparams=True, save_artifact_name="a", save_folder="x").local_hparams
     assert used["save_artifact_name"] == "a"

@@ -43,6 +43,15 @@ def make_watched_model():
     return make
 
 
+def test_where_nobody_listens_the_metrics_of_the_last_batch_are_there_at_the_end(make_trainer, make_model, make_loader):
+    model = make_model()
+    model.train_metrics = SumMetric()
+    model.update_metric = lambda batch, outputs, metric: metric.update(len(batch[1]))
+    trainer = make_trainer(model=model, train_dataloader=make_loader(10, 4), max_duration="1ep")
+    trainer.fit()
+    assert {name: int(value) for name, value in trainer.state.train_metric_values.items()} == {"SumMetric": 2}
+
+
 def test_train_metrics_count_the_microbatches_of_one_batch(make_trainer, make_model, make_loader, recorder):
     counts = []
 

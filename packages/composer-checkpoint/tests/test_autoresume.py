@@ -1,12 +1,19 @@
 """The checkpoint with which a run that was started again goes on."""
 
+import errno
 import logging
 import os
 
 import pytest
 import torch
 
-from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint
+from composer_checkpoint import (
+    CheckpointConflictError,
+    CheckpointSaver,
+    StorageError,
+    checkpoint_to_resume,
+    load_checkpoint,
+)
 from composer_checkpoint.stores import FsspecObjectStore
 
 
@@ -64,18 +71,70 @@ def test_damaged_checkpoints_are_skipped_and_named_with_the_reason(loop, saver, 
     assert "ba3-rank0.pt" in caplog.text
 
 
+def test_no_run_begins_anew_where_checkpoints_are_that_cannot_be_used(loop, saver, saved):
+    for path in saved.glob("ba*.pt"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CheckpointConflictError, match=r"(?s)4 checkpoints.*ba4-rank0.pt.*ba1.*save_overwrite=True"):
+        resumed(loop, saver)
+
+
+def test_a_disk_that_does_not_let_us_read_is_no_reason_to_begin_anew(loop, saver, saved, monkeypatch):
+    real = os.listdir
+
+    def refuse(path="."):
+        if os.fspath(path) == os.fspath(saved):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(StorageError, match="cannot be looked through"):
+        resumed(loop, saver)
+
+
+def test_later_checkpoints_of_a_run_that_somebody_went_back_from_are_not_resumed(loop, saver, saved, caplog):
+    run = loop([saver("ba{batch}-rank{rank}.pt", save_interval="1ba", overwrite=True)], max_duration="2ba")
+    load_checkpoint(saved / "ba1-rank0.pt", run.state, run.engine.logger)
+    run.fit()
+    run.engine.close()
+    assert resumed(loop, saver) == "ba2-rank0.pt"
+    assert "gone back" in caplog.text
+
+
+def test_a_resumed_run_goes_on_with_the_checkpoints_of_the_one_before(loop, saver, saved):
+    checkpoints = saver("ba{batch}-rank{rank}.pt", save_interval="1ba")
+    run = loop([checkpoints], max_duration="6ba")
+    with checkpoint_to_resume(checkpoints, run.state, run.engine.logger) as path:
+        load_checkpoint(path, run.state, run.engine.logger)
+    run.fit()
+    run.engine.close()
+    os.unlink(saved / "latest-rank0.pt")
+    os.symlink("ba3-rank0.pt", saved / "latest-rank0.pt")  # as if killed before the link moved
+    assert resumed(loop, saver) == "ba6-rank0.pt"
+
+
+def test_what_is_no_checkpoint_of_training_is_not_resumed(loop, saver, saved):
+    torch.save({"x": 1}, saved / "ba9-rank0.pt")
+    assert resumed(loop, saver) == "ba4-rank0.pt"
+    for path in saved.glob("ba[1-4]-*"):
+        path.unlink()
+    with pytest.raises(CheckpointConflictError, match="has no 'state'"):
+        resumed(loop, saver)
+
+
 def test_other_files_in_the_folder_are_not_resumed(loop, saver, saved):
     torch.save({"weight": torch.ones(1)}, saved / "pretrained-ba9.pt")
     (saved / "ba9-rank0.pt.tmp-unfinished").touch()
     assert resumed(loop, saver) == "ba4-rank0.pt"
 
 
-def test_checkpoints_of_weights_alone_are_not_resumed(loop, saver, tmp_path, caplog):
+def test_checkpoints_of_weights_alone_are_not_resumed(loop, saver):
     first = loop([saver("ba{batch}-rank{rank}.pt", save_interval="1ba", weights_only=True)], max_duration="2ba")
     first.fit()
     first.engine.close()
-    assert resumed(loop, saver) is None
-    assert "weights only" in caplog.text
+    with pytest.raises(CheckpointConflictError, match="weights only"):
+        resumed(loop, saver)
 
 
 def test_a_run_with_another_file_name_follows_the_link(loop, saver, saved):
@@ -138,6 +197,5 @@ def test_a_resumed_run_replaces_what_is_damaged_in_the_store(loop, tmp_path):
     run = loop([checkpoints], max_duration="3ba", num_batches=3)
     with checkpoint_to_resume(checkpoints, run.state, run.engine.logger) as path:
         load_checkpoint(path, run.state, run.engine.logger)
-    checkpoints.resumes = True
     run.fit()
     assert store.get_object_size("run/ba3.pt") > 100

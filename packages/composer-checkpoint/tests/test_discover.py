@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 
@@ -5,8 +6,8 @@ import pytest
 
 from composer_checkpoint.commit import replace_pointer, write_atomically
 from composer_checkpoint.discover import find_newest
-from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.manifest import MANIFEST_NAME
+from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError, StorageError
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 
 
 def write(path, batch=None, *, whole=True, mtime=None):
@@ -80,6 +81,39 @@ def test_there_is_none_where_all_are_torn_or_nothing_exists(tmp_path, caplog):
     write(tmp_path / "a.data", 10, whole=False)
     assert find(tmp_path) is None
     assert "None of the 1 checkpoints" in caplog.text
+
+
+def test_a_newer_format_is_no_reason_to_go_on_with_an_older_checkpoint(tmp_path):
+    write(tmp_path / "ep0-ba10", 10)
+    newer = write(tmp_path / "ep0-ba20", 20)
+    (newer / MANIFEST_NAME).write_text(json.dumps({"format_version": 99, "hash_name": "blake3"}))
+    with pytest.raises(NewerCheckpointError, match="version 99"):
+        find_newest(tmp_path, verify=read_its_manifest)
+
+
+def read_its_manifest(folder):
+    Manifest.from_json((folder / MANIFEST_NAME).read_bytes())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_disk_that_fails_is_no_reason_to_go_on_with_an_older_checkpoint(tmp_path, number):
+    write(tmp_path / "ep0-ba10", 10)
+
+    def fail(path):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(StorageError, match="would lose work") as failure:
+        find_newest(tmp_path, verify=fail)
+    assert failure.value.errno == number
+
+
+def test_what_has_no_manifest_counts_only_where_nothing_has_one(tmp_path):
+    write(tmp_path / "ep0-ba20")
+    assert find(tmp_path).path.name == "ep0-ba20"
+    write(tmp_path / "ep0-ba10", 10)
+    found = find(tmp_path)
+    assert found.path.name == "ep0-ba10"
+    assert [(skip.path.name, "no manifest" in skip.reason) for skip in found.skipped] == [("ep0-ba20", True)]
 
 
 def test_a_pointer_to_an_older_one_does_not_hide_the_newest(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from composer_checkpoint import (
     NoCheckpointError,
     StorageError,
+    UnsafeCheckpointError,
     hash_tensor,
     load_file,
     read_manifest,
@@ -199,10 +200,41 @@ def test_a_file_of_torch_loads_with_a_note_that_nobody_verified_it(tmp_path, cap
     assert read_manifest(tmp_path / "x.pt") is None
 
 
-def test_an_object_that_is_more_than_data_is_named_when_it_is_saved(tmp_path, caplog):
-    save_file({"callbacks": {"Mine": random.Random(1)}}, tmp_path / "x.pt")
+class Mine(dict):
+    """More than data, although it is a dict."""
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (random.Random(1), r"state/callbacks/Mine/h \(.*random\.Random"),
+        ([1, print], r"state/callbacks/Mine/h/1 \(.*print"),
+        (lambda: 1, r"state/callbacks/Mine/h \(a function, which cannot be pickled"),
+        ({1, random.Random}, r"state/callbacks/Mine/h \(.*random\.Random"),
+        (Mine(), r"Mine"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x.pt", "x.tar"])
+def test_what_is_more_than_data_is_refused_when_it_is_saved_and_named(tmp_path, name, value, told):
+    content = {"state": {"callbacks": {"Mine": {"h": value}}, "model": {"w": torch.ones(2)}}}
+    with pytest.raises(UnsafeCheckpointError, match=told):
+        save_file(content, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_more_than_data_may_be_saved_for_loading_with_trust(tmp_path, caplog):
+    save_file({"callbacks": {"Mine": random.Random(1)}}, tmp_path / "x.pt", allow_untrusted=True)
     assert "random.Random" in caplog.text
     assert "trusted=True" in caplog.text
+    assert load_file(tmp_path / "x.pt", trusted=True)["callbacks"]["Mine"].random() == random.Random(1).random()
+
+
+@pytest.mark.parametrize("maxlen", [None, 0, 1, 10])
+def test_a_queue_keeps_its_greatest_length(tmp_path, maxlen):
+    queue = collections.deque([1.0, 2.0], maxlen)
+    save_file({"h": queue}, tmp_path / "x.pt")
+    loaded = load_file(tmp_path / "x.pt")["h"]
+    assert (loaded, loaded.maxlen) == (queue, queue.maxlen)
 
 
 def test_a_path_without_a_file_is_a_file_not_found_error(tmp_path):

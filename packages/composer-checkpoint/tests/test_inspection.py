@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from composer_checkpoint import CorruptCheckpointError, inspect_file, save_file
+from composer_checkpoint import CorruptCheckpointError, NoCheckpointError, inspect_file, save_file, save_sharded
 
 
 def state():
@@ -42,3 +42,21 @@ def test_a_description_does_not_look_at_the_tensors_bytes(tmp_path):
     (tmp_path / "x.pt").write_bytes(whole)
     with pytest.raises(CorruptCheckpointError):
         inspect_file(tmp_path / "x.pt")
+
+
+def test_the_folder_of_a_sharded_checkpoint_is_described_without_its_shards(tmp_path):
+    manifest = save_sharded(state(), tmp_path / "ep1", info={"run_name": "blue-fox"})
+    shard = next((tmp_path / "ep1").glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    found = inspect_file(tmp_path / "ep1")
+    assert found.format == "sharded"
+    assert found.keys == ("state", "rng", "state/model", "state/run_name")
+    tensor = found.tensors["state.model.w"]
+    assert (tensor.dtype, tensor.shape, tensor.size_bytes) == ("float16", (2, 3), 12)
+    assert found.manifest == manifest
+    assert found.size_bytes == sum(path.stat().st_size for path in (tmp_path / "ep1").iterdir())
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_described(tmp_path):
+    with pytest.raises(NoCheckpointError, match=r"\.metadata"):
+        inspect_file(tmp_path)

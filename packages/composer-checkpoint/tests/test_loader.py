@@ -137,6 +137,77 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_changed(loo
     assert run.state.timestamp.batch == 0
 
 
+def of_another_width():
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("load_weights_only", [True, False])
+def test_weights_of_another_shape_are_refused_before_any_is_changed(loop, tmp_path, load_weights_only):
+    saved = loop(model=of_another_width(), optimizers=None)
+    save_checkpoint(saved.state, str(tmp_path / "x.pt"))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    run = loop(model=model, optimizers=None)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(IncompatibleCheckpointError, match=r"Error\(s\) in loading state_dict.*3 of another") as refusal:
+        load_checkpoint(tmp_path / "x.pt", run.state, None, load_weights_only=load_weights_only)
+    assert isinstance(refusal.value, RuntimeError)
+    assert "0.weight ((3, 2) in the checkpoint, (4, 2) in the model)" in str(refusal.value)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_weights_of_another_shape_can_be_left_out(loop, tmp_path, caplog):
+    saved = of_another_width()
+    save_file({"state": {"model": saved.state_dict()}}, tmp_path / "x.pt")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    run = loop(model=model, optimizers=None)
+    load_checkpoint(tmp_path / "x.pt", run.state, None, load_weights_only=True, strict_model_weights=False)
+    assert torch.equal(model[1].bias, saved[1].bias)  # which alone fits
+    assert "3 weights" in caplog.text
+    assert "left out" in caplog.text
+
+
+def test_each_list_of_what_does_not_fit_names_ten_at_most(loop, tmp_path):
+    theirs = {f"extra.{number}": torch.ones(1) for number in range(30)}
+    save_file({"state": {"model": {"weight": torch.ones(1, 2, dtype=torch.int64), **theirs}}}, tmp_path / "x.pt")
+    run = loop()
+    with pytest.raises(RuntimeError, match=r"1 not in the checkpoint: bias; 30 not in the model") as refusal:
+        load_checkpoint(tmp_path / "x.pt", run.state, None, load_weights_only=True)
+    assert str(refusal.value).count("extra.") == 10
+    assert "weight (torch.int64 in the checkpoint, torch.float32 in the model)" in str(refusal.value)
+
+
+def test_weights_of_less_precision_are_converted(loop, tmp_path):
+    halves = {"weight": torch.ones(1, 2).half(), "bias": torch.ones(1).half()}
+    save_file({"state": {"model": halves}}, tmp_path / "x.pt")
+    run = loop()
+    load_checkpoint(tmp_path / "x.pt", run.state, None, load_weights_only=True)
+    assert run.layer.weight.dtype is torch.float32
+    assert torch.equal(run.layer.weight, torch.ones(1, 2))
+
+
+def test_a_model_that_renames_what_it_loads_is_not_compared_before(loop, trained, tmp_path):
+    def rename(module, state_dict, *_):
+        state_dict["weight"] = state_dict.pop("old.weight")
+
+    saved = {"old.weight": trained.layer.weight.detach(), "bias": trained.layer.bias.detach()}
+    save_file({"state": {"model": saved}}, tmp_path / "x.pt")
+    run = loop()
+    run.layer.register_load_state_dict_pre_hook(rename)
+    load_checkpoint(tmp_path / "x.pt", run.state, None, load_weights_only=True)
+    assert torch.equal(run.layer.weight, trained.layer.weight)
+
+
+def test_a_checkpoint_of_weights_alone_that_is_loaded_in_full_is_warned_about(loop, trained, tmp_path):
+    path = save_checkpoint(trained.state, str(tmp_path / "weights.pt"), weights_only=True)
+    run = loop()
+    with pytest.warns(UserWarning, match="is not in the state_dict") as warned:
+        load_checkpoint(path, run.state, None)
+    told = [str(warning.message) for warning in warned]
+    for name in ("AdamW", "Timestamp"):
+        assert f"{name} is not in the state_dict. Its state will not be restored." in told
+    torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
+
+
 def test_a_missing_file_is_named(loop, tmp_path):
     with pytest.raises(NoCheckpointError, match=r"Local path .*nothing\.pt does not exist"):
         load_checkpoint(tmp_path / "nothing.pt", loop().state, None)

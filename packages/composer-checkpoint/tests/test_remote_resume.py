@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint
+from composer_checkpoint import CheckpointConflictError, CheckpointSaver, checkpoint_to_resume, load_checkpoint
 from composer_checkpoint.sharded import load_sharded, save_sharded
 from composer_dist import dist
 from composer_dist.testing import run_ranks
@@ -187,14 +187,29 @@ def test_what_is_not_whole_is_skipped_by_all_ranks_and_named_with_the_reason(tra
         assert "ba3" in said[0]
 
 
-def test_without_a_whole_one_the_run_begins_anew(trained, tmp_path):
+def refuse_to_begin_anew(kind, folder):
+    with pytest.raises(CheckpointConflictError) as refusal:
+        resume(kind, folder)
+    return str(refusal.value)
+
+
+def test_no_run_begins_anew_where_none_is_whole(trained, tmp_path):
     folder = copy_of(trained, tmp_path)
     for batch in (1, 2, 3):
         damage(folder, trained.kind, batch, "flipped")
-    first, second = run_ranks(resume, trained.kind, folder.as_uri(), store=tmp_path / "store")
+    first, second = run_ranks(refuse_to_begin_anew, trained.kind, folder.as_uri(), store=tmp_path / "store")
     assert first == second
-    assert first[0] == 0
-    assert [line.partition("ba")[2][:1] for line in first[2]] == ["3", "2", "1"]
+    places = [first.index(f"ba{batch}") for batch in (3, 2, 1)]
+    assert places == sorted(places)  # the newest first
+    assert "save_overwrite=True" in first
+
+
+def test_what_no_save_has_finished_is_no_reason_not_to_begin_anew(trained, tmp_path):
+    folder = copy_of(trained, tmp_path)
+    for batch in (1, 2, 3):
+        damage(folder, trained.kind, batch, "unfinished")
+    for batch, _, _ in run_ranks(resume, trained.kind, folder.as_uri(), store=tmp_path / "store"):
+        assert batch == 0
 
 
 def test_a_pointer_that_is_missing_or_leads_to_an_older_one_decides_nothing(trained, tmp_path):

@@ -57,7 +57,14 @@ def test_of_equally_good_ones_the_oldest_is_kept():
 
 def test_what_was_not_measured_or_is_no_number_is_not_the_best():
     history = epochs(1, 2, 3, 4, metrics=[{METRIC: math.nan}, {}, {METRIC: 0.1}, {}])
-    assert kept(history, {"best": (METRIC, "max", 2)}) == ["ep3", "ep4"]
+    assert kept(history, {"best": (METRIC, "max", 1)}) == ["ep3", "ep4"]
+
+
+def test_what_was_not_measured_stays_until_enough_are():
+    history = epochs(1, 2, 3, 4, metrics=[{}, {}, {METRIC: 0.1}, {}])
+    assert kept(history, {"best": (METRIC, "max", 2)}) == ["ep1", "ep2", "ep3", "ep4"]
+    history += epochs(5, metrics=[{METRIC: 0.2}])
+    assert kept(history, {"best": (METRIC, "max", 2)}) == ["ep3", "ep5"]
 
 
 def test_the_first_at_or_after_each_multiple_is_the_periodic_one():

@@ -213,7 +213,7 @@ def test_an_object_with_reduce_ex_inside_a_whole_state_is_refused(tmp_path, mark
 
 
 def test_a_seal_does_not_make_a_file_safe(tmp_path, marker, caplog):
-    save_file({"state": {"x": Calls(os.system, f"touch {marker}")}}, tmp_path / "x.pt")
+    save_file({"state": {"x": Calls(os.system, f"touch {marker}")}}, tmp_path / "x.pt", allow_untrusted=True)
     assert read_manifest_or_error(tmp_path / "x.pt") == "UnsafeCheckpointError"
     with pytest.raises(UnsafeCheckpointError, match=r"posix\.system"):
         load_file(tmp_path / "x.pt")
@@ -253,7 +253,8 @@ def test_trust_is_for_one_call_and_is_logged_with_the_files_hash(tmp_path, caplo
 
 
 def test_a_trusted_file_must_be_whole_and_gives_back_what_was_saved(tmp_path):
-    save_file({"x": pickle.PickleError("mine"), "w": torch.ones(64), "t": datetime.timedelta(3)}, tmp_path / "x.pt")
+    content = {"x": pickle.PickleError("mine"), "w": torch.ones(64), "t": datetime.timedelta(3)}
+    save_file(content, tmp_path / "x.pt", allow_untrusted=True)
     assert load_file(tmp_path / "x.pt", trusted=True)["t"] == datetime.timedelta(3)
     whole = bytearray((tmp_path / "x.pt").read_bytes())
     whole[whole.index(torch.ones(64).numpy().tobytes())] ^= 1
@@ -392,3 +393,78 @@ def test_endless_nesting_takes_no_endless_time(tmp_path):
     loop.append(loop)
     torch.save(loop, tmp_path / "y.pt")
     assert isinstance(load_file(tmp_path / "y.pt")[0], list)
+
+
+def named(name):
+    module, _, name = name.rpartition(".")
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+REBUILDING = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor", "_rebuild_parameter")
+CHANGED_NAMES = [
+    "torch.FloatStorage",
+    "torch.float32",
+    "torch.storage.UntypedStorage",
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+    "torch.torch_version.TorchVersion",
+    "collections.OrderedDict",
+    "collections.Counter",
+    *(f"torch._utils.{name}" for name in REBUILDING),
+]
+# Attributes as a dict, as slots and as fields in order: of functions, of classes, of our descriptions of a dtype.
+OTHER_ATTRIBUTES = b"".join(
+    pickle.dumps(name, protocol=2)[2:-3] + value
+    for name, value in [("__defaults__", b")"), ("__new__", b"K\x01"), ("name", b"K\x01"), ("item_bytes", b"K\x01")]
+)
+OTHER_STATES = {
+    "dict": b"}(" + OTHER_ATTRIBUTES + b"u",
+    "slots": b"N}(" + OTHER_ATTRIBUTES + b"u\x86",
+    "fields": b"](X\x07\x00\x00\x00float32K\x01e",
+}
+
+
+@pytest.mark.parametrize("carrier", ["x.pt", "legacy.pt"])
+@pytest.mark.parametrize("state", OTHER_STATES)
+@pytest.mark.parametrize("name", CHANGED_NAMES)
+def test_a_refused_file_has_changed_nothing_for_the_next(tmp_path, name, state, carrier):
+    good = {"w": torch.nn.Parameter(torch.arange(8.0)), "o": collections.OrderedDict(a=torch.ones(2, dtype=torch.int8))}
+    save_file(good, tmp_path / "good.pt")
+    described = inspect_file(tmp_path / "good.pt")
+    (tmp_path / carrier).write_bytes(CARRIERS[carrier](b"\x80\x02" + named(name) + OTHER_STATES[state] + b"b."))
+    for open_file in (load_file, verify, inspect_file):
+        with pytest.raises(CheckpointError):
+            open_file(tmp_path / carrier)
+    found = load_file(tmp_path / "good.pt")
+    assert torch.equal(found["w"], good["w"])
+    assert torch.equal(found["o"]["a"], good["o"]["a"])
+    assert inspect_file(tmp_path / "good.pt") == described
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_no_carrier_can_copy_its_largest_part_thousands_of_times(tmp_path, carrier):
+    text = b"X" + (1 << 20).to_bytes(4, "little") + b"x" * (1 << 20)
+    encode = named("_codecs.encode") + b"q\x02X\x06\x00\x00\x00latin1q\x03](" + b"h\x02h\x01h\x03\x86R" * 6000
+    (tmp_path / carrier).write_bytes(CARRIERS[carrier](b"\x80\x02" + text + b"q\x01" + encode + b"e."))
+    with pytest.raises(CorruptCheckpointError, match="use up the memory"):
+        load_file(tmp_path / carrier)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_no_carrier_can_nest_deeper_than_is_read(tmp_path, carrier):
+    data = b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."
+    (tmp_path / carrier).write_bytes(CARRIERS[carrier](data))
+    with pytest.raises(CorruptCheckpointError, match="levels deep"):
+        load_file(tmp_path / carrier)
+
+
+def test_a_tree_that_unfolds_to_endless_is_saved_and_loaded_with_what_had_to_be_turned_into_something_else(tmp_path):
+    tree = {"when": datetime.timedelta(3)}
+    for _ in range(60):
+        tree = {"one": tree, "other": tree}
+    save_file(tree, tmp_path / "x.pt")
+    found = load_file(tmp_path / "x.pt")
+    for _ in range(60):
+        found = found["other"]
+    assert found == {"when": datetime.timedelta(3)}

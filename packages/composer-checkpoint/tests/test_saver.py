@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 import torch
 
 from composer_checkpoint import (
     CheckpointConflictError,
+    CheckpointError,
     CheckpointSaver,
     CompressorNotFound,
     FolderInUseError,
@@ -20,7 +22,7 @@ from composer_checkpoint import (
     verify,
 )
 from composer_checkpoint.stores import FsspecObjectStore
-from composer_events import Event
+from composer_events import Callback, Event
 
 
 def names(folder):
@@ -78,6 +80,21 @@ def test_the_best_by_a_metric_and_every_nth_stay_besides_the_newest(loop, saver,
     run.fit(evaluate)
     # Best: 2 and 4. Every third: 3 and 6. The last: 6.
     assert names(tmp_path / "checkpoints") == ["ba2.pt", "ba3.pt", "ba4.pt", "ba6.pt", "latest-rank0.pt"]
+
+
+@pytest.mark.parametrize("metric", ["metrics/eval/Acuracy", "metrics/evel/Accuracy"])
+def test_a_metric_that_no_evaluation_measures_is_an_error_before_anything_is_deleted(loop, saver, tmp_path, metric):
+    def evaluate(state):
+        if state.timestamp.batch == 3:
+            state.eval_metrics = {"eval": {"Accuracy": None}}
+            state.eval_metric_values = {"Accuracy": torch.tensor(0.5)}
+            state.set_dataloader(state.dataloader, "eval")
+            run.engine.run_event(Event.EVAL_END)
+
+    run = loop([saver("ba{batch}.pt", save_interval="1ba", keep={"best": (metric, "max", 1)})])
+    with pytest.raises(ValueError, match=rf"{metric}'.*Measured are metrics/eval/Accuracy"):
+        run.fit(evaluate)
+    assert {"ba1.pt", "ba2.pt"} <= set(names(tmp_path / "checkpoints"))
 
 
 def test_the_link_leads_to_the_newest_by_a_relative_path(loop, saver, tmp_path):
@@ -179,6 +196,16 @@ def test_later_checkpoints_of_another_run_are_not_replaced(loop, saver, tmp_path
     loop([saver(overwrite=True)]).fit()
 
 
+def test_later_checkpoints_of_other_names_keep_the_link(loop, saver, tmp_path):
+    loop([saver()], max_duration="2ep").fit()
+    run = loop([saver("b{batch}.pt")], max_duration="1ep")
+    with pytest.raises(CheckpointConflictError, match=r"ep2-ba4-rank0\.pt, to which latest-rank0\.pt leads"):
+        run.fit()
+    assert os.readlink(tmp_path / "checkpoints" / "latest-rank0.pt") == "ep2-ba4-rank0.pt"
+    loop([saver("b{batch}.pt", overwrite=True)], max_duration="1ep").fit()
+    assert os.readlink(tmp_path / "checkpoints" / "latest-rank0.pt") == "b2.pt"
+
+
 def test_earlier_checkpoints_are_no_conflict(loop, saver):
     loop([saver()], max_duration="1ep").fit()
     run = loop([saver()], max_duration="2ep")
@@ -244,6 +271,30 @@ def test_an_error_in_the_background_is_raised_at_a_later_batch(loop, saver, tmp_
         run.fit(hold_what_no_checkpoint_can)
     assert run.state.timestamp.batch in (3, 4)
     assert "ba2.pt" not in names(tmp_path / "checkpoints")
+
+
+class Keeper(Callback):
+    """Keeps a number at first, and then something that is more than data."""
+
+    def __init__(self):
+        self.num_saves = 0
+
+    def state_dict(self):
+        self.num_saves += 1
+        return {"h": 1 if self.num_saves == 1 else Fraction(1, 2)}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_checkpoint_from_which_no_run_could_go_on_is_not_saved(loop, saver, tmp_path, async_save):
+    checkpoints = saver("ba{batch}.pt", save_interval="1ba", num_checkpoints_to_keep=1, async_save=async_save)
+    run = loop([checkpoints, Keeper()])
+    with pytest.raises(CheckpointError, match=r"ba2\.pt was not saved.*state/callbacks/Keeper/h \(.*Fraction"):
+        run.fit()
+    assert [name for name in names(tmp_path / "checkpoints") if "rank" in name or "ba" in name] == [
+        "ba1.pt",
+        "latest-rank0.pt",
+    ]
+    assert os.readlink(tmp_path / "checkpoints" / "latest-rank0.pt") == "ba1.pt"
 
 
 def test_a_failed_save_leaves_training_and_the_checkpoint_before_as_they_were(loop, saver, tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_checkpoint import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, safe_unpickle
+from composer_checkpoint.unpickler import PLAIN_GLOBALS
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 keys = st.text() | st.integers()
@@ -103,6 +104,133 @@ BOMBS = {
 def test_a_few_bytes_cannot_ask_for_much_memory(name):
     with pytest.raises(CheckpointError):
         safe_unpickle(BOMBS[name])
+
+
+def named(name):
+    module, _, name = name.rpartition(".")
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def unfolding(levels):
+    """A list in which the innermost is reached by 2**levels paths; it is left in the memo, too."""
+    steps = b"".join(b"0](h" + bytes([level, ord("h"), level]) + b"eq" + bytes([level + 1]) for level in range(levels))
+    return b"]q\x00" + steps
+
+
+def copied_often(name, value, times=6000):
+    return b"\x80\x03" + value + b"q\x01" + named(name) + b"q\x02](" + b"h\x02h\x01\x85R" * times + b"e."
+
+
+MEGABYTE = b"B" + (1 << 20).to_bytes(4, "little") + b"x" * (1 << 20)
+ITEMS = b"(" + b"K\x01" * (1 << 16) + b"t"
+COPIES = {
+    "bytearray": copied_often("builtins.bytearray", MEGABYTE),
+    "text": copied_often("_codecs.encode", b"X" + MEGABYTE[1:]).replace(b"\x85R", b"X\x06\x00\x00\x00latin1\x86R"),
+    "list": copied_often("builtins.list", ITEMS),
+    "frozenset": copied_often("builtins.frozenset", ITEMS),
+    "deque": copied_often("collections.deque", ITEMS),
+    "size": copied_often("torch.Size", ITEMS),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_pickle_cannot_copy_its_largest_part_thousands_of_times(name):
+    with pytest.raises(CorruptCheckpointError, match="use up the memory"):
+        safe_unpickle(COPIES[name])
+
+
+@pytest.mark.parametrize("name", ["torch.torch_version.TorchVersion", "numpy.dtype"])
+def test_text_of_what_unfolds_to_endless_is_not_made(name):
+    with pytest.raises(CheckpointError):
+        safe_unpickle(b"\x80\x02" + unfolding(60) + b"q\x99" + named(name) + b"h\x99\x85R.")
+
+
+def test_a_reference_outside_that_unfolds_to_endless_is_refused_at_once():
+    with pytest.raises(UnsafeCheckpointError, match="refers to a list"):
+        safe_unpickle(b"\x80\x02" + unfolding(60) + b"Q.")
+
+
+def test_shared_containers_are_gone_through_once_and_stay_shared():
+    found = safe_unpickle(b"\x80\x02" + unfolding(60) + b".")
+    for _ in range(60):
+        assert found[0] is found[1]
+        found = found[0]
+    assert found == []
+
+
+def test_arrays_in_a_list_that_is_shared_or_holds_itself_come_back():
+    inner = [np.arange(3)]
+    outer = [inner, {"again": inner}]
+    outer.append(outer)
+    found = safe_unpickle(pickle.dumps(outer))
+    assert type(found[0][0]) is np.ndarray
+    assert found[1]["again"] is found[0]
+    assert isinstance(found[2], list)
+
+
+@pytest.mark.parametrize("depth", [1_000, 9_000])
+def test_deep_nesting_is_read_without_recursion(depth):
+    found = safe_unpickle(b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".")
+    for _ in range(depth - 1):
+        (found,) = found
+    assert found == []
+
+
+def test_nesting_deeper_than_any_checkpoints_is_refused_by_our_own_error():
+    with pytest.raises(CorruptCheckpointError, match="levels deep"):
+        safe_unpickle(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")
+
+
+def test_keys_that_all_have_one_hash_are_refused_before_they_take_time():
+    keys = {(2**61 - 1) * index: None for index in range(1 << 64, (1 << 64) + 5000)}.keys()
+    data = b"\x80\x02}(" + b"".join(pickle.dumps(key, protocol=2)[2:-1] + b"N" for key in keys) + b"u."
+    with pytest.raises(CorruptCheckpointError, match="endless time"):
+        safe_unpickle(data)
+
+
+def test_the_long_numbers_of_random_generators_come_back():
+    states = [np.random.PCG64(seed).state for seed in range(1000)]
+    assert safe_unpickle(pickle.dumps(states)) == states
+
+
+def test_arrays_of_the_other_byte_order_come_back():
+    array = np.arange(1000, dtype=">f8").reshape(10, 100)
+    found = safe_unpickle(pickle.dumps(array, protocol=2))
+    assert found.dtype == array.dtype
+    np.testing.assert_array_equal(found, array)
+
+
+NAMES = [
+    *PLAIN_GLOBALS,
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy._core.numeric._frombuffer",
+    "torch._utils._rebuild_tensor_v2",
+    "torch.storage._load_from_bytes",
+    "torch.Size",
+    "torch.device",
+    "torch.float32",
+    "torch.torch_version.TorchVersion",
+]
+ATTRIBUTES = ("__defaults__", "__code__", "__call__", "__init__", "__new__", "__setstate__", "most_common", "dtype")
+HIDING = b"}(" + b"".join(pickle.dumps(name, protocol=2)[2:-3] + named("builtins.int") for name in ATTRIBUTES) + b"u"
+
+
+@pytest.mark.parametrize("state", [HIDING, b"N" + HIDING + b"\x86", b"](NK\x01e"], ids=["dict", "slots", "list"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pickle_cannot_change_what_it_names(name, state):
+    def attributes():
+        kinds = (collections.Counter, collections.OrderedDict, torch.Size, torch.device, datetime.timedelta)
+        return [dict(vars(kind)) for kind in kinds]
+
+    before = attributes()
+    with pytest.raises(CheckpointError):
+        safe_unpickle(b"\x80\x02" + named(name) + state + b"b.")
+    assert attributes() == before
+    test_values_of_the_standard_library_numpy_and_torch_come_back(2)
+    test_tensors_of_a_plain_pickle_come_back()
 
 
 @given(st.binary(max_size=40))

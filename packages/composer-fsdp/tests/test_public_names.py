@@ -7,7 +7,8 @@ import composer_fsdp
 
 PUBLIC = (
     "Estimate Explanation FSDP FSDP2Config FSDPConfig ParallelismConfig ShardingPlan TPConfig Workload __version__ "
-    "apply_ac estimate explain get_summon_params_fn make_plan parallelize_composer_model parallelize_model parse_parallelism summon_full_params_fsdp2"
+    "apply_ac estimate explain get_summon_params_fn make_plan parallelize_composer_model parallelize_model "
+    "parse_parallelism summon_full_params_fsdp2"
 )
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.errors import NewerCheckpointError as NewerCheckpointError
     from composer_checkpoint.errors import NoCheckpointError as NoCheckpointError
     from composer_checkpoint.errors import StorageError as StorageError
+    from composer_checkpoint.errors import UnfittingWeightsError as UnfittingWeightsError
     from composer_checkpoint.errors import UnsafeCheckpointError as UnsafeCheckpointError
     from composer_checkpoint.files import load_file as load_file
     from composer_checkpoint.files import read_manifest as read_manifest
@@ -109,6 +110,7 @@ _HOME = {
     "UnsafeCheckpointError": "composer_checkpoint.errors",
     "IncompatibleCheckpointError": "composer_checkpoint.errors",
     "NewerCheckpointError": "composer_checkpoint.errors",
+    "UnfittingWeightsError": "composer_checkpoint.errors",
     "StorageError": "composer_checkpoint.errors",
     "NoCheckpointError": "composer_checkpoint.errors",
     "CheckpointConflictError": "composer_checkpoint.errors",
@@ -171,6 +173,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "IncompatibleCheckpointError",
     "NewerCheckpointError",
+    "UnfittingWeightsError",
     "StorageError",
     "NoCheckpointError",
     "CheckpointConflictError",

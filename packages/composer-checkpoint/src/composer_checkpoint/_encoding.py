@@ -19,6 +19,8 @@ __all__ = ["decode", "encode"]
 _BITS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SHARED_DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind, sizes in _BITS.items() for bits in sizes)])
 
+_BOUNDED_DEQUE = "deque of at most "
+
 # What a defaultdict may start from, by the kind that the manifest notes.
 _FACTORIES: dict[str, Any] = {
     "defaultdict": None,
@@ -37,7 +39,7 @@ def encode(obj: Any) -> tuple[Any, dict[str, str]]:
             kinds[name] = kind
         return plain
 
-    return map_tree(obj, change), kinds
+    return map_tree(obj, change, shared=True), kinds
 
 
 def _plain_form(value: Any) -> tuple[str | None, Any]:
@@ -48,8 +50,8 @@ def _plain_form(value: Any) -> tuple[str | None, Any]:
         return "timedelta", value.total_seconds()  # exact to the microsecond for 285 years
     if type(value) is np.ndarray and value.dtype.name in _SHARED_DTYPES and value.dtype.isnative:
         return "ndarray", torch.from_numpy(value.copy())
-    if type(value) is deque and value.maxlen is None:
-        return "deque", list(value)
+    if type(value) is deque:
+        return "deque" if value.maxlen is None else f"{_BOUNDED_DEQUE}{value.maxlen}", list(value)
     if type(value) is frozenset:
         return "frozenset", set(value)
     if type(value) is defaultdict and value.default_factory in _FACTORY_KINDS:
@@ -72,6 +74,9 @@ def decode(obj: Any, kinds: Mapping[str, Any]) -> Any:
                 return value.numpy(force=True)
             case "deque", list():
                 return deque(value)
+            case str() as kind, list() if kind.startswith(_BOUNDED_DEQUE):
+                length = kind.removeprefix(_BOUNDED_DEQUE)
+                return deque(value, int(length) if length.isascii() and length.isdigit() else None)
             case "frozenset", set():
                 return frozenset(value)
             case str() as kind, dict() if kind in _FACTORIES:
@@ -79,4 +84,4 @@ def decode(obj: Any, kinds: Mapping[str, Any]) -> Any:
             case _:
                 return value
 
-    return map_tree(obj, change) if kinds else obj
+    return map_tree(obj, change, shared=True) if kinds else obj

@@ -31,6 +31,17 @@ class FileReader:
                 f"{self.path!r} is empty, so it was never written to the end. Load another checkpoint."
             )
 
+    @property
+    def own_path(self) -> str:
+        """Return a path to this very file, for those who open it by its name, which another file may get meanwhile."""
+        linked = f"/proc/self/fd/{self.descriptor}"
+        if os.path.exists(linked):  # on Linux
+            return linked
+        named, opened = os.stat(self.path), os.fstat(self.descriptor)
+        if (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
+            raise CorruptCheckpointError(f"{self.path!r} was replaced while it was read. Load it again.")
+        return self.path
+
     def read(self, offset: int, size_bytes: int) -> bytes:
         """Return exactly that many bytes.
 

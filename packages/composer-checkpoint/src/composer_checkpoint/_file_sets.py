@@ -15,7 +15,7 @@ from typing import Any
 from composer_checkpoint._durability import sync_path
 from composer_checkpoint._unfinished_names import UNFINISHED
 
-__all__ = ["complete_set", "describe_set", "temporaries_of"]
+__all__ = ["complete_set", "describe_set", "finals_of", "temporaries_of"]
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,11 @@ log = logging.getLogger(__name__)
 def describe_set(finals: Mapping[Path, Path], folder: Path) -> str:
     """Return the content of the record: each file's name and its temporary one, both counted from the folder."""
     return json.dumps({os.path.relpath(final, folder): temporary.name for final, temporary in finals.items()})
+
+
+def finals_of(record: Path) -> set[Path]:
+    """Return the files whose names a record gives."""
+    return {record.parent / name for name in _read(record)}
 
 
 def temporaries_of(record: Path) -> set[Path]:

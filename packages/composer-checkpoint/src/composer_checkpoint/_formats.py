@@ -35,15 +35,14 @@ def is_packed(name: str) -> bool:
     return is_tar(name) or archives.compressor_of(name) is not None
 
 
-def format_of(path: str) -> Format:
+def format_of(reader: FileReader) -> Format:
     """Return the format of a file that is not packed.
 
     Raises:
         CorruptCheckpointError: If it is none of them.
     """
-    with FileReader(path) as reader:
-        start = reader.read(0, min(reader.size_bytes, len(LEGACY_MAGIC)))
-    if final_name(path).endswith(".safetensors"):
+    start = reader.read(0, min(reader.size_bytes, len(LEGACY_MAGIC)))
+    if final_name(reader.path).endswith(".safetensors"):
         return "safetensors"
     if start.startswith(LOCAL_MAGIC):
         return "pt"

@@ -4,16 +4,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 
-from composer_checkpoint._file_sets import complete_set, temporaries_of
+from composer_checkpoint._file_sets import complete_set, finals_of, temporaries_of
 from composer_checkpoint._renames import rename_without_replacing
 from composer_checkpoint._unfinished_names import UNFINISHED
-from composer_checkpoint._writers import is_alive
+from composer_checkpoint._writers import is_alive, this_writer
 
-__all__ = ["complete_sets", "discard", "is_folder", "remove_leftovers"]
+__all__ = ["complete_earlier_sets", "complete_sets", "discard", "has_sets", "is_folder", "remove_leftovers"]
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,29 @@ def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> No
     """
     for path, found in list(_unfinished_in(folder)):
         if found["kind"] == "set" and not _may_be_writing(found["writer"], locked):
+            complete_set(path)
+
+
+def has_sets(folder: str | os.PathLike[str]) -> bool:
+    """Return whether any writer of per-rank files has not come to the end of renaming them."""
+    return any(found["kind"] == "set" for _, found in _unfinished_in(folder))
+
+
+def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
+    """Rename what earlier saves have left of the files that are about to be replaced, this process's saves included.
+
+    Args:
+        folder: Where the records are.
+        finals: The files.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    for path in sorted(folder.iterdir()):
+        found = UNFINISHED.fullmatch(path.name)
+        if found is None or found["kind"] != "set" or not finals & finals_of(path):
+            continue
+        if found["writer"] == this_writer() or not is_alive(found["writer"]):
             complete_set(path)
 
 

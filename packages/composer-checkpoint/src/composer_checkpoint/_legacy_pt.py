@@ -17,7 +17,7 @@ _LEADING_PICKLES = 3  # the magic number, the version, and the writer's byte ord
 
 def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> Rehearsal:
     """Read and check everything except the tensors' elements."""
-    with open(reader.path, "rb") as file, mapping.mmap(file.fileno(), 0, access=mapping.ACCESS_READ) as mapped:
+    with mapping.mmap(reader.descriptor, reader.size_bytes, access=mapping.ACCESS_READ) as mapped:
         view = memoryview(mapped)
         try:
             return read_legacy_bytes(view, record_unknown=record_unknown)

@@ -7,7 +7,7 @@ loads of this process will need. And few bytes that are copied often become many
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 
 __all__ = ["Budget", "Call", "Unchangeable", "shown"]
 
@@ -49,7 +49,10 @@ class Unchangeable:
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> NoReturn:
-        raise ValueError("a pickle does not change what it names")
+        raise UnsafeCheckpointError(
+            "a pickle tries to change a function or a type that it names, as no checkpoint does; nothing was changed. "
+            "Load a file that torch.save or this package wrote."
+        )
 
 
 class Call(Unchangeable):

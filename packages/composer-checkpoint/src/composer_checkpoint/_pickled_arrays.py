@@ -78,7 +78,7 @@ class _PickledArray(np.ndarray[Any, Any]):
             raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
         native = dtype.dtype.newbyteorder("=")  # of others NumPy makes a copy, and a pickle might name one often
         super().__setstate__((1, shape, native, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
-        self.dtype = dtype.dtype
+        self.dtype = dtype.dtype  # pyright: ignore[reportAttributeAccessIssue]  # NumPy's stubs know no setter
 
 
 def plain_array(value: Any) -> Any:

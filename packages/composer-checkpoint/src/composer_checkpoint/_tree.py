@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # A pickle of torch's or Python's is written by a function that calls itself for each level, about a thousand times.
 _MAX_DEPTH = 10_000
-_MAX_NAME_CHARS = 1 << 31
+_MAX_NAME_CHARS = 1 << 29
 _MAX_KEY_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
 
 

@@ -2,18 +2,18 @@
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from composer_checkpoint._leftovers import complete_sets
+from composer_checkpoint._interrupted_sets import complete_interrupted_sets
+from composer_checkpoint._shared_checks import shared_check
 from composer_checkpoint.discover import look_through
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
-from composer_checkpoint.lock import FolderLock
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.pointers import read_pointer
 from composer_checkpoint.remote_resume import fetched_from_stores, refuse_what_does_not_resume, shared_name
@@ -43,7 +43,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
     logged, with the reason; from a store, on every rank. Every rank must call this.
 
     Args:
-        saver: Which will go on to save. Its names say what is looked for.
+        saver: Which will go on to save. Its names say what is looked for, and its `resumes` is set.
         state: The training state, not changed.
         logger: Has the destinations that keep files.
 
@@ -60,31 +60,46 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
     """
     layout = layout_of(state)
     found: list[Any] = [None, []]
-    Ranks().together(lambda: _search(found, saver, state, layout) if dist.get_global_rank() == 0 else None)
+    Ranks().together(lambda: _search_together(found, saver, state, layout))
     dist.broadcast_object_list(found, src=0)
     path, unusable = found
+    saver.resumes = path is not None
     if path is not None:
         _check_all_see(path, layout)
         log.info("Resuming from %s.", path)
         yield path
         return
     with fetched_from_stores(saver, state, logger, layout, unusable) as path:
+        saver.resumes = path is not None
         yield path
 
 
-def _search(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
+def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
+    """Let rank 0 look through the folder. Of per-rank files each rank looks at its own, so that they share the work."""
+    if layout is not Layout.LOCAL:
+        if dist.get_global_rank() == 0:
+            _search(found, saver, state, layout, lambda path: [_check(path)])
+        return
+    with shared_check(lambda path: _check(_own(path))) as check_each:
+        if dist.get_global_rank() == 0:
+            _search(found, saver, state, layout, check_each)
+
+
+def _search(
+    found: list[Any],
+    saver: "CheckpointSaver",
+    state: "State",
+    layout: Layout,
+    check_each: Callable[[str], "list[Manifest | None]"],
+) -> None:
     """Look through the folder for the path, and for what is there and cannot be used, with the reasons."""
     folder = format_name_with_dist(saver.folder, state.run_name)
     template = within_folder(state, saver.filename.filename)
     if layout is Layout.LOCAL and os.path.isdir(folder):
-        _complete_sets(folder)
+        complete_interrupted_sets(folder)
 
     def check(path: Path) -> None:
-        names = [os.fspath(path)]
-        if layout is Layout.LOCAL:
-            shared = _with_rank(path, folder, template, state)
-            names = [shared.replace("{rank}", str(rank)) for rank in range(dist.get_world_size())]
-        manifests = [_check(name) for name in names]
+        manifests = check_each(_with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path))
         refuse_mixed_saves(
             [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
         )
@@ -98,7 +113,7 @@ def _search(found: list[Any], saver: "CheckpointSaver", state: "State", layout: 
         # Perhaps saved under another save_filename.
         newest, others = look_through(glob.escape(os.fspath(latest)), verify=lambda path: _check(os.fspath(path)))
         skipped += others
-    found[1] = [f"{skip.path}: {skip.reason}" for skip in skipped if skip.path.exists()]  # and no link to nowhere
+    found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # and no link to nowhere
     if newest is not None:
         path = newest.path
         found[0] = _with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path)
@@ -118,15 +133,6 @@ def _refuse_unreadable(folder: str) -> None:
         ) from error
 
 
-def _complete_sets(folder: str) -> None:
-    """Give per-rank files their names, all of which were written when the run before was killed."""
-    try:
-        with FolderLock(folder):
-            complete_sets(folder, locked=True)
-    except OSError as error:  # in use, or read-only: the set before is as good
-        log.warning("Per-rank files in %s that have no names yet are left alone: %s", folder, error)
-
-
 def _check(path: str) -> "Manifest | None":
     manifest = verify(path)
     refuse_what_does_not_resume(manifest, path, path)
@@ -136,6 +142,10 @@ def _check(path: str) -> "Manifest | None":
 def _with_rank(path: Path, folder: str, template: str, state: "State") -> str:
     """Return the path that per-rank files share, with `{rank}` in it."""
     return os.path.join(folder, shared_name(os.path.relpath(path, folder), template, state.run_name))
+
+
+def _own(path: str) -> str:
+    return path.replace("{rank}", str(dist.get_global_rank()))
 
 
 def _as_glob(template: str, state: "State") -> str:
@@ -150,7 +160,7 @@ def _as_glob(template: str, state: "State") -> str:
 
 
 def _check_all_see(path: str, layout: Layout) -> None:
-    own = path.replace("{rank}", str(dist.get_global_rank())) if layout is Layout.LOCAL else path
+    own = _own(path) if layout is Layout.LOCAL else path
     missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
     if missing:
         raise RuntimeError(

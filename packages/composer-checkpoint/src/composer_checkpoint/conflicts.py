@@ -9,9 +9,11 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from composer_checkpoint._unfinished_names import is_unfinished
+from composer_checkpoint.discover import is_later
 from composer_checkpoint.errors import CheckpointConflictError
 from composer_checkpoint.manifest import MANIFEST_NAME
 from composer_checkpoint.names import placeholders
+from composer_checkpoint.pointers import read_pointer
 
 if TYPE_CHECKING:
     from composer_checkpoint.stores.base import ObjectStore
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ensure_folder_has_no_conflicting_files",
     "ensure_folder_is_empty",
+    "ensure_link_leads_to_no_later_one",
     "ensure_store_has_no_conflicting_objects",
     "find_conflicts",
     "is_name_of",
@@ -114,6 +117,20 @@ def ensure_folder_has_no_conflicting_files(
     """
     folder = Path(folder_name)
     _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
+
+
+def ensure_link_leads_to_no_later_one(link: str | os.PathLike[str], timestamp: "Timestamp") -> None:
+    """Raise if the link to the latest checkpoint leads to one that is later than the run is: it would lead back.
+
+    So a run that starts from zero over the checkpoints of another needs an explicit flag also where it calls its own
+    by other names.
+
+    Raises:
+        CheckpointConflictError: If so; it is a `FileExistsError`.
+    """
+    target = read_pointer(link)
+    if target is not None and target.exists() and is_later(target, timestamp):
+        _refuse(str(Path(link).parent), [f"{target}, to which {Path(link).name} leads"], timestamp)
 
 
 def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:

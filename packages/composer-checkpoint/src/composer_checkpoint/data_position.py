@@ -39,6 +39,7 @@ SEED_KEY = "seed"
 """Under `EPOCH_START_KEY`: what the batches of the epoch are drawn from, where nothing else matters."""
 
 
+_AT_SAVE = "generators_at_save"  # in each entry under `EPOCH_START_KEY`: where the dataloader's own ones were
 _ATTRIBUTE = "data_position"
 
 
@@ -76,6 +77,7 @@ class DataPosition:
         self.spin = spin
         self._start: dict[str, Any] | None = None  # of the epoch that is open
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded, and not yet put back
+        self._at_save: Sequence[torch.Tensor] = ()  # of the dataloader's own generators, for the epoch that is open
         self._loader_state: Any = None
         self._is_resumed = False
         self._seeded: SeededBatches | None = None  # kept, since its workers may persist
@@ -101,6 +103,7 @@ class DataPosition:
         rank = get_global_rank()
         self._rng, self._is_resumed = rng or None, True
         self._start = _epoch_start(rng or [{}], rank)
+        self._at_save = (self._start or {}).get(_AT_SAVE, ())
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
         # Those of another number of ranks say nothing about this rank's share.
         self._loader_state = waiting[rank] if len(waiting) == get_world_size() else None
@@ -123,6 +126,8 @@ class DataPosition:
         self.restore_between_epochs(state)
         rng, self._rng = self._rng, None
         is_resumed, self._is_resumed = self._is_resumed, False
+        if not is_resumed:
+            self._at_save = ()
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
         if is_resumed and (num_read == 0 or knows_place or is_spun):
@@ -159,6 +164,16 @@ class DataPosition:
             next(batches, None)
         return batches
 
+    def skip_to_end(self, dataloader: Iterable[Any]) -> None:
+        """Leave an epoch that was resumed at its end, of which nothing is left to read, as if it had been read.
+
+        What draws an epoch's order from a generator of its own begins to when the first batch is asked for.
+
+        Args:
+            dataloader: What the epoch was opened with.
+        """
+        _restore_generators(dataloader, self._at_save)
+
     def forget(self) -> None:
         """Act as if no checkpoint had been loaded, for a run that begins again from zero."""
         self._rng = self._loader_state = self._start = None
@@ -167,7 +182,8 @@ class DataPosition:
     def state_dict(self, state: "State") -> dict[str, Any]:
         """Return what this rank needs to go on from here: what the batches of the open epoch depend on."""
         if state.timestamp.batch_in_epoch > 0:
-            return dict(self._start or {})
+            at_save = _generators_state(state.train_dataloader)["generators"]
+            return {**(self._start or {}), **({_AT_SAVE: at_save} if at_save else {})}
         return _generators_state(state.train_dataloader) if _generators(state.train_dataloader) else {}
 
     def _hand_over(self, loader: Any) -> bool:
@@ -281,13 +297,17 @@ def _generators_state(loader: Any, beside: Mapping[str, Any] | None = None) -> d
 
 
 def _restore(loader: Any, start: Mapping[str, Any]) -> None:
-    for generator, generator_state in zip(_generators(loader), start.get("generators", ()), strict=False):
-        generator.set_state(generator_state)
+    _restore_generators(loader, start.get("generators", ()))
     if "torch" in start:
         version, internal, gauss = start["python"]
         random.setstate((version, tuple(internal), gauss))
         np.random.set_state(tuple(start["numpy"]))
         torch.random.set_rng_state(start["torch"])
+
+
+def _restore_generators(loader: Any, states: Iterable[torch.Tensor]) -> None:
+    for generator, generator_state in zip(_generators(loader), states, strict=False):
+        generator.set_state(generator_state)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -8,6 +8,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "IncompatibleCheckpointError",
     "NewerCheckpointError",
+    "UnfittingWeightsError",
     "StorageError",
     "NoCheckpointError",
     "CheckpointConflictError",
@@ -32,6 +33,10 @@ class IncompatibleCheckpointError(CheckpointError):
 
 class NewerCheckpointError(IncompatibleCheckpointError):
     """The checkpoint is of a newer format than this release reads."""
+
+
+class UnfittingWeightsError(IncompatibleCheckpointError, RuntimeError):
+    """The weights are not those of the model, as far as it says so before any is changed."""
 
 
 class StorageError(CheckpointError, OSError):

@@ -21,7 +21,7 @@ from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, 
 from composer_checkpoint.hashing import HASH_NAME, check_hash_name, hash_file
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import is_tar
-from composer_checkpoint.pt_file import load_checked, load_pt, read_pt, save_pt, verify_pt
+from composer_checkpoint.pt_file import load_checked, load_pt, open_pt, save_pt, verify_pt
 from composer_checkpoint.safetensors_file import (
     load_safetensors,
     read_safetensors,
@@ -41,7 +41,12 @@ _MAX_NAMES = 10
 
 
 def save_file(
-    obj: Any, path: _PathLike, *, info: Mapping[str, Any] | None = None, hash_name: str = HASH_NAME
+    obj: Any,
+    path: _PathLike,
+    *,
+    info: Mapping[str, Any] | None = None,
+    hash_name: str = HASH_NAME,
+    allow_untrusted: bool = False,
 ) -> Manifest:
     """Write a checkpoint to one file, with a manifest inside it, and flush it to the disk.
 
@@ -59,6 +64,7 @@ def save_file(
         info: What else the manifest should say, as JSON has it: versions, the run's name, the time in training.
         hash_name: `'xxh3_128'`, which shows damage, or `'blake3'`, about six times slower, which shows forgery too
             where the manifest is kept elsewhere.
+        allow_untrusted: Save, with a warning, also what is more than data, and can be loaded with trust only.
 
     Returns:
         The manifest.
@@ -69,7 +75,8 @@ def save_file(
         TypeError: If `.safetensors` is asked for more than weights, `info` has no form in JSON, or a tensor is a
             DTensor, of which other ranks have the rest.
         ValueError: If there is no such hash.
-        UnsafeCheckpointError: If an array holds objects or dates.
+        UnsafeCheckpointError: If anything is more than data, such as an object of a class of one's own; the message
+            says where it is.
 
     Example:
         >>> path = Path(tempfile.mkdtemp()) / "ep1.pt"
@@ -89,10 +96,10 @@ def save_file(
         if name.endswith(".safetensors"):
             return save_safetensors(obj, target, notes, hash_name)
         if not is_packed(name):
-            return save_pt(obj, target, notes, hash_name)
+            return save_pt(obj, target, notes, hash_name, allow_untrusted=allow_untrusted)
         with tempfile.TemporaryDirectory(prefix=".composer-", dir=Path(target).parent) as folder:
             states = Path(folder) / archives.STATES_NAME
-            manifest = save_pt(obj, os.fspath(states), notes, hash_name)
+            manifest = save_pt(obj, os.fspath(states), notes, hash_name, allow_untrusted=allow_untrusted)
             if is_tar(name):
                 archives.pack_tar(states, target, name)
             else:
@@ -103,7 +110,7 @@ def save_file(
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"{target!r} could not be written: {error.strerror or error}. What was there is not a checkpoint",
+            f"{target!r} could not be written: {error.strerror or error}. What was written of it is no checkpoint",
         ) from error
 
 
@@ -150,12 +157,13 @@ def load_file(
         from composer_checkpoint.safetensors_index import load_shards  # it stands on this module
 
         return load_shards(source, map_location=map_location, verify=verify, require_finite=require_finite)
-    with plain_file(source, max_expanded_bytes) as plain:
-        kind = format_of(plain)
+    # Opened once, so that what is verified is what is loaded, whatever gets this name meanwhile.
+    with plain_file(source, max_expanded_bytes) as plain, FileReader(plain) as reader:
+        kind = format_of(reader)
         if trusted := trusted and kind != "safetensors":  # which has no code that could be trusted
-            digest = hash_file(source, "blake3")
+            digest = hash_file(reader.own_path if plain == source else source, "blake3")
             log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
-        obj, finite = _load(source, plain, kind, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
+        obj, finite = _load(source, reader, kind, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
         if verify or require_finite:  # it reads every weight, which verifying does anyway
             _check_finite(obj, finite, source, require_finite)
     return obj
@@ -210,12 +218,12 @@ def read_manifest(path: _PathLike) -> Manifest | None:
         from composer_checkpoint.safetensors_index import read_index  # it stands on this module
 
         return read_index(path).manifest
-    with plain_file(os.fspath(path)) as plain:
-        match format_of(plain):
+    with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
+        match format_of(reader):
             case "safetensors":
-                return read_safetensors(plain)[1]
+                return read_safetensors(reader)[1]
             case "pt":
-                return read_pt(plain).manifest
+                return open_pt(reader).manifest
             case _:
                 return None
 
@@ -234,35 +242,38 @@ def verify_file(path: _PathLike) -> Manifest | None:
         from composer_checkpoint.safetensors_index import verify_shards  # it stands on this module
 
         return verify_shards(path)
-    with plain_file(os.fspath(path)) as plain:
-        match format_of(plain):
+    with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
+        match format_of(reader):
             case "safetensors":
-                return verify_safetensors(plain)
+                return verify_safetensors(reader)
             case "pt":
-                return verify_pt(plain)
+                return verify_pt(reader)
             case "legacy pt":
-                _check_legacy(plain)
+                read_legacy_pt(reader)
             case "pickle":
-                safe_unpickle(plain)
+                safe_unpickle(reader.read(0, reader.size_bytes))
     return None
 
 
 def _load(
-    source: str, plain: str, kind: Format, *, map_location: Any, mmap: bool, verify: bool, trusted: bool
+    source: str, reader: FileReader, kind: Format, *, map_location: Any, mmap: bool, verify: bool, trusted: bool
 ) -> tuple[Any, Collection[str]]:
     """Return what a file holds, and the names of weights that were seen to be finite."""
     manifest: Manifest | None = None
     finite: Collection[str] = ()
     match kind:
         case "safetensors":
-            obj, manifest, finite = load_safetensors(plain, map_location=map_location, verify=verify)
+            obj, manifest, finite = load_safetensors(reader, map_location=map_location, verify=verify)
         case "pt":
-            obj, manifest, finite = load_pt(plain, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
+            obj, manifest, finite = load_pt(
+                reader, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted
+            )
         case "legacy pt":
-            _check_legacy(plain, trusted)
-            obj = load_checked(plain, map_location=map_location, mmap=False, trusted=trusted)
+            read_legacy_pt(reader, record_unknown=trusted)
+            obj = load_checked(reader.own_path, map_location=map_location, mmap=False, trusted=trusted)
         case "pickle":
-            obj = pickle.loads(Path(plain).read_bytes()) if trusted else safe_unpickle(plain)
+            data = reader.read(0, reader.size_bytes)
+            obj = pickle.loads(data) if trusted else safe_unpickle(data)
     if manifest is None:
         log.warning("%s is unverified: it has no manifest, so nobody can tell whether its bytes were changed.", source)
     return obj, finite
@@ -279,11 +290,6 @@ def _refuse_parts(obj: Any) -> None:
             f"one file holds whole tensors. Save them with save_sharded(), or gather them on all ranks before, as "
             f"get_model_state_dict() and state_dict_type='full' do."
         )
-
-
-def _check_legacy(path: str, trusted: bool = False) -> None:
-    with FileReader(path) as reader:
-        read_legacy_pt(reader, record_unknown=trusted)
 
 
 def _check_finite(obj: Any, known_finite: Collection[str], source: str, require_finite: bool) -> None:

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from composer_checkpoint.commit import remove_leftovers
-from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files
+from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files, ensure_link_leads_to_no_later_one
 from composer_checkpoint.lock import FolderLock
-from composer_checkpoint.names import format_name_with_dist
+from composer_checkpoint.names import PartialFilePath, format_name_with_dist
 from composer_checkpoint.sharded._ranks import Ranks
 
 if TYPE_CHECKING:
@@ -29,20 +29,22 @@ class HeldFolder:
         self._lock: FolderLock | None = None
         self.is_held = False
 
-    def take(self, state: "State", refuse_later: str | None = None) -> None:
+    def take(self, state: "State", refuse_later: str | None = None, link: PartialFilePath | None = None) -> None:
         """Lock the folder, and remove what killed writers have left. Every rank must call this.
 
         Args:
             state: The training state.
             refuse_later: The template of file names; checkpoints that have such names, and are later than the state
                 is, are refused. `None` refuses none.
+            link: The link to the latest checkpoint; it must not lead to a later one either, whatever that is called.
+                Looked at only with `refuse_later`.
 
         Raises:
             FolderInUseError: On all ranks, if another process saves there.
             CheckpointConflictError: On all ranks, if there are later checkpoints.
         """
         ranks = Ranks()
-        ranks.together(lambda: self._take(state, refuse_later) if ranks.rank == 0 else None)
+        ranks.together(lambda: self._take(state, refuse_later, link) if ranks.rank == 0 else None)
         self.is_held = True
 
     def give_back(self) -> None:
@@ -52,7 +54,7 @@ class HeldFolder:
         if lock is not None:
             lock.release()
 
-    def _take(self, state: "State", refuse_later: str | None) -> None:
+    def _take(self, state: "State", refuse_later: str | None, link: PartialFilePath | None) -> None:
         folder = format_name_with_dist(self._folder, state.run_name)
         if self._lock is None:
             self._lock = FolderLock(folder).acquire()
@@ -60,6 +62,8 @@ class HeldFolder:
             remove_leftovers(folder, locked=True)
             if refuse_later is not None:
                 ensure_folder_has_no_conflicting_files(folder, refuse_later, state.timestamp)
+                if link is not None:
+                    ensure_link_leads_to_no_later_one(link.format(state), state.timestamp)
         except BaseException:
             self.give_back()
             raise

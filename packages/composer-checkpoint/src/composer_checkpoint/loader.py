@@ -3,7 +3,7 @@
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from logging import getLogger
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from composer_checkpoint._interrupted_sets import complete_interrupted_sets
+from composer_checkpoint._model_fit import refuse_another_model
 from composer_checkpoint.data_position import DataPosition, leave_epoch
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.files import load_file, safe_torch_load
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.local_files import LAYOUT_KEY
-from composer_checkpoint.modular._names import names_in_model
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.node_download import fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.pointers import read_pointer
@@ -29,6 +30,7 @@ from composer_checkpoint.stores.addresses import is_uri
 from composer_checkpoint.strategy_state import PARTS, load_parts, owner_of
 from composer_checkpoint.train_data import begin_epoch_again, refuse_other_data
 from composer_dist import dist
+from composer_events.iter_helpers import ensure_tuple
 
 if TYPE_CHECKING:
     from composer_events import Logger, State
@@ -67,7 +69,9 @@ def load_checkpoint(
         object_store: Where `path` is: an `ObjectStore`, or a logger destination that can download.
         load_weights_only: Load the model, and nothing else.
         strict_model_weights: With `load_weights_only` or a sharded checkpoint: whether weights that are missing or too
-            many are an error. Otherwise they are logged.
+            many are an error. Otherwise they are logged. Weights of another shape, or integers in place of floating
+            point numbers, are always an error, except that they are left out with `load_weights_only` and without
+            this.
         progress_bar: Whether to show the progress of a download.
         ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from the
             checkpoint's dict.
@@ -85,23 +89,30 @@ def load_checkpoint(
         NoCheckpointError: If there is no such checkpoint; it is a `FileNotFoundError`.
         CheckpointError: On all ranks, if it is damaged, unsafe, of another model, or from inside an epoch of another
             dataset.
-        RuntimeError: If weights do not fit the model, or the ranks have loaded different checkpoints.
-        KeyError: If the optimizer has a parameter that the saved one had not, or the other way round.
+        UnfittingWeightsError: If weights do not fit the model, which is a `RuntimeError`; nothing was changed.
+        RuntimeError: If the ranks have loaded different checkpoints.
+        KeyError: If the optimizer has a parameter that the saved one had not, or the other way round. An optimizer of
+            another class is only warned about, and begins anew.
     """
     check_ignore_keys("load_ignore_keys", ignore_keys)
     run_name, path = state.run_name, os.fspath(path)
     with _fetched(path, state, object_store, progress_bar) as local_path:
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
+        if not load_weights_only:
+            _warn_of_missing_parts(state, content["state"])
         content = without_keys(content, ignore_keys, "load_ignore_key")
         saved: dict[str, Any] = content["state"]
+        # The weights of a whole run need not fit exactly where they are in one file.
+        strict = strict_model_weights and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
+        leaves_out = load_weights_only and not strict_model_weights
         # One rank alone may have read it.
-        Ranks().together(lambda: _refuse_another_model(state, saved, local_path))
+        Ranks().together(lambda: refuse_another_model(state, saved, local_path, strict=strict, leaves_out=leaves_out))
         if not load_weights_only:
             if restart_epoch:
                 begin_epoch_again(saved)
             refuse_other_data(saved, state, local_path)
             _restore_clocks(saved)
-        _put_into(state, saved, logger, load_weights_only, strict_model_weights, exclude_algorithms, algorithm_passes)
+        _put_into(state, saved, logger, load_weights_only, strict, exclude_algorithms, algorithm_passes)
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
     if not load_weights_only:
@@ -162,8 +173,6 @@ def _put_into(
     exclude_algorithms: Sequence[str] | None,
     algorithm_passes: Sequence[Any] | None,
 ) -> None:
-    # The weights of a whole run need not fit exactly where they are in one file.
-    strict = strict and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
     strategy = owner_of(state)
     if strategy is not None:
         parts = {name: saved[name] for name in PARTS if name in saved and not (load_weights_only and name != "model")}
@@ -182,6 +191,9 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
     if object_store is None and (not is_uri(own) or _is_remote_folder(own, state)):
+        if is_local_layout:
+            folder = os.path.dirname(own)
+            Ranks().together(lambda: complete_interrupted_sets(folder) if dist.get_global_rank() == 0 else None)
         yield own if is_uri(own) else _existing(own, path)
         return
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
@@ -280,21 +292,16 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
     )
 
 
-def _refuse_another_model(state: "State", saved: dict[str, Any], path: str) -> None:
-    """Refuse weights of which not one is the model's, unless algorithms will change the model."""
-    weights = saved.get("model")
-    if state.deepspeed_enabled:
-        return  # its engine compares them
-    if not isinstance(weights, dict) or not weights or saved.get("algorithms") or not hasattr(state.model, "modules"):
-        return
-    own = {name.removeprefix("module.") for name in names_in_model(state.model)}
-    theirs = {str(name).removeprefix("module.") for name in weights}
-    if own and own.isdisjoint(theirs):
-        raise IncompatibleCheckpointError(
-            f"{path} is of another model: not one of its {len(theirs)} weights ({', '.join(sorted(theirs)[:5])}, ...) "
-            f"is among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that "
-            f"it was saved from."
-        )
+def _warn_of_missing_parts(state: "State", saved: Mapping[str, Any]) -> None:
+    """Warn of what a checkpoint such as one of weights alone does not have at all, and training needs to go on."""
+    present = {str(name).removeprefix("_") for name in saved}
+    for part in ("optimizers", "schedulers", "scaler", "callbacks", "timestamp"):
+        for owner in () if part in present else ensure_tuple(getattr(state, part)):
+            warnings.warn(
+                f"{type(owner).__qualname__} is not in the state_dict. Its state will not be restored.",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _restore_clocks(saved: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._file_sets import describe_set
-from composer_checkpoint._leftovers import discard
+from composer_checkpoint._interrupted_sets import complete_interrupted_sets
+from composer_checkpoint._leftovers import complete_earlier_sets, discard
 from composer_checkpoint._tree import map_tree, named_leaves
 from composer_checkpoint._unfinished_names import name_beside
 from composer_checkpoint.commit import put_in_place, write_atomically, write_beside
@@ -56,7 +57,9 @@ def save_local(
     """Save what this rank holds to a file of its own. Every rank of the group must call this.
 
     No file gets its name before those of all ranks are on the disk, and once one has its name all of them get it: if
-    the ranks are killed between, by `remove_leftovers`, which each run calls that saves to the folder.
+    the ranks are killed between, by `remove_leftovers`, which each run calls that saves to the folder. That takes a
+    folder which rank 0 sees as the others do. On disks of the nodes' own, files that replace others may end up mixed,
+    which loading refuses; give each save a name of its own there, with `{batch}` in it.
 
     The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to put the
     parts together again: world size, rank, mesh, and each tensor's placements, global shape and offsets.
@@ -159,6 +162,8 @@ def _record(files: list[tuple[Path, Path]]) -> list[Path | None]:
     if len(files) == 1:
         return [None]
     folder = Path(os.path.commonpath([final.parent for final, _ in files]))
+    # What an earlier save has not come to renaming gets its names now. Later, its record would put it over this save.
+    complete_earlier_sets(folder, {final for final, _ in files})
     record = name_beside(folder / files[0][0].name, "set")
     with write_atomically(record) as unfinished:
         unfinished.write_text(describe_set(dict(files), folder))
@@ -173,6 +178,8 @@ def load_local(
     process_group: "ProcessGroup | None" = None,
 ) -> None:
     """Load this rank's file into a state dict, in place. Every rank of the group must call this.
+
+    If a run was killed while it replaced the files by those of a later save, the rest of those get their names first.
 
     With `COMPOSER_LOCAL_ELASTIC=1` in the environment, files of another number of ranks are put together, and each
     rank takes its part of the whole.
@@ -191,7 +198,8 @@ def load_local(
         CheckpointError: On all ranks, if a file of any is damaged, unsafe or of another model. Nothing was changed.
     """
     ranks = Ranks(process_group)
-    _path_of(path, ranks.rank, ranks.world_size)
+    folder = _path_of(path, ranks.rank, ranks.world_size).parent
+    ranks.together(lambda: complete_interrupted_sets(folder) if ranks.rank == 0 else None)
     loaded: list[Mapping[str, Any]] = []
     ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
     ranks.exchange(lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: _check_ids(ids, path))

@@ -17,12 +17,28 @@ class Measured:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def note(self, state: "State") -> None:
-        """Take note of an evaluation that has ended."""
+    def note(self, state: "State", metrics: set[str]) -> None:
+        """Take note of an evaluation that has ended.
+
+        Args:
+            state: The training state.
+            metrics: By which the best are to be kept.
+
+        Raises:
+            ValueError: If one of them was not measured, and no other evaluation can.
+        """
         label = state.dataloader_label
         for name in () if label is None else state.eval_metrics.get(label, ()):
             if name in state.eval_metric_values:
                 self._values[f"metrics/{label}/{name}"] = state.eval_metric_values[name]
+        to_come = tuple(f"metrics/{other}/" for other in {*state.eval_metrics, "train"} - {label})
+        for metric in metrics - self._values.keys():
+            if metric.startswith("metrics/") and not metric.startswith(to_come):
+                raise ValueError(
+                    f"save_keep keeps the best checkpoints by {metric!r}, which no evaluation measures. Measured are "
+                    f"{', '.join(self._values) or 'no metrics'}. Name one of these, or add the metric to the model or "
+                    f"the evaluator."
+                )
 
     def by_now(self, state: "State", metrics: set[str]) -> dict[str, float]:
         """Return some metrics, those of training and the losses included. What was not measured is logged."""

@@ -1,5 +1,6 @@
 """The `.pt` file: `torch.save`'s archive with a manifest and a seal, read by `torch.load` after it was checked."""
 
+import os
 import pickle
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from composer_checkpoint._encoding import decode, encode
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._finite import PassingWeights, weight_names
 from composer_checkpoint._mapped_file import MappedFile
+from composer_checkpoint._more_than_data import more_than_data, refuse_more_than_data
 from composer_checkpoint._payload_hashing import hash_ranges
 from composer_checkpoint._pt_seal import PAYLOAD_FOLDER, check_seal
 from composer_checkpoint._pt_writing import write_pt
@@ -26,7 +28,7 @@ from composer_checkpoint._zip_layout import ZipLayout, read_zip_layout
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.manifest import Manifest
 
-__all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "read_pt", "save_pt", "verify_pt"]
+__all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "save_pt", "verify_pt"]
 
 log = getLogger(__name__)
 
@@ -43,35 +45,36 @@ class PtContents:
     rehearsal: Rehearsal
 
 
-def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> Manifest:
-    """Write a `.pt` file with its manifest. What could not be loaded without trust is logged as a warning."""
+def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, allow_untrusted: bool = False) -> Manifest:
+    """Write a `.pt` file with its manifest. What could not be loaded without trust is refused, or else logged."""
     plain, kinds = encode(obj)
+    if not allow_untrusted:
+        refuse_more_than_data(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, _ENCODED: kinds} if kinds else info, hash_name)
     if rehearsal.unknown_globals:
-        log.warning(
-            "%s holds objects of %s, which are more than data: it can be loaded with trusted=True only. Have "
-            "state_dict() return numbers, strings, tensors, lists and dicts.",
-            path,
-            ", ".join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES]),
-        )
+        held = f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES])}"
+        if not allow_untrusted:
+            os.unlink(path)  # nobody shall take it for a checkpoint
+            raise more_than_data(path, held)
+        log.warning("%s holds %s, which are more than data: it can be loaded with trusted=True only.", path, held)
     return manifest
 
 
 def load_pt(
-    path: str, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
+    reader: FileReader, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
 ) -> tuple[Any, Manifest | None, Collection[str]]:
     """Check and load a `.pt` file; return what it holds, its manifest if it has one, and weights seen to be finite.
 
     One that is trusted must be whole all the same.
     """
-    with FileReader(path) as reader, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         contents = open_pt(reader, record_unknown=trusted)
         mapped = MappedFile(reader) if mmap and verify else None  # as the tensors will be
         checking = pool.submit(_verify_payload, reader, contents, mapped) if verify else None
         if trusted and checking is not None:
             checking.result()  # before any of its code runs
         try:
-            obj = load_checked(path, map_location=map_location, mmap=mmap, trusted=trusted)
+            obj = load_checked(reader.own_path, map_location=map_location, mmap=mmap, trusted=trusted)
         finally:  # an error of the hashes says more than one of a loader that read what is wrong
             if checking is not None:
                 checking.result()
@@ -81,18 +84,11 @@ def load_pt(
     return decode(obj, kinds if isinstance(kinds, dict) else {}), manifest, finite
 
 
-def verify_pt(path: str) -> Manifest | None:
+def verify_pt(reader: FileReader) -> Manifest | None:
     """Compare every byte of a `.pt` file with its hashes; return the manifest, or `None` if it has none."""
-    with FileReader(path) as reader:
-        contents = open_pt(reader)
-        _verify_payload(reader, contents)
+    contents = open_pt(reader)
+    _verify_payload(reader, contents)
     return contents.manifest
-
-
-def read_pt(path: str, *, record_unknown: bool = False) -> PtContents:
-    """Read what a `.pt` file holds, without its tensors' elements."""
-    with FileReader(path) as reader:
-        return open_pt(reader, record_unknown=record_unknown)
 
 
 def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:

@@ -202,7 +202,7 @@ def _fetch(
             is_absent, is_unfinished, reason = problem
             log.log(DEBUG if is_absent else WARNING, "Skipped %s: %s (on rank %d)", name, reason, rank)
             if not is_absent and not is_unfinished:
-                unusable.append(f"{name}: {reason}")
+                unusable.append(f"{name} ({reason})")
             break
     return None
 

@@ -30,7 +30,7 @@ class RetentionPolicy:
         last: How many of the newest to keep. 0, without other rules, keeps none at all: for folders that are copied
             elsewhere. Otherwise the newest is kept whatever the rules are.
         every: Keeps the first one at or after each multiple of this length of training.
-        metric: Keeps the best by this metric.
+        metric: Keeps the best by this metric, and those of which it is not known until enough are.
         mode: Whether a larger (`'max'`) or a smaller (`'min'`) value is better.
         num_best: How many of the best to keep.
 
@@ -132,11 +132,15 @@ def _first_of_each(history: Sequence[SavedCheckpoint], every: Time[Any]) -> set[
 
 
 def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str, num_best: int) -> set[str]:
-    """Keep the best; of equals the oldest, so that none is deleted in favour of one that is no better."""
+    """Keep the best; of equals the oldest, so that none is deleted in favour of one that is no better.
+
+    While fewer are measured than are to be kept, none is given up that was not.
+    """
     sign = -1 if mode == "max" else 1
     measured = [(saved, saved.metrics[metric]) for saved in history if metric in saved.metrics]
     ranked = sorted((pair for pair in measured if not math.isnan(pair[1])), key=lambda pair: sign * pair[1])
-    return {saved.name for saved, _ in ranked[:num_best]}
+    unmeasured = {saved.name for saved in history if metric not in saved.metrics}
+    return {saved.name for saved, _ in ranked[:num_best]} | (unmeasured if len(ranked) < num_best else set())
 
 
 def _best(setting: Any) -> tuple[str | None, Literal["max", "min"], int]:

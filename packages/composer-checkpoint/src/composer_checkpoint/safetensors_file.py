@@ -63,7 +63,9 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: st
     return manifest
 
 
-def load_safetensors(path: str, *, map_location: Any, verify: bool) -> tuple[Any, Manifest | None, Collection[str]]:
+def load_safetensors(
+    reader: FileReader, *, map_location: Any, verify: bool
+) -> tuple[Any, Manifest | None, Collection[str]]:
     """Check and load a safetensors file.
 
     Returns:
@@ -71,13 +73,12 @@ def load_safetensors(path: str, *, map_location: Any, verify: bool) -> tuple[Any
     """
     from safetensors.torch import load_file  # it and NumPy load only where somebody uses the format
 
-    with FileReader(path) as reader:
-        header, manifest = _open(reader)
-        finite: Collection[str] = ()
-        if verify:
-            finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # as the tensors will be
+    header, manifest = read_safetensors(reader)
+    finite: Collection[str] = ()
+    if verify:
+        finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # as the tensors will be
     device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
-    tensors: dict[str, Any] = load_file(path, device=device)
+    tensors: dict[str, Any] = load_file(reader.own_path, device=device)
     tensors = {name: tensors[name] for name in header.tensors}
     info = {} if manifest is None else manifest.info
     for alias, name in dict(info.get("aliases", ())).items():
@@ -91,18 +92,33 @@ def load_safetensors(path: str, *, map_location: Any, verify: bool) -> tuple[Any
     return {"state": {"model": OrderedDict(tensors)}}, manifest, {f"state/model/{name}" for name in finite}
 
 
-def verify_safetensors(path: str) -> Manifest | None:
+def verify_safetensors(reader: FileReader) -> Manifest | None:
     """Compare every byte with its hash; return the manifest, or `None` if the file has none."""
-    with FileReader(path) as reader:
-        header, manifest = _open(reader)
-        _verify_payload(reader, header, manifest)
+    header, manifest = read_safetensors(reader)
+    _verify_payload(reader, header, manifest)
     return manifest
 
 
-def read_safetensors(path: str) -> tuple[Header, Manifest | None]:
+def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
     """Read and check the header."""
-    with FileReader(path) as reader:
-        return _open(reader)
+    header = read_header(reader)
+    marks = [key for key in (_MANIFEST_KEY, _SEAL_KEY) if key in header.metadata]
+    if not marks:
+        return header, None
+    match = _SEAL.search(header.raw)
+    if len(marks) < 2 or match is None:
+        raise CorruptCheckpointError(
+            f"the file was written with a manifest and a seal, and has only {marks}. Load another checkpoint."
+        )
+    unsealed = header.raw[: match.start(1)] + _NO_SEAL.encode() + header.raw[match.end(1) :]
+    if blake3(unsealed).hexdigest() != match[1].decode():
+        raise CorruptCheckpointError(
+            "the file's header (names, dtypes, shapes or hashes) is not what was written. Load another checkpoint."
+        )
+    manifest = Manifest.from_json(header.metadata[_MANIFEST_KEY])
+    if manifest.tensors.keys() != header.tensors.keys():
+        raise CorruptCheckpointError("the manifest lists other tensors than the file has. Load another checkpoint.")
+    return header, manifest
 
 
 def _weights_of(obj: Any) -> _Weights:
@@ -157,27 +173,6 @@ def _write_tensor(file: FlushedFile, tensor: torch.Tensor, hash_name: str) -> st
     hasher = new_hasher(hash_name)
     file.write(tensor_bytes(tensor), hasher)
     return hasher.hexdigest()
-
-
-def _open(reader: FileReader) -> tuple[Header, Manifest | None]:
-    header = read_header(reader)
-    marks = [key for key in (_MANIFEST_KEY, _SEAL_KEY) if key in header.metadata]
-    if not marks:
-        return header, None
-    match = _SEAL.search(header.raw)
-    if len(marks) < 2 or match is None:
-        raise CorruptCheckpointError(
-            f"the file was written with a manifest and a seal, and has only {marks}. Load another checkpoint."
-        )
-    unsealed = header.raw[: match.start(1)] + _NO_SEAL.encode() + header.raw[match.end(1) :]
-    if blake3(unsealed).hexdigest() != match[1].decode():
-        raise CorruptCheckpointError(
-            "the file's header (names, dtypes, shapes or hashes) is not what was written. Load another checkpoint."
-        )
-    manifest = Manifest.from_json(header.metadata[_MANIFEST_KEY])
-    if manifest.tensors.keys() != header.tensors.keys():
-        raise CorruptCheckpointError("the manifest lists other tensors than the file has. Load another checkpoint.")
-    return header, manifest
 
 
 def _verify_payload(

@@ -80,14 +80,16 @@ class CheckpointSaver(Callback):
         saved_checkpoints: The paths of what this process has saved and not deleted, oldest first.
         all_saved_checkpoints_to_timestamp: When in training each path was saved, also before a resumption.
         last_checkpoint_batch: The batch of the latest save.
-        resumes: Set it, before the checkpoint is loaded, where a run goes on from what `checkpoint_to_resume` has
-            found: later ones are damaged, and are replaced.
+        resumes: Whether the run goes on from what `checkpoint_to_resume` has found, which says so: later checkpoints
+            are damaged, or given up, and are replaced.
+        before_save: Called before each save, on every rank. What it raises keeps the checkpoint from being written.
 
     Raises:
         ValueError: If names, intervals or numbers cannot be used, or contradict each other.
         CompressorNotFound: If the program that the file name asks for is not installed.
 
     Example:
+        >>> import torch
         >>> from composer_events import Engine, Event, State
         >>> folder = tempfile.mkdtemp()
         >>> saver = CheckpointSaver(folder, "ba{batch}.pt", save_interval="1ba")
@@ -170,6 +172,7 @@ class CheckpointSaver(Callback):
         self.last_checkpoint_batch: Time[int] | None = None
         self.rank_saves_symlinks = False
         self.resumes = False
+        self.before_save: Callable[[], object] | None = None
         self._lineage: str | None = None
         self._folder = HeldFolder(folder)
         self._async: AsyncSaver | None = None
@@ -203,7 +206,7 @@ class CheckpointSaver(Callback):
             self._uploads.load_state_dict(self._loaded_kept_remotely, remote_template)
             self._loaded_kept_remotely = None
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
-        self._folder.take(state, None if may_replace else template)
+        self._folder.take(state, None if may_replace else template, self.latest_filename)
         if not may_replace and remote_template is not None:
             self._uploads.refuse_later(remote_template, state.timestamp)
 
@@ -233,8 +236,8 @@ class CheckpointSaver(Callback):
 
     def eval_end(self, state: "State", logger: "Logger") -> None:
         """Note down what was measured, for whoever keeps the best."""
-        if self._ranked_by():
-            self._measured.note(state)
+        if ranked_by := self._ranked_by():
+            self._measured.note(state, ranked_by if self._folder.is_held else set())
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
         """Wait for what is under way, and give the folder back."""
@@ -322,6 +325,8 @@ class CheckpointSaver(Callback):
         if self._async is not None and self._skips(state):
             log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
             return
+        if self.before_save is not None:
+            self.before_save()
         if self._lineage is None:
             drawn = [uuid.uuid4().hex]
             dist.broadcast_object_list(drawn, src=0)

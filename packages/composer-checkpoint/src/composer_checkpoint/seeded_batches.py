@@ -4,7 +4,7 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -57,7 +57,8 @@ def derive_seed(*parts: int | str) -> int:
 def seeded(seed: int) -> Iterator[None]:
     """Let Python, NumPy and torch on the CPU draw from a seed inside, and go on as if nothing had been drawn.
 
-    Devices are left alone. Where all generators are to be seeded, there is `composer_dist.reproducibility`.
+    Only the second one of a pair of normal numbers, which `np.random` may have in store, is drawn anew. Devices are
+    left alone. Where all generators are to be seeded, there is `composer_dist.reproducibility`.
 
     Example:
         >>> with seeded(3):
@@ -183,17 +184,25 @@ class _SeededSampler:
 
     def __iter__(self) -> Iterator[Any]:
         epoch_seed, first = self._epoch_seed, self._first
+        wanted = islice(self._draw(epoch_seed), first, None)
+        if not self.is_numbered:
+            return wanted
+        return (_Numbered(derive_seed(epoch_seed, number), index) for number, index in enumerate(wanted, first))
+
+    def _draw(self, epoch_seed: int) -> Iterator[Any]:
+        """Yield all that the other sampler says, without a look at each where nothing is drawn any more."""
         indices: Iterator[Any] = iter(())
         for number in count():
-            draws = number == 0 or not self._draws_first
-            with seeded(derive_seed(epoch_seed, "order", number)) if draws else nullcontext():
+            with seeded(derive_seed(epoch_seed, "order", number)):
                 if number == 0:
                     indices = iter(self._sampler)
                 index = next(indices, _END)
             if index is _END:
                 return
-            if number >= first:
-                yield _Numbered(derive_seed(epoch_seed, number), index) if self.is_numbered else index
+            yield index
+            if self._draws_first:
+                yield from indices
+                return
 
 
 class _SeededDataset:

@@ -77,7 +77,7 @@ def _compare(saved: Mapping[str, Any], state: "State", path: str) -> None:
         raise IncompatibleCheckpointError(
             f"{path} was saved inside epoch {timestamp.get('epoch')}, after {timestamp['batch_in_epoch']} batches of a "
             f"train dataset with {told}: which samples are left in the epoch cannot be told. Train on the same data, "
-            f"load a checkpoint from the end of an epoch, begin the epoch again with load_checkpoint(..., "
-            f"restart_epoch=True), or go on after as many batches of the data of now with "
-            f"load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."
+            f"load a checkpoint from the end of an epoch, begin the epoch again with load_restart_epoch=True of the "
+            f"Trainer or restart_epoch=True of load_checkpoint(), or go on after as many batches of the data of now "
+            f"with load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."
         )

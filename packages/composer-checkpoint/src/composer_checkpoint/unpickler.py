@@ -47,6 +47,12 @@ _LENGTH_BYTES = {
 _FIXED_LENGTH_CODES = frozenset(b"Kqh\x80MJjG\x95r")
 _STOP, _GLOBAL = b".c"
 
+# Whole numbers that differ by 2^61 - 1 share a hash, so that a dict of many takes endless time; short ones are too few
+# for that. Generators of random numbers have some long ones.
+_NUMBER_CODES = frozenset(b"\x8a\x8b")
+_LONG_NUMBER_BYTES = 11
+_MAX_LONG_NUMBERS = 1 << 12
+
 # A memo is an array as long as its largest index, so a pickle of a few bytes must not name a large one.
 _SMALL_MEMO_BYTES = 1 << 18
 
@@ -70,6 +76,7 @@ def scan(data: bytes | memoryview, start: int = 0) -> int:
     """
     fixed_length = _FIXED_LENGTH[len(data) < _SMALL_MEMO_BYTES]
     position = start
+    long_numbers = 0
     while True:
         match = fixed_length.match(data, position)
         assert match is not None  # no instruction at all matches, too
@@ -81,7 +88,13 @@ def scan(data: bytes | memoryview, start: int = 0) -> int:
         code = data[position]
         if code == _STOP:
             return position + 1
-        position = _end_of_argument(data, position, code, start)
+        begin, position = position, _end_of_argument(data, position, code, start)
+        long_numbers += code in _NUMBER_CODES and position - begin > _LONG_NUMBER_BYTES
+        if long_numbers > _MAX_LONG_NUMBERS:
+            raise CorruptCheckpointError(
+                f"a pickle has more than {_MAX_LONG_NUMBERS} numbers of more than 72 bits, which as keys can be "
+                f"made to take endless time. Load another checkpoint."
+            )
 
 
 def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: int) -> int:

@@ -53,6 +53,34 @@ def test_a_signal_reaches_every_rank_and_ends_the_launcher_with_its_number(run, 
     assert not running(str(folder))
 
 
+# Stops in order when rank 1 gets a signal; rank 0 has something left to do then.
+IN_ORDER = """
+import signal
+def stop(signum, frame):
+    open(f'{sys.argv[1]}/stop', 'w').close()
+signal.signal(signal.SIGTERM, stop)
+open(f'{sys.argv[1]}/pid-{rank}', 'w').write(str(os.getpid()))
+while not os.path.exists(f'{sys.argv[1]}/stop'):
+    time.sleep(0.05)
+if rank == '0':
+    time.sleep(1.5)
+    open(f'{sys.argv[1]}/saved', 'w').close()
+sys.exit(143 if rank == '1' or sys.argv[2] == 'together' else 3)
+"""
+
+
+@pytest.mark.parametrize(("how", "is_fault"), [("together", False), ("apart", True)])
+def test_ranks_that_stop_in_order_have_not_failed(started, script, tmp_path, wait_for, how, is_fault):
+    launcher = started("-n", 2, script(IN_ORDER), tmp_path, how)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    wait_for(lambda: (tmp_path / "pid-1").read_text())
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
+    out, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert (tmp_path / "saved").exists()  # nobody ended rank 0 before
+    assert ("failed first" in err) is is_fault, out + err
+
+
 def test_a_launcher_in_the_background_survives_what_nohup_ignores(run, running):
     launcher, folder = run("end", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     launcher.send_signal(signal.SIGHUP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 import warnings
@@ -53,10 +54,23 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
             f"splitting will be done. This may happen on the last batch of a dataset if it is a smaller size than the "
             f"microbatch size.",
             UserWarning,
-            stacklevel=2,
+            stacklevel=_level_of_user(),
         )
         return [_whole(batch)]
     return _cut(batch, length, microbatch_size)
+
+
+def _level_of_user() -> int:
+    """Return the `stacklevel`, for the function that asks, of the line that asked Composer to cut or to train."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package == "composer" or package.startswith("composer_")
 
 
 def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -82,7 +96,7 @@ def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
             f"Cannot split batch of length {length} into {num_microbatches} microbatches: each sample becomes one. "
             f"Lower the number of microbatches, or pass drop_last=True to the dataloader.",
             UserWarning,
-            stacklevel=2,
+            stacklevel=_level_of_user(),
         )
     return default_split_batch(batch, max(1, -(-(length or 1) // num_microbatches)))
 

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Iterable
 from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
@@ -58,7 +59,11 @@ def check_fsdp(config: FSDPConfig) -> None:
                 f"rank's hashes are checked and a checkpoint of another model is refused. Leave it out, and call "
                 f"torch.distributed.checkpoint with your planner on the state dicts where you need it."
             )
-    for module in config.ignored_modules or ():
+    ignored: Any = config.ignored_modules or ()
+    if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
+        raise ValueError(f"ignored_modules={ignored!r} is no list. Give a list of modules of the model.")
+    config.ignored_modules = tuple(ignored)  # what can be read only once is read here
+    for module in config.ignored_modules:
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
     if config.cpu_offload:

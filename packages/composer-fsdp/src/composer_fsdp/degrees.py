@@ -1,6 +1,7 @@
 """Over how many ranks weights are replicated, sharded and split."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from composer_fsdp.config import FSDP2Config, FSDPConfig, TPConfig
@@ -28,12 +29,12 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
         AXES[1]: config.data_parallel_shard_degree,
         AXES[2]: None if tp is None else tp.tensor_parallel_degree,
     }
-    degrees = {axis: _checked(axis, degree) for axis, degree in given.items() if degree is not None}
+    degrees = {axis: _checked(axis, degree) for axis, degree in given.items() if degree is not None or axis == AXES[1]}
     open_axes = [axis for axis, degree in degrees.items() if degree == _FILLS_UP]
     if len(open_axes) > 1:
         raise ValueError(
-            f"Found multiple parallelism dimensions with -1: {', '.join(open_axes)}. Only one of them can take the "
-            f"ranks that the others leave; give the others a degree of 1 or more."
+            f"Found multiple parallelism dimensions with -1: {_listed(dict.fromkeys(open_axes, _FILLS_UP))}. Only one "
+            f"of them can take the ranks that the others leave; give the others a degree of 1 or more."
         )
     fixed = math.prod(degree for degree in degrees.values() if degree != _FILLS_UP)
     if fixed > world_size:
@@ -45,10 +46,14 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
     if problem:
         raise ValueError(
             f"World size {world_size} {problem} the product of the specified parallelism degrees, {fixed}, of "
-            f"{degrees}. Change the degrees or the number of processes; one degree of -1 takes all the ranks that the "
-            f"others leave."
+            f"{_listed(degrees)}. Change the degrees or the number of processes; one degree of -1 takes all the ranks "
+            f"that the others leave."
         )
     return {axis: world_size // fixed if degree == _FILLS_UP else degree for axis, degree in degrees.items()}
+
+
+def _listed(degrees: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
 
 
 def _checked(axis: str, degree: object) -> int:

@@ -119,7 +119,7 @@ class MemoryLog(TorchDispatchMode):
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._see_collective(name, args, result)
         for tensor in tree_leaves((args, kwargs, result)):
-            # DTensor works out the shapes of results on fake tensors of its own, which no real run allocates.
+            # Real tensors inside are nobody's, such as the numbers of ranks in a mesh.
             if isinstance(tensor, torch.Tensor) and getattr(tensor, "fake_mode", None) is self._fake_mode:
                 self._see(tensor)
         self._look_again(self._gathered)

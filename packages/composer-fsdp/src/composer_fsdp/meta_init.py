@@ -15,7 +15,7 @@ from composer_dist import dist
 from composer_fsdp.activation import clean_name
 from composer_fsdp.placements import own_region
 
-__all__ = ["Beginning", "agree_on_beginning", "initialize", "state_to_share", "take_rank_zero_state"]
+__all__ = ["Beginning", "agree_on_beginning", "initialize", "materialize", "state_to_share", "take_rank_zero_state"]
 
 
 class Beginning(StrEnum):
@@ -79,7 +79,7 @@ def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], devic
         state: What `state_to_share` returned.
         device: Where tensors go that are on the meta device.
     """
-    _materialize(model, device)
+    materialize(model, device)
     given: dict[str, Any] = dict(state)
     with _whole_state_dicts(model):
         set_model_state_dict(
@@ -112,12 +112,12 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
     for _, parameter in model.named_parameters():
         # One that is not sharded would be made anew, and lose what it shares with others.
         assert isinstance(parameter, DTensor) or not parameter.is_meta, "an unsharded parameter is on the meta device"
-    _materialize(model, device)
+    materialize(model, device)
     for module, fill in pending:
         _fill_whole(module, fill, device)
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device) -> None:
     """Move what is on the meta device to a device, tied parameters still tied; the values are arbitrary."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:

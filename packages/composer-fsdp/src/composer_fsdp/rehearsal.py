@@ -23,9 +23,11 @@ from composer_dist.averaging import average_gradients
 from composer_fsdp.activation import chosen_for_checkpointing
 from composer_fsdp.fake_world import FakeMeshes
 from composer_fsdp.memory_log import MemoryLog
+from composer_fsdp.meta_init import materialize
 from composer_fsdp.mixed_precision import to_dtype
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.sharding import Sharder, prefetch_ahead, wrap_activations
+from composer_fsdp.stage import Stage
 from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
 from composer_fsdp.tied import resolve_ties
 from composer_fsdp.wrap_rules import Unit, choose_units
@@ -92,61 +94,23 @@ def rehearse(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
         ValueError, KeyError: If model and plan do not go together.
         RuntimeError: If the model looks at values, of which there are none.
     """
-    stage = _Stage()
+    stage = Stage()
     no_values = FakeTensorMode(allow_non_fake_inputs=True)
     log = MemoryLog(stage.place, no_values)
     units = resolve_ties(model, choose_units(model, plan, wraps_itself=not is_composer_model(model)), plan.tie_policy)
     if plan.layer_plan is not None:
         check_layer_plan(model, plan.layer_plan)
-    # Made where there are values, since meshes have the numbers of ranks in them.
-    meshes = FakeMeshes(plan, _DEVICE.type)
-    for unit in units:
-        Sharder(plan, meshes, _DEVICE).mesh_of(unit)
+    # Sharded on the meta device, beside which there are values, as the numbers of ranks in meshes.
+    replica = _shard_copy(model, plan, units, log, stage, no_values)
     with _explained_failures(), no_values:
-        replica = _shard_copy(model, plan, units, meshes, log, stage)
-        batch = tree_map_only(torch.Tensor, lambda tensor: _like(tensor, work.batch_size), work.batch)
+        materialize(replica, _DEVICE)
+        batch = tree_map_only(torch.Tensor, lambda tensor: _like(tensor, _DEVICE, work.batch_size), work.batch)
         step = _Step(replica, batch, plan, work, stage, log)
         with log:
             for _ in range(_STEPS):
                 log.begin()
                 step.run()
     return log
-
-
-class _Stage:
-    """Knows what is going on."""
-
-    def __init__(self) -> None:
-        self.phase = "the beginning"
-        self._units: list[str] = []
-        self._backward = ""
-
-    def place(self) -> str:
-        if self.phase == "backward":
-            return f"backward of {self._backward or 'the loss'}"
-        if self.phase == "forward":
-            return f"forward of {self._units[-1]}" if self._units else "the loss"
-        return self.phase
-
-    def watch(self, units: Sequence[Unit]) -> None:
-        """Follow which unit runs."""
-        for unit in units:
-            name = unit.name or "the model's outermost unit"
-            unit.module.register_forward_pre_hook(lambda *_, name=name: self._units.append(name))
-            unit.module.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output))
-
-    def enter(self, phase: str) -> None:
-        self.phase, self._backward = phase, ""
-        self._units.clear()
-
-    def _leave(self, name: str, output: Any) -> None:
-        self._units.pop()
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._go_back(name))
-
-    def _go_back(self, name: str) -> None:
-        self._backward = name
 
 
 class _Step:
@@ -158,7 +122,7 @@ class _Step:
         batch: Any,
         plan: ShardingPlan,
         work: Workload,
-        stage: _Stage,
+        stage: Stage,
         log: MemoryLog,
     ) -> None:
         self._model, self._batch = model, batch
@@ -213,11 +177,11 @@ class _Step:
         else:
             outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
         if self._work.loss is not None:
-            return self._work.loss(outputs, batch)
+            return _one_loss(self._work.loss(outputs, batch))
         if self._is_composer:
-            return _sum_of_losses(model.loss(outputs, batch))  # pyright: ignore[reportCallIssue]  # checked to be a method
+            return _one_loss(model.loss(outputs, batch))  # pyright: ignore[reportCallIssue]  # checked to be a method
         own: Any = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        return own if isinstance(own, torch.Tensor) else _sum_of_losses(outputs)
+        return _one_loss(own if isinstance(own, torch.Tensor) else outputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which a Trainer would compute; a loop of one's own has none."""
@@ -226,23 +190,31 @@ class _Step:
         return torch.autocast(_DEVICE.type, dtype=dtype) if uses_it else nullcontext()
 
 
-def _sum_of_losses(losses: Any) -> torch.Tensor:
+def _one_loss(losses: Any) -> torch.Tensor:
     tensors = [t for t in tree_leaves(losses) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not tensors:
         raise ValueError(
-            f"the model returned {type(losses).__name__}, in which no tensor needs gradients, so that there is no "
-            f"backward pass. Give Workload(loss=...), a function of outputs and batch, or --loss."
+            f"the loss is {losses!r}, in which no tensor needs gradients, so that there is no backward pass. Give a "
+            f"loss, a function of outputs and batch that uses the weights."
         )
+    if len(tensors) == 1 and tensors[0].ndim == 0:
+        return tensors[0]
     return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
 
 
 def _shard_copy(
-    model: nn.Module, plan: ShardingPlan, units: Sequence[Unit], meshes: FakeMeshes, log: MemoryLog, stage: _Stage
+    model: nn.Module,
+    plan: ShardingPlan,
+    units: Sequence[Unit],
+    log: MemoryLog,
+    stage: Stage,
+    no_values: FakeTensorMode,
 ) -> nn.Module:
-    """Return a copy of a model, without values, sharded by a plan."""
+    """Return a copy of a model, on the meta device, sharded by a plan."""
+    meshes = FakeMeshes(plan, _DEVICE.type)
     checkpointed = chosen_for_checkpointing(model)
     # The rules are asked about the model itself: functions in them may know its modules.
-    replica, twin_of = _copy_without_values(model)
+    replica, twin_of = _copy_to_meta(model, no_values)
     ignored = tuple(twin_of(module) for module in plan.ignored_modules)
     offloads, plan = plan.activation_cpu_offload, replace(plan, ignored_modules=ignored, activation_cpu_offload=False)
     units = [replace(u, module=twin_of(u.module), partners=tuple(map(twin_of, u.partners))) for u in units]
@@ -251,8 +223,10 @@ def _shard_copy(
         split_tensors(replica, meshes.tensor, plan.layer_plan)
     units = wrap_activations(replica, plan, units, chosen.__contains__)
     if offloads:
+        # Around what computes activations again, as the wrapper of a real run is.
+        wrappers = {getattr(m, "_checkpoint_wrapped_module", None): m for m in replica.modules()}
         for module in chosen:
-            _offload_activations(module, log)
+            _offload_activations(wrappers.get(module, module), log)
     sharder = Sharder(plan, meshes, _DEVICE)
     for unit in units:
         sharder.shard(unit)
@@ -261,15 +235,19 @@ def _shard_copy(
     return replica
 
 
-def _copy_without_values(model: nn.Module) -> tuple[nn.Module, Callable[[nn.Module], nn.Module]]:
+def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Module, Callable[[nn.Module], nn.Module]]:
     """Return a copy of a model, and what gives the copy's part for each of its parts."""
     twins: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in twins:
-                bare = _like(tensor)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                twins[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in twins:
+                twins[id(parameter)] = nn.Parameter(_like(parameter, "meta"), parameter.requires_grad)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                twins[id(buffer)] = _like(buffer, "meta")
+        with no_values:  # what is no buffer nobody moves from the meta device
+            own = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+            twins |= {id(tensor): _like(tensor, _DEVICE) for tensor in own}
     try:
         replica = copy.deepcopy(model, twins)
     except Exception as error:
@@ -280,11 +258,11 @@ def _copy_without_values(model: nn.Module) -> tuple[nn.Module, Callable[[nn.Modu
     return replica, lambda module: twins[id(module)]
 
 
-def _like(tensor: torch.Tensor, first_dim: int | None = None) -> torch.Tensor:
+def _like(tensor: torch.Tensor, device: torch.device | str, first_dim: int | None = None) -> torch.Tensor:
     shape = list(tensor.shape)
     if first_dim is not None and shape:
         shape[0] = first_dim
-    return torch.empty(shape, dtype=tensor.dtype, device=_DEVICE)
+    return torch.empty(shape, dtype=tensor.dtype, device=device)
 
 
 def _offload_activations(module: nn.Module, log: MemoryLog) -> None:

@@ -36,7 +36,7 @@ def function_of(name: str, root: nn.Module) -> WrapFunction | None:
     Raises:
         TypeError: If what it has cannot be called.
     """
-    function = getattr(root, "fsdp_wrap_fn", None)
+    function: Any = getattr(root, "fsdp_wrap_fn", None)
     if function is not None and not callable(function):
         raise TypeError(
             f"{name or 'the model'}.fsdp_wrap_fn={function!r} is no function. Define fsdp_wrap_fn(self, module), which "
@@ -52,11 +52,13 @@ def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bo
         TypeError: If the answer is neither yes, no, nor a dict.
     """
     answer: Any = None if function is None else function(module)
-    if answer is None or isinstance(answer, bool | Mapping):
-        return answer or (answer if isinstance(answer, Mapping) else False)
+    if answer is None:
+        return False
+    if isinstance(answer, bool | Mapping):
+        return answer
     raise TypeError(
-        f"fsdp_wrap_fn returned {answer!r}, a {type(answer).__name__}, for {name!r}. Return True to shard the module as "
-        f"a unit of its own, False not to, or a dict of settings such as {{'mixed_precision': 'FULL'}}."
+        f"fsdp_wrap_fn returned {answer!r}, a {type(answer).__name__}, for {name!r}. Return True to shard the module "
+        f"as a unit of its own, False not to, or a dict of settings such as {{'mixed_precision': 'FULL'}}."
     )
 
 

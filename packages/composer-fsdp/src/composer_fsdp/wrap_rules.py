@@ -67,8 +67,8 @@ def choose_units(
     for module in plan.ignored_modules:
         if module not in known:
             raise ValueError(
-                f"ignored_modules has a {type(module).__name__} that is not in the model. Give modules of the model that "
-                f"is sharded."
+                f"ignored_modules has a {type(module).__name__} that is not in the model. Give modules of the model "
+                f"that is sharded."
             )
     rules = _Rules(plan, wrap_fn)
     if wraps_itself:

@@ -39,4 +39,8 @@ __getattr__, __dir__ = lazy_face(
         "progress_bar_logger",
         "remote_uploader_downloader",
     ],
+    renamed={
+        "TQDMLogger": "composer.loggers.ProgressBarLogger",
+        "ObjectStoreLogger": "composer.loggers.RemoteUploaderDownloader",
+    },
 )

@@ -1,18 +1,15 @@
 """Checks of what the user gave to the Trainer, each turned into the one form that is used inside."""
 
+import math
 import os
 import warnings
 from collections.abc import Iterable
-from importlib import metadata
 from typing import Any
 
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from composer.trainer._batch import needs_closure
-from composer.trainer._caller import level_of_user
-from composer.trainer._scaler import ClosureGradScaler
-from composer.trainer._step_control import takes_none
+from composer.trainer._argument_kinds import is_whole
+from composer.trainer._caller import call_for_user, level_of_user
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU
 from composer_dist.precision import validate_precision
@@ -46,7 +43,7 @@ def choose_precision(precision: Any, device: Device) -> Precision:
     """
     if precision is None:
         return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
-    chosen = Precision(precision)
+    chosen = call_for_user(Precision, precision)
     validate_precision(chosen, device)
     return chosen
 
@@ -107,39 +104,13 @@ def _check_parameters(optimizer: Optimizer, model: ComposerModel) -> None:
         )
 
 
-def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
-    """Return what keeps small gradients from vanishing in 16-bit floating point; no other precision needs it.
-
-    Raises:
-        ValueError: If an optimizer evaluates the loss itself, which does not go together with the scaling.
-    """
-    if precision is not Precision.AMP_FP16:
-        return None
-    for optimizer in optimizers:
-        if needs_closure(optimizer) and not takes_none(optimizer):
-            raise ValueError(
-                f"precision='amp_fp16' scales the loss, and {type(optimizer).__name__} evaluates it itself. Use "
-                "precision='amp_bf16' or 'fp32', or another optimizer."
-            )
-    closures = any(needs_closure(optimizer) for optimizer in optimizers)
-    return (ClosureGradScaler if closures else GradScaler)(device.torch_device.type)
-
-
-def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], device: Device) -> GradScaler | None:
-    """Return a scaler, or one for closures in its place if an algorithm has put in an optimizer that calls them."""
-    if type(scaler) is GradScaler and any(map(needs_closure, optimizers)):
-        return ClosureGradScaler(device.torch_device.type)
-    return scaler
-
-
 def check_subset(name: str, num_batches: Any) -> None:
     """Refuse a number of batches that is neither positive nor -1, which means all.
 
     Raises:
         ValueError: If it is none.
     """
-    is_number = isinstance(num_batches, int) and not isinstance(num_batches, bool)
-    if not is_number or (num_batches < 1 and num_batches != -1):
+    if not is_whole(num_batches) or (num_batches < 1 and num_batches != -1):
         raise ValueError(f"{name}={num_batches!r} must be a whole number of batches from 1, or -1 for all of them.")
 
 
@@ -149,8 +120,7 @@ def check_interval(interval: Any) -> None:
     Raises:
         ValueError: If it is neither a number of epochs from 0, nor a time, nor a function.
     """
-    is_number = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 0
-    if is_number or callable(interval):
+    if (is_whole(interval) and interval >= 0) or callable(interval):
         return
     if not isinstance(interval, (str, Time)) or ensure_time(interval, TimeUnit.EPOCH).value < 0:
         raise ValueError(
@@ -190,7 +160,7 @@ def check_seed(seed: int | None) -> None:
     Raises:
         ValueError: If it lies outside of [0, 2**32).
     """
-    if seed is not None and (not isinstance(seed, int) or not 0 <= seed <= reproducibility.MAX_SEED):
+    if seed is not None and (not is_whole(seed) or not 0 <= seed <= reproducibility.MAX_SEED):
         raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
 
 
@@ -198,17 +168,15 @@ def check_dist_timeout(timeout_s: Any) -> None:
     """Refuse a time to wait for other ranks that is none.
 
     Raises:
-        ValueError: If it is no number greater than 0.
+        ValueError: If it is no finite number greater than 0.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise ValueError(f"dist_timeout={timeout_s!r} must be a number of seconds greater than 0.")
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < math.inf:
+        raise ValueError(
+            f"dist_timeout={timeout_s!r} must be a finite number of seconds greater than 0. For a day write 86400."
+        )
 
 
 def choose_run_name(run_name: str | None) -> str | None:
     """Return the name given, or the one in the environment; None leaves it to the State to make one up."""
     return run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
-
-
-def version() -> str:
-    """Return the version of composer-suite that is installed."""
-    return metadata.version("composer-suite")

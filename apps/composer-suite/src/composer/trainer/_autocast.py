@@ -18,13 +18,16 @@ _NOTHING = nullcontext()  # reentrant and without state, so one serves every mic
 
 
 def make_autocast(state: State, strategy: Strategy) -> Autocast:
-    """Return what makes the precision context of a state, as its precision and device are now."""
+    """Return what makes the precision context of a state, as its precision, its device and what is around are now."""
     if strategy.has_own_precision:
         return nullcontext
     # The device is named once here; looking it up anew would cost more than the context itself.
     device_type = state.device.torch_device.type
     enter = functools.partial(get_precision_context, state.precision, state.precision_config, device_type=device_type)
-    if state.precision is not Precision.FP32:
-        return enter
-    is_enabled = torch.is_autocast_enabled
-    return lambda: enter() if is_enabled(device_type) else _NOTHING  # in full precision only one around it matters
+    if state.precision is Precision.FP32 and not torch.is_autocast_enabled(device_type):
+        return _do_nothing  # full precision has only to end an autocast around it
+    return enter
+
+
+def _do_nothing() -> AbstractContextManager[Any]:
+    return _NOTHING

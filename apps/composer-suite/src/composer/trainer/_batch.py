@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composer.trainer._autocast import Autocast
-from composer.trainer._blame import in_stage
+from composer.trainer._blame import in_stage, name_setters
 from composer.trainer._fitting import Fitting
 from composer.trainer._guard import Guard
 from composer.trainer._microbatching import size_for
@@ -110,6 +110,10 @@ class BatchTrainer:
             scaler.update()
         return losses
 
+    def check_weights(self) -> None:
+        """Raise if the weights are not fit to be saved."""
+        self._guard.check_weights()
+
     def finish(self) -> None:
         """Wait for what is not yet known of the latest steps."""
         self._guard.end_fit()
@@ -134,7 +138,7 @@ class BatchTrainer:
         self._metrics.reset()
 
         batch = state.batch
-        microbatches = cut(batch, self._data_spec, size_for(batch, self._data_spec, state))
+        microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
         with self._fitting.meeting(sync=sync):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
@@ -145,8 +149,18 @@ class BatchTrainer:
         state.batch = batch
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizers[0])  # listeners see the gradients in their true size
+        if sync and state.algorithms:
+            self._guard.see_gradients(self._optimizers[0])
 
         self._engine.run_event(Event.AFTER_TRAIN_BATCH)
+
+    @in_stage("the cutting into microbatches")
+    def _cut(self, batch: Any) -> Sequence[Any]:
+        try:
+            return cut(batch, self._data_spec, size_for(batch, self._data_spec, self._state))
+        except Exception as error:
+            name_setters(error, self._state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH))
+            raise
 
     def _move(self, microbatch: Any) -> None:
         """Put a microbatch on the device and on the state."""

@@ -1,10 +1,12 @@
 """Say in an exception where in training it came from, so that the report of a run with many ranks can name it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from composer_dist import get_global_rank, get_world_size
+from composer_events.callback import Callback
+from composer_events.event import Event
 from composer_events.state import State
 
 TResult = TypeVar("TResult")
@@ -54,6 +56,30 @@ def name_dataset(error: Exception, dataloader: Any) -> None:
             "No worker gave the next batch for that long: one of them hangs, or loading takes longer than the "
             "DataLoader's timeout, which can be raised."
         )
+
+
+def name_setters(error: Exception, state: State, events: Iterable[Event]) -> None:
+    """Add to what was raised for a batch that cannot be cut who may have put it in the place of the dataloader's.
+
+    Args:
+        error: What was raised.
+        state: Has the batch.
+        events: Those since the dataloader gave its own.
+    """
+    setters = [f"algorithm {type(algorithm).__name__}" for algorithm in state.algorithms]
+    for event in events:
+        setters += [
+            f"callback {type(callback).__name__} on {event}" for callback in state.callbacks if _acts(callback, event)
+        ]
+    kind = type(state.batch).__name__
+    if setters:
+        error.add_note(f"state.batch is a {kind}. If no dataloader gave that, it was set by {' or '.join(setters)}")
+
+
+def _acts(callback: Callback, event: Event) -> bool:
+    methods = ("run_event", event.value)
+    own = vars(callback)
+    return any(name in own or getattr(type(callback), name) is not getattr(Callback, name) for name in methods)
 
 
 def _add_note(error: Exception, stage: str, state: State) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from composer.trainer._caller import level_of_user
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import check_ignore_keys
+from composer_events.intervals import create_interval_scheduler
 
 if TYPE_CHECKING:
     from composer.trainer._given import Given
@@ -75,6 +78,7 @@ class Loading:
     ignore_keys: IgnoreKeys | None
     exclude_algorithms: Sequence[str] | None
     is_trusted: bool
+    restarts_epoch: bool
     autoresume: bool
 
     @classmethod
@@ -89,6 +93,7 @@ class Loading:
             ignore_keys=given.load_ignore_keys,
             exclude_algorithms=given.load_exclude_algorithms,
             is_trusted=given.load_trusted,
+            restarts_epoch=given.load_restart_epoch,
             autoresume=given.autoresume,
         )
 
@@ -102,9 +107,8 @@ def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callba
     module: Any = sys.modules.get("composer_checkpoint.remote_uploader_downloader")  # whoever has one has loaded it
     if module is None:
         return
-    for listener in listeners:
-        if not isinstance(listener, module.RemoteUploaderDownloader):
-            continue
+    uploaders: list[Any] = [each for each in listeners if isinstance(each, module.RemoteUploaderDownloader)]
+    for listener in uploaders:
         if loading.autoresume and listener.num_concurrent_uploads != 1:
             raise ValueError(
                 "Multiple concurrent uploads is not currently supported when using autoresume, and a "
@@ -130,9 +134,37 @@ def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback]
     saver = find_saver(callbacks) or _make_saver(saving)
     if loading.autoresume:
         _check_autoresume(saving, saver, run_name)
-    if saver is None and saving.is_async:
-        raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
+    if saver is None:
+        _check_without_folder(saving)
+    if loading.weights_only and loading.path is None:
+        _warn_of_no_effect("load_weights_only=True", "load_path")
     return saver
+
+
+def _check_without_folder(saving: Saving) -> None:
+    """Check what nothing is made of, so that a mistake does not wait for the run that saves."""
+    if saving.is_async:
+        raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
+    if not callable(saving.interval):
+        create_interval_scheduler(saving.interval)
+    if saving.num_checkpoints_to_keep != -1 or saving.keep is not None:
+        from composer_checkpoint.kept_files import combine_policies  # here, since not every run saves
+
+        combine_policies(saving.num_checkpoints_to_keep, saving.keep)
+    names = {
+        "save_artifact_name": saving.remote_filename,
+        "save_latest_artifact_name": saving.latest_remote_filename,
+    }
+    for name, value in names.items():
+        if value is not None:
+            _warn_of_no_effect(f"{name}={value!r}", "save_folder")
+
+
+def _warn_of_no_effect(given: str, missing: str) -> None:
+    warnings.warn(
+        f"{given} has no effect without {missing}, which is None. Give {missing} too, or leave the other out.",
+        stacklevel=level_of_user(),
+    )
 
 
 def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
@@ -233,8 +265,6 @@ def load(
     from composer_checkpoint.autoresume import checkpoint_to_resume  # loaded already, with the saver
 
     with checkpoint_to_resume(saver, state, logger) as path:
-        # What is newer in the folder than the checkpoint that is found, is damaged: the run may replace it.
-        saver.resumes = path is not None
         if path is not None:
             loading = replace(
                 loading, path=path, object_store=None, weights_only=False, ignore_keys=None, exclude_algorithms=None
@@ -250,7 +280,8 @@ def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> lis
     path, store = os.fspath(loading.path), loading.object_store
     if store is not None and parse_uri(path).backend:
         path = parse_uri(path).path
-    trust = {"trusted": True} if loading.is_trusted else {}
+    # Only where they say something: who puts a function of their own there may have Composer's arguments alone.
+    chosen = {"trusted": loading.is_trusted, "restart_epoch": loading.restarts_epoch}
     # Through the module, where users' suites put one of their own.
     rng = checkpoint.load_checkpoint(
         state=state,
@@ -263,7 +294,7 @@ def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> lis
         ignore_keys=loading.ignore_keys,
         exclude_algorithms=loading.exclude_algorithms,
         algorithm_passes=engine.algorithm_passes,
-        **trust,
+        **{name: True for name, is_chosen in chosen.items() if is_chosen},
     )
     stamp = state.timestamp
     if not int(stamp.iteration) and not int(stamp.epoch_in_iteration) and not int(stamp.token_in_iteration):

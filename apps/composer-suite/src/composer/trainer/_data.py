@@ -6,7 +6,7 @@ from typing import Any
 from composer.trainer._blame import in_stage, name_dataset
 from composer.trainer._ranks import Ranks
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
-from composer_dist import get_local_rank
+from composer_dist import get_global_rank, get_local_rank
 from composer_dist.stale_memory import tidy_shared_memory
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
@@ -60,7 +60,8 @@ class TrainBatches:
             yield self._latest
         if self._num_read == 0:
             raise ValueError(
-                f"No batches were trained: train_dataloader={self.data_spec.dataloader!r} yielded no batch in epoch "
+                f"No batches were trained for global rank {get_global_rank()}: "
+                f"train_dataloader={self.data_spec.dataloader!r} yielded no batch in epoch "
                 f"{int(self._state.timestamp.epoch)}. Give it at least one batch; a DataLoader with drop_last=True "
                 "needs a dataset of batch_size examples or more, and an iterator can be read only once."
             )
@@ -115,11 +116,13 @@ class TrainBatches:
         return True
 
     def _show_end(self) -> None:
-        """Let data that know their place see the end of the epoch themselves, to begin the next one."""
+        """Let data that know their place, or draw on their own, begin the next epoch where this one ends."""
         assert self._open is not None
         loader = self.data_spec.dataloader
         if keeps_own_state(loader) or (self._is_untouched and dataset_counts_samples(loader)):
             next(self._open, None)
+        elif self._is_untouched:
+            self._position.skip_to_end(loader)
 
     def _count(self, batch: Any) -> None:
         self.num_samples = self.data_spec.get_num_samples_in_batch(batch)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composer.trainer._arrivals import LAG, Arrivals
-from composer.trainer._finite import note_non_finite
+from composer.trainer._finite import note_infinite_norm, note_non_finite
 from composer.trainer._guard import Guard, Unguarded
-from composer.trainer._snapshot import KeptBuffers, Snapshot
+from composer.trainer._kept_buffers import KeptBuffers
+from composer.trainer._snapshot import Snapshot
 from composer.trainer._spikes import Spikes
 from composer.trainer._step_control import has_fused_step, overflow_of, takes_none, tell_device
+from composer.trainer._undo import StepUndo
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist.strategy import Strategy
 from composer_events.state import State
@@ -30,7 +32,7 @@ class _Refused(BaseException):  # an optimizer may catch every Exception of its 
 
 
 class DivergenceGuard:
-    """Looks at the loss and the gradients of each batch before its step.
+    """Looks at the loss and the gradients of each batch before its step, and at the weights before they are saved.
 
     A loss that is not finite makes its gradients so, and the strategy's mean over the ranks brings these to all of
     them: every rank finds the same without a word more. On a CPU the answer is read at once. On a GPU an optimizer
@@ -94,6 +96,13 @@ class DivergenceGuard:
         is_good = torch.isfinite(loss.detach()) & (self._found == 0)
         return loss * torch.where(is_good, 1.0, math.nan)
 
+    def see_gradients(self, optimizer: Optimizer) -> None:
+        """Look at the gradients before algorithms do, whose clipping may hide that they are not finite."""
+        if self._sees_gradients:
+            gradients = _gradients_of(optimizer)
+            if not note_infinite_norm(gradients, self._found):
+                self._agree()
+
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say whether the optimizer may step, having done about a divergence what was asked for."""
         divergence = self._look(optimizer, losses[_TOTAL])
@@ -119,20 +128,33 @@ class DivergenceGuard:
         copied before each step.
         """
         self._refused = None
-        before = None if takes_none(optimizer) else Snapshot(self._state.model, optimizer)
+        undo = None if takes_none(optimizer) else StepUndo(optimizer)
         try:
             yield
         except _Refused:
-            assert before is not None
-            before.restore()
+            assert undo is not None
+            undo()
         if self._refused is not None:
             self._act(self._refused)
 
-    def end_fit(self) -> None:
-        """Wait for what is still on its way, and act on it."""
+    def check_weights(self) -> None:
+        """Wait for what is still on its way, act on it, and refuse weights that a step itself has ruined."""
         self._act_on_arrivals(wait=True)
+        found = torch.zeros_like(self._found)
         for optimizer in self._state.optimizers:
-            tell_device(optimizer, None)
+            note_non_finite(_tensors_of(optimizer), found, self._one)
+        if self._strategy.world_size > 1:
+            found = self._strategy.mean({"found": found})["found"]
+        if found.item():
+            self._refuse_weights()
+
+    def end_fit(self) -> None:
+        """Do so a last time."""
+        try:
+            self.check_weights()
+        finally:
+            for optimizer in self._state.optimizers:
+                tell_device(optimizer, None)
 
     def _look(self, optimizer: Optimizer, loss: Tensor, *, may_defer: bool = True) -> Divergence | None:
         """Return what is wrong with the batch, if anything is known to be."""
@@ -158,12 +180,16 @@ class DivergenceGuard:
             note_non_finite([loss], self._found, self._one)
             speaks_of_all = self._strategy.world_size == 1
         else:
-            tensors = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            tensors = _gradients_of(optimizer)
             if not self._marks:
                 tensors.append(loss)
             speaks_of_all = note_non_finite(tensors, self._found, self._one)
         if not speaks_of_all:
-            self._found.copy_(self._strategy.mean({"found": self._found})["found"])
+            self._agree()
+
+    def _agree(self) -> None:
+        """Let what one rank has found be found on all."""
+        self._found.copy_(self._strategy.mean({"found": self._found})["found"])
 
     def _send(self, optimizer: Optimizer) -> None:
         scaler = self._scaler
@@ -223,15 +249,28 @@ class DivergenceGuard:
     def _explain(self, divergence: Divergence) -> str:
         where = ""
         if not divergence.is_spike and not self._defers:  # the gradients at hand are those of the batch
-            model = self._state.model
-            names = [name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            where = f" Not finite are the gradients of {', '.join(names[:3])}{more}." if names else ""
+            parameters = self._state.model.named_parameters()
+            names = _names_of_bad((name, p.grad) for name, p in parameters if p.grad is not None)
+            where = f" Not finite are the gradients of {names}." if names else ""
         again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
         return (
             f"{_sentence(divergence)}{where} The optimizer made no step with it{again}; the weights are those before "
             "it, on every rank. Lower the learning rate, clip the gradients, or look at the batch; "
             "on_divergence='skip' leaves such batches out and None trains on whatever comes."
+        )
+
+    def _refuse_weights(self) -> None:
+        """Raise, as there is nothing to go back to."""
+        stamp = self._state.timestamp
+        divergence = Divergence(max(int(stamp.batch) - 1, 0), int(stamp.epoch), math.nan, False, "raise")
+        self._divergences.append(divergence)
+        names = _names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
+        raise DivergenceError(
+            f"After {int(stamp.batch)} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
+            "must be finite and are not, though losses and gradients were: a step itself has made them so, such as by "
+            "dividing by 0. They are not saved. Go on from the latest checkpoint with a lower learning rate, or with a "
+            "larger eps of the optimizer; on_divergence=None trains on whatever comes.",
+            divergence,
         )
 
 
@@ -245,6 +284,28 @@ def _sentence(divergence: Divergence) -> str:
     if not divergence.is_spike and not math.isnan(divergence.loss):
         what += f" (the loss is {divergence.loss:g})"
     return f"Batch {divergence.batch} of epoch {divergence.epoch}: the loss {what}."
+
+
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the weights that an optimizer moves, and what it keeps for each of their elements."""
+    weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    states = [value for p in weights for value in _values(optimizer.state.get(p, {})) if value.shape == p.shape]
+    return [tensor.detach() for tensor in (*weights, *states) if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def _values(entries: Mapping[str, object]) -> list[Tensor]:
+    return [value for value in entries.values() if isinstance(value, Tensor)]
+
+
+def _names_of_bad(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the names of the first tensors that are not finite."""
+    names = [name for name, tensor in tensors if not _is_finite(tensor)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluation: one evaluator over its dataloader, and which evaluators are due during `fit`."""
+"""Evaluation of one evaluator over its dataloader: its events, forward passes and metrics."""
 
 import functools
 import inspect
@@ -10,9 +10,8 @@ import torch
 
 from composer.trainer._autocast import Autocast
 from composer.trainer._batch import cut
-from composer.trainer._blame import in_stage, name_dataset
-from composer.trainer._clock import Clock
-from composer.trainer._evaluation_data import EvaluationBatches
+from composer.trainer._blame import in_stage, name_dataset, name_setters
+from composer.trainer._caller import level_of_user
 from composer.trainer._fitting import halve, release_memory
 from composer.trainer._out_of_memory import Attempts, Stage
 from composer.trainer._padding import Padding, without_last
@@ -142,7 +141,11 @@ class Evaluation:
         self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, has_repeated: bool
     ) -> None:
         spec = evaluator.dataloader
-        microbatches = cut(self._state.batch, spec, evaluator.device_eval_microbatch_size)
+        try:
+            microbatches = cut(self._state.batch, spec, evaluator.device_eval_microbatch_size)
+        except Exception as error:
+            name_setters(error, self._state, (Event.EVAL_BATCH_START,))
+            raise
         parts = [(microbatch, True) for microbatch in microbatches]
         if has_repeated:
             parts[-1] = without_last(microbatches[-1], spec)
@@ -189,7 +192,7 @@ class Evaluation:
                 f"An evaluation ran out of memory. Eval microbatch size of {evaluator.label!r} will be decreased from "
                 f"{old} to {evaluator.device_eval_microbatch_size}.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=level_of_user(),
             )
             release_memory()
 
@@ -210,43 +213,12 @@ def restore_dataloader(state: State, dataloader: Any, label: str | None, length:
     state.set_dataloader(dataloader, label, -1 if length is None else length)
 
 
-class FitEvaluation:
-    """Runs the evaluators that are due on an event of `fit`, with the clock of training stopped."""
-
-    def __init__(self, state: State, engine: Engine, evaluation: Evaluation, clock: Clock) -> None:
-        self._state = state
-        self._engine = engine
-        self._evaluation = evaluation
-        self._clock = clock
-        self._data = EvaluationBatches(state)
-
-    def __call__(self, event: Event) -> None:
-        """Evaluate on BATCH_END, EPOCH_END or FIT_END whatever has its turn."""
-        state = self._state
-        if not state.evaluators:
-            return
-        due = [evaluator for evaluator in state.evaluators if _is_due(evaluator, state, event)]
-        if not due:
-            return
-        with self._clock.paused():
-            self._engine.run_event(Event.EVAL_BEFORE_ALL)
-            for evaluator in due:
-                subset = evaluator.subset_num_batches
-                metrics = state.eval_metrics[evaluator.label]
-                self._evaluation.run(evaluator, metrics, -1 if subset is None else subset, self._data.open)
-            self._engine.run_event(Event.EVAL_AFTER_ALL)
-
-
 def _warn_of_nothing(evaluator: Evaluator) -> None:
     warnings.warn(
         f"No batches were evaluated for global rank {get_global_rank()}: the dataloader of evaluator "
         f"{evaluator.label!r} yielded none. An iterator, for one, can be read only once.",
-        stacklevel=2,
+        stacklevel=level_of_user(),
     )
-
-
-def _is_due(evaluator: Evaluator, state: State, event: Event) -> bool:
-    return evaluator.eval_interval is not None and evaluator.eval_interval(state, event)
 
 
 def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -19,7 +19,12 @@ _log = logging.getLogger("composer.trainer.trainer")
 
 
 def make_evaluators(
-    given: Any, model: ComposerModel, eval_interval: Any, subset_num_batches: int, device: Device
+    given: Any,
+    model: ComposerModel,
+    eval_interval: Any,
+    subset_num_batches: int,
+    device: Device,
+    present: Sequence[Evaluator] = (),
 ) -> list[Evaluator]:
     """Wrap each dataloader into an Evaluator that computes all metrics of the model.
 
@@ -29,21 +34,24 @@ def make_evaluators(
         eval_interval: For evaluators that have no interval.
         subset_num_batches: For evaluators that say nothing about it; -1 for all batches.
         device: Where they run.
+        present: Those that stay where none are given.
 
     Raises:
-        ValueError: If Evaluators and other dataloaders are mixed, if a dataloader's end cannot be known and no
-            subset limits it, or if the size of microbatches is to be found out on another device than a GPU.
+        ValueError: If Evaluators and other dataloaders are mixed, if none of the metrics that one names is there, if a
+            dataloader's end cannot be known and no subset limits it, or if the size of microbatches is to be found out
+            on another device than a GPU.
     """
     items = _listed(given)
     if not items:
-        _warn_of_idle(eval_interval, subset_num_batches)
+        _warn_of_idle(eval_interval, subset_num_batches, present)
     kinds = {isinstance(item, Evaluator) for item in items}
     if len(kinds) > 1:
         raise ValueError(
             "Mixing Evaluator with other classes is not allowed, please wrapall other classes with the Evaluator "
             f"class. eval_dataloader holds {[type(item).__name__ for item in items]}."
         )
-    names = list(model.get_metrics(is_train=False))
+    metrics = model.get_metrics(is_train=False)
+    names = list(metrics)
     check_subset("eval_subset_num_batches", subset_num_batches)
     check_interval(eval_interval)
     # Copies, since what is filled in is this Trainer's business, and the user may give them to another one.
@@ -51,6 +59,7 @@ def make_evaluators(
     warn_of_known_labels(evaluators, [])
     for evaluator in evaluators:
         check_iterable("eval_dataloader", evaluator.dataloader.dataloader)
+        _check_names(evaluator, metrics)
         if evaluator.auto_microbatching and device.name != "gpu":
             raise ValueError(
                 f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
@@ -65,14 +74,26 @@ def make_evaluators(
     return evaluators
 
 
-def _warn_of_idle(eval_interval: Any, subset_num_batches: int) -> None:
-    if eval_interval not in (0, 1) or subset_num_batches != -1:
-        warnings.warn(
-            f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
-            f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
-            "eval_dataloader.",
-            stacklevel=level_of_user(),
+def _check_names(evaluator: Evaluator, metrics: Mapping[str, Any]) -> None:
+    if evaluator.metric_names and not evaluator.select_metrics(metrics):
+        there = ", ".join(metrics if evaluator.metrics is None else evaluator.metrics) or "none at all"
+        raise ValueError(
+            f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric is called so. "
+            f"There are {there}. Name some of these, or leave metric_names out for all."
         )
+
+
+def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence[Evaluator]) -> None:
+    if eval_interval in (0, 1) and subset_num_batches == -1:
+        return
+    labels = ", ".join(repr(evaluator.label) for evaluator in present)
+    keep = f" again; {labels} of before keep what they have" if labels else ""
+    warnings.warn(
+        f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
+        f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
+        f"eval_dataloader{keep}.",
+        stacklevel=level_of_user(),
+    )
 
 
 def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evaluator]) -> None:
@@ -83,7 +104,7 @@ def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evalu
             warnings.warn(
                 f"eval_dataloader label {evaluator.label!r} is that of another evaluator of this Trainer; its metrics "
                 "are replaced. Use Evaluator(label=...) with a label of its own.",
-                stacklevel=3,
+                stacklevel=level_of_user(),
             )
         elif evaluator.label in known:
             _log.warning("Several evaluators have the label %r and share its metrics.", evaluator.label)
@@ -93,7 +114,8 @@ def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evalu
 def _listed(given: Any) -> Sequence[Any]:
     if isinstance(given, (list, tuple)) and given and not all(map(_is_batch, given)):
         return ensure_tuple(given)
-    return () if given is None else (given,)
+    is_none = given is None or (isinstance(given, (list, tuple)) and not given)
+    return () if is_none else (given,)
 
 
 def _is_batch(item: Any) -> bool:

@@ -32,6 +32,19 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
     return True
 
 
+def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> bool:
+    """Do as `note_non_finite` does, also where each element is finite and the norm is not.
+
+    It takes a few times as long.
+    """
+    values = [_values(tensor) for tensor in tensors]
+    norms = torch._foreach_norm(values)  # pyright: ignore[reportPrivateImportUsage]  # no public name
+    if norms:
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(found) for norm in norms]))
+        found.logical_or_(~torch.isfinite(norm))
+    return not any(_is_sharded(tensor) for tensor in tensors)
+
+
 def _values(tensor: Any) -> Tensor:
     """Return what this rank has of a tensor, densely."""
     local = tensor.to_local() if _is_sharded(tensor) else tensor

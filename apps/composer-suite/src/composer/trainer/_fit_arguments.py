@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from composer.trainer import _arguments as arguments
 from composer.trainer import _schedules as schedules
+from composer.trainer._argument_kinds import check_kinds
 from composer.trainer._evaluators import make_evaluators
+from composer.trainer._loss_scaling import make_scaler
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable
 from composer.trainer._schedules import Schedule
 from composer_time import Timestamp
@@ -34,15 +36,21 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
         raise ValueError(
             "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
         )
+    check_kinds(asked)
     longer = schedules.to_duration(asked.duration, "duration")
     schedule = Schedule.of(asked.schedulers, asked.scale_schedule_ratio, asked.step_schedulers_every_batch)
     evaluators = make_evaluators(
-        asked.eval_dataloader, workings.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
+        asked.eval_dataloader,
+        workings.model,
+        asked.eval_interval,
+        asked.eval_subset_num_batches,
+        state.device,
+        present=state.evaluators,
     )
     new_precision = arguments.choose_precision(asked.precision or state.precision, state.device)
     if workings.strategy.has_own_precision:
         arguments.check_same_precision(new_precision, state.precision)
-    scaler = arguments.make_scaler(new_precision, state.device, state.optimizers)
+    scaler = make_scaler(new_precision, state.device, state.optimizers)
     microbatching = None
     if asked.device_train_microbatch_size is not None or asked.grad_accum is not None:
         microbatching = Microbatching.of(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from composer.trainer._caller import level_of_user
 from composer.trainer._out_of_memory import Attempts, Stage
 from composer.trainer._scaler import forget_checks
 from composer.trainer._undo import BatchUndo, StepUndo
@@ -182,7 +183,7 @@ def _make_smaller(state: State, lack: str) -> bool:
             return False
         state.device_train_microbatch_size = new
         change = f"Train microbatch size will be decreased from {old} to {new}."
-    warnings.warn(f"A batch ran out of {lack}. {change}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"A batch ran out of {lack}. {change}", RuntimeWarning, stacklevel=level_of_user())
     _log.info("%s is %s now.", name, new)
     return True
 

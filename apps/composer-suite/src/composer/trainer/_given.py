@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from composer.trainer._argument_kinds import to_plain
 from composer.trainer._older_names import WITHOUT_NEWER_NAME, translate
 
 __all__ = ["Given"]
 
 
 class Given(SimpleNamespace):
-    """What a user gave to the constructor: each argument is an attribute, as it was typed.
+    """What a user gave to the constructor: each argument is an attribute, as it was typed but for NumPy's numbers.
 
     Args:
         arguments: What `locals()` says at the constructor's first line. Those in `older_names` are translated, with a
@@ -25,7 +26,7 @@ class Given(SimpleNamespace):
     """
 
     def __init__(self, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        own = {name: value for name, value in arguments.items() if name not in ("self", "older_names")}
+        own = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
         super().__init__(**own, **WITHOUT_NEWER_NAME)
         self._defaults = {**defaults, **WITHOUT_NEWER_NAME}
         translate(self, arguments["older_names"])

@@ -19,6 +19,10 @@ class Guard(Protocol):
         """Return the loss, in such a form that other ranks see in their gradients if it is not finite."""
         ...
 
+    def see_gradients(self, optimizer: Optimizer) -> None:
+        """Look at the gradients before anybody changes them."""
+        ...
+
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say whether the optimizer may step with the gradients there are, or do about it what was asked for."""
         ...
@@ -31,8 +35,12 @@ class Guard(Protocol):
         """Return the context of a step of an optimizer that evaluates the loss itself."""
         ...
 
+    def check_weights(self) -> None:
+        """Raise if the weights are not fit to be saved. Every rank must call this."""
+        ...
+
     def end_fit(self) -> None:
-        """Wait for what is still on its way from the device, and act on it."""
+        """Wait for what is still on its way from the device, and act on it. Every rank must call this."""
         ...
 
 
@@ -46,6 +54,9 @@ class Unguarded:
         """Return the loss."""
         return loss
 
+    def see_gradients(self, optimizer: Optimizer) -> None:
+        """Do nothing."""
+
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say yes."""
         return True
@@ -57,6 +68,9 @@ class Unguarded:
     def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
+
+    def check_weights(self) -> None:
+        """Do nothing."""
 
     def end_fit(self) -> None:
         """Do nothing."""

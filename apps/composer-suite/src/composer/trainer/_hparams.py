@@ -20,6 +20,7 @@ __all__ = ["log_arguments"]
 _ONLY_IF_USED = frozenset(
     {
         "load_trusted",
+        "load_restart_epoch",
         "save_keep",
         "save_async",
         "save_async_policy",

@@ -11,7 +11,7 @@ class KeptBuffers:
     """Copies of a model's buffers, such as running means, which a forward pass over a bad batch ruins.
 
     What PyTorch has not seen change since the latest copy is not copied again: a constant, however large, costs memory
-    once and no time. A kernel of one's own has to say that it changes a buffer (`torch.autograd.graph.increment_version`).
+    once and no time. A kernel of one's own has to say what it changes (`torch.autograd.graph.increment_version`).
 
     Args:
         model: Its modules are looked up once, their buffers at each batch.

@@ -96,7 +96,7 @@ def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
             warnings.warn(
                 f"Cannot split batch of length {num_samples} into grad_accum={state.grad_accum} microbatches, so each "
                 "of its samples is one.",
-                stacklevel=2,
+                stacklevel=level_of_user(),
             )
         state.device_train_microbatch_size = max(math.ceil(num_samples / state.grad_accum), 1)
     assert state.device_train_microbatch_size is not None, "the Trainer sets it with the dataloader"

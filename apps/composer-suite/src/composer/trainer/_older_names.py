@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer.trainer._caller import level_of_user
+from composer.trainer._keywords import say_unknown
 
 if TYPE_CHECKING:
     from composer.trainer._given import Given
@@ -52,7 +52,7 @@ def translate(given: Given, older: Mapping[str, Any]) -> None:
     """
     for name in older:
         if name not in _OLDER:
-            raise TypeError(_say_unknown(name, [known for known, _ in given.items()]))
+            raise TypeError(say_unknown("__init__", name, [*(known for known, _ in given.items()), *_OLDER]))
     for name, value in older.items():
         known = _OLDER[name]
         if known.newer is not None and not given.is_default(known.newer):
@@ -64,14 +64,6 @@ def translate(given: Given, older: Mapping[str, Any]) -> None:
             f"{name}={value!r} is an older spelling. {known.instead}", DeprecationWarning, stacklevel=level_of_user()
         )
         known.apply(given, value)
-
-
-def _say_unknown(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, [*names, *_OLDER], n=3, cutoff=0.6)
-    hint = (
-        f" Did you mean {' or '.join(map(repr, near))}?" if near else " See the docstring of Trainer for all of them."
-    )
-    return f"Trainer.__init__() got an unexpected keyword argument {name!r}.{hint}"
 
 
 def _rename(newer: str) -> _Older:

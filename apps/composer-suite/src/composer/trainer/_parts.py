@@ -14,9 +14,11 @@ from composer.trainer import _checkpoints as checkpoints
 from composer.trainer import _distributed as distributed
 from composer.trainer import _schedules as schedules
 from composer.trainer import _sharding as sharding
+from composer.trainer._argument_kinds import check_kinds, refuse_twice
 from composer.trainer._compilation import Compilation
 from composer.trainer._destinations import choose_destinations
 from composer.trainer._evaluators import make_evaluators
+from composer.trainer._loss_scaling import make_scaler
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable
 from composer.trainer._plan import check_data
 from composer.trainer._python_log import check_log_level
@@ -80,6 +82,7 @@ def check(given: Given) -> Parts:
         ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
     """
     check_log_level(given.python_log_level)
+    check_kinds(given)
     compilation = Compilation.of(given.compile_config, given.model)
     model = arguments.check_model(compilation.model)
     device = get_device(given.device)
@@ -91,13 +94,13 @@ def check(given: Given) -> Parts:
     algorithms = arguments.check_members("algorithms", given.algorithms, Algorithm)
     callbacks = arguments.check_members("callbacks", given.callbacks, Callback)
     destinations = choose_destinations(given)
+    refuse_twice(loggers=destinations, callbacks=callbacks)
+    refuse_twice(algorithms=algorithms)
     evaluators = make_evaluators(
         given.eval_dataloader, model, given.eval_interval, given.eval_subset_num_batches, device
     )
     arguments.check_subset("train_subset_num_batches", given.train_subset_num_batches)
-    microbatching = Microbatching.of(
-        given.device_train_microbatch_size, given.grad_accum, device, profiler=getattr(given, "profiler", None)
-    )
+    microbatching = Microbatching.of(given.device_train_microbatch_size, given.grad_accum, device)
     data_spec = None if given.train_dataloader is None else check_data(given.train_dataloader, microbatching)
     arguments.check_seed(given.seed)
     arguments.check_dist_timeout(given.dist_timeout)
@@ -122,15 +125,11 @@ def check(given: Given) -> Parts:
         sharding.plan_sharding(parallelism_config, precision, is_auto=microbatching.is_auto),
     )
     refuse_unrepeatable(microbatching, strategy)
-    scaler = None if strategy.has_own_precision else arguments.make_scaler(precision, device, optimizers)
+    scaler = None if strategy.has_own_precision else make_scaler(precision, device, optimizers)
     run_name = arguments.choose_run_name(given.run_name)
     loading = checkpoints.Loading.of(given)
-    saving = checkpoints.Saving.of(given)
-    checkpoints.check_uploaders(saving, loading, [*destinations, *callbacks])
     # Last, since a saver for an address makes a folder for what it is going to send there.
-    saver = checkpoints.choose_saver(saving, loading, callbacks, run_name)
-    if saver is not None and saver not in callbacks:
-        callbacks.append(saver)
+    saver = _add_saver(given, loading, run_name, callbacks, destinations)
     return Parts(
         model=model,
         compilation=compilation,
@@ -154,6 +153,22 @@ def check(given: Given) -> Parts:
         parallelism_config=parallelism_config,
         on_divergence=on_divergence,
     )
+
+
+def _add_saver(
+    given: Given,
+    loading: checkpoints.Loading,
+    run_name: str | None,
+    callbacks: list[Callback],
+    destinations: Iterable[LoggerDestination],
+) -> CheckpointSaver | None:
+    """Return what saves checkpoints, if anything does, and see to it that it is among the callbacks."""
+    saving = checkpoints.Saving.of(given)
+    checkpoints.check_uploaders(saving, loading, [*destinations, *callbacks])
+    saver = checkpoints.choose_saver(saving, loading, callbacks, run_name)
+    if saver is not None and saver not in callbacks:
+        callbacks.append(saver)
+    return saver
 
 
 def check_agreement(given: Given, parts: Parts) -> None:

@@ -43,9 +43,7 @@ class Ranks:
         self._count_tokens: bool | None = None  # known after the first batch
         self._losses = LossMeans(strategy)
 
-    def begin(
-        self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, logs: bool = False
-    ) -> None:
+    def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, logs: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this.
 
         Args:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 from composer.trainer._ranks import Ranks
@@ -36,7 +37,9 @@ class Report:
             self._log_tokens()
 
     def epoch_and_time(self) -> None:
-        """Log where training ended."""
+        """Log where training ended; the metrics of the latest batch are on the state, also where nobody listened."""
+        if not self._ranks.listen:
+            self._metrics.compute()
         self._logger.log_metrics({"time/epoch": int(self._state.timestamp.epoch), **self._times()})
         self._log_tokens()
 
@@ -73,11 +76,11 @@ class Report:
             self._logger.log_metrics({"time/token_in_epoch": int(stamp.token_in_epoch)})
 
 
-def log_run_facts(state: State, logger: Logger, version: str) -> None:
+def log_run_facts(state: State, logger: Logger) -> None:
     """Log once what identifies the run: versions, machines and the seed, one call each as Composer does."""
     processes = f"num_{state.device.name}s_per_node"
     unknown = "unknown because NODENAME environment variable not set"
-    logger.log_hyperparameters({"composer_version": version})
+    logger.log_hyperparameters({"composer_version": metadata.version("composer-suite")})
     logger.log_hyperparameters({"composer_commit_hash": "None"})
     logger.log_hyperparameters(
         {

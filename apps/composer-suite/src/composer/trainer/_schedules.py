@@ -153,8 +153,10 @@ def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | N
     """
     if given is None:
         return None
-    duration = ensure_time(given, TimeUnit.EPOCH)
     accepted = "Give epochs ('10ep'), batches ('500ba'), samples ('50000sp') or tokens ('1000000tok')."
+    if isinstance(given, bool):
+        raise ValueError(f"{name}={given!r} is no length of training. {accepted}")
+    duration = ensure_time(given, TimeUnit.EPOCH)
     if duration.unit is TimeUnit.SECOND:
         raise ValueError(f"{name}={given!r}: Wall clock time not an allowed time unit. {accepted}")
     if duration.unit is TimeUnit.DURATION:

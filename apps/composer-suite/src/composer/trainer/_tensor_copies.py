@@ -16,7 +16,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_all(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
     """Write the values of tensors into others, one into each."""
     if to:
         torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]  # no public name

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from composer.trainer import _arguments as arguments
 from composer.trainer import _checkpoints as checkpoints
 from composer.trainer import _distributed as distributed
 from composer.trainer import _schedules as schedules
@@ -16,10 +15,12 @@ from composer.trainer._autocast import make_autocast
 from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
 from composer.trainer._divergence_guard import make_guard
-from composer.trainer._evaluation import Evaluation, FitEvaluation
+from composer.trainer._evaluation import Evaluation
 from composer.trainer._evaluators import metrics_of
+from composer.trainer._fit_evaluation import FitEvaluation
 from composer.trainer._fitting import AsGiven, UntilItFits
 from composer.trainer._hparams import log_arguments
+from composer.trainer._loss_scaling import fit_scaler
 from composer.trainer._parts import clip_by_strategy, make_state
 from composer.trainer._plan import Plan
 from composer.trainer._prediction import Prediction
@@ -104,7 +105,7 @@ class Workings:
         self._take_model(state.model)  # an algorithm may have put another in its place
         if given.auto_log_hparams:
             self.local_hparams = log_arguments(given, parts, state, self.logger)
-        log_run_facts(state, self.logger, arguments.version())
+        log_run_facts(state, self.logger)
         metrics = copy.deepcopy(self.model.get_metrics(is_train=True)) if given.compute_training_metrics else {}
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(parts.evaluators)
@@ -115,10 +116,10 @@ class Workings:
         if self.strategy.prepares_before_load:
             self._prepare_model()
         self.engine.run_event(Event.BEFORE_LOAD)
-        state.scaler = arguments.fit_scaler(state.scaler, state.optimizers, state.device)
+        state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         checkpoints.load(parts.loading, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
-        state.scaler = arguments.fit_scaler(state.scaler, state.optimizers, state.device)
+        state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:
             self._prepare_model()
         self._compilation.apply(state.model)
@@ -168,6 +169,8 @@ class Workings:
             guard=make_guard(self._on_divergence, state, self.strategy, self.divergences),
             fitting=self.until_it_fits if state.auto_microbatching else AsGiven(state),
         )
+        if self.saver is not None:
+            self.saver.before_save = train_batch.check_weights
         return Loop(
             state=state,
             engine=self.engine,

@@ -14,7 +14,11 @@ class OnDivergence:
     """What to do about a batch whose loss or gradient is not finite, and about a loss that jumps.
 
     The batch is found before the optimizer steps, on all ranks alike, and the weights, the optimizer's state and the
-    model's buffers (such as running means) stay those before it. Time goes on with a batch that was skipped.
+    model's buffers (such as running means) stay those before it. Time goes on with a batch that was skipped. Where
+    algorithms act on gradients, their norm counts too: one that overflows would be clipped to no gradient at all.
+
+    Weights that the step itself makes not finite, such as by dividing by 0, end the run whatever `action` says: they
+    are found by the next batch, before they are saved, and at the end.
 
     | `action` | what follows |
     |---|---|
@@ -91,6 +95,8 @@ class Divergence:
 
 class DivergenceError(RuntimeError):
     """A loss or a gradient is not finite, or the loss jumped. The weights are those before the batch.
+
+    Where the message says that a step has ruined the weights themselves, they are as it left them.
 
     Attributes:
         divergence: The batch.

@@ -12,7 +12,7 @@ from typing import Any
 from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
 from composer.trainer._data import TrainBatches
-from composer.trainer._evaluation import FitEvaluation
+from composer.trainer._fit_evaluation import FitEvaluation
 from composer.trainer._preemption import Preemption
 from composer.trainer._ranks import Ranks
 from composer.trainer._report import Report

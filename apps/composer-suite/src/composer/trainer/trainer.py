@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from composer.trainer import _distributed as distributed
 from composer.trainer import _export as export
 from composer.trainer import _sharding as sharding
+from composer.trainer._argument_kinds import to_plain
 from composer.trainer._fit_arguments import take_fit_arguments
 from composer.trainer._given import Given
+from composer.trainer._keywords import naming_unknown
 from composer.trainer._parts import check, check_agreement
 from composer.trainer._prediction import check_prediction
 from composer.trainer._python_log import set_log_level
@@ -90,6 +92,8 @@ class Trainer:
         load_exclude_algorithms: Class names of algorithms not to apply, although the saved weights depend on them.
         load_trusted: Let the checkpoint run code of its own while it is loaded. Only for files of old releases, from
             whom you trust.
+        load_restart_epoch: Begin the epoch again inside which the checkpoint was saved, with whatever data there is
+            now. Without it, the middle of an epoch of other data is refused.
         save_folder: Where to save checkpoints; a path or an address. `None` saves none, unless a `CheckpointSaver` is
             among the callbacks, which comes before all arguments that begin with `save_`.
         save_filename: What each is called there, with placeholders for run, ranks and time.
@@ -195,6 +199,7 @@ class Trainer:
         load_ignore_keys: IgnoreKeys | None = None,
         load_exclude_algorithms: Sequence[str] | None = None,
         load_trusted: bool = False,
+        load_restart_epoch: bool = False,
         save_folder: str | PathLike[str] | None = None,
         save_filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt",
         save_latest_filename: str | None = "latest-rank{rank}.pt",
@@ -248,6 +253,10 @@ class Trainer:
         if given.auto_log_hparams:
             self.local_hparams = self._workings.local_hparams
 
+    @naming_unknown(
+        max_duration="It is for the constructor; fit(duration=...) trains so much longer, counted from now.",
+        grad_clip_norm="Give the constructor algorithms=GradientClipping('norm', ...).",
+    )
     def fit(
         self,
         *,
@@ -296,7 +305,7 @@ class Trainer:
             ValueError: If something needed is missing (optimizer, data, duration), or no time is left to train.
             SystemExit: After a signal: with status 130 for SIGINT, else 143.
         """
-        asked = SimpleNamespace(**{name: value for name, value in locals().items() if name != "self"})
+        asked = SimpleNamespace(**{name: to_plain(value) for name, value in locals().items() if name != "self"})
         workings = self._workings
         batches = take_fit_arguments(workings, asked)
         with self._failing_alone(), workings.preemption.watched():
@@ -305,6 +314,7 @@ class Trainer:
         for optimizer in self.state.optimizers:
             self.strategy.zero_grad(optimizer)
 
+    @naming_unknown()
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
         """Evaluate now; the results are on `state.eval_metrics` and in the log.
 
@@ -319,6 +329,7 @@ class Trainer:
         with self._failing_alone():
             evaluate_alone(self._workings, eval_dataloader, subset_num_batches)
 
+    @naming_unknown()
     def predict(
         self,
         dataloader: Any,

@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from composer_checkpoint.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    UnsafeCheckpointError,
+)
 from composer_checkpoint.files import verify_file
 from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 
 if TYPE_CHECKING:
@@ -29,15 +35,25 @@ log = getLogger(__name__)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE_NAME = "trainer_state.json"  # the last file that the Trainer writes
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "pytorch_model_fsdp*", "adapter_model.*", "global_step*")
+# By the Trainer itself, by FSDP in one file or a folder, by DeepSpeed. Where weights only are saved, none of them.
+_SCHEDULER_NAME = "scheduler.pt"
+_OPTIMIZERS = ("optimizer*", "global_step*")
+# Saved for people to look at, with classes of the Trainer's; it reads it never.
+_ARGUMENTS_NAME = "training_args.bin"
+_PICKLED = (".pt", ".pth", ".bin")
+_BIN_INDEX_SUFFIX = ".bin.index.json"
+_SAFETENSORS_INDEX_SUFFIX = ".safetensors.index.json"
 _ZIP_START = b"PK\x03\x04"
+_MAX_NAMES = 10
 
 
 def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the checkpoint with the highest step that is whole, for `resume_from_checkpoint`; `None` if there is none.
 
-    A folder that was sealed is compared with its hashes. Of others it is known that the Trainer came to their end, and
-    that their files can be read and have the checksums that their formats carry. What is skipped is logged as a
-    warning.
+    A folder that was sealed is compared with its hashes. Of others it is known that the Trainer came to their end, that
+    no file is missing that another one speaks of, that none asks for more than data when the Trainer reads it, and that
+    they have the checksums that their formats carry; that is less, and a warning says so. What is skipped is logged as
+    a warning, too.
 
     Args:
         output_dir: The Trainer's.
@@ -49,11 +65,17 @@ def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
     found = [(int(match[1]), path) for path in _entries(folder) if (match := _CHECKPOINT.fullmatch(path.name))]
     for _, path in sorted(found, reverse=True):
         try:
-            verify_folder(path)
+            manifest = verify_folder(path)
         except (CheckpointError, OSError) as error:
             log.warning("Skipped %s: %s", path, error)
-        else:
-            return str(path)
+            continue
+        if manifest is None:
+            log.warning(
+                "%s is unverified: it was not sealed, so nobody can tell whether its bytes were changed. Pass "
+                "sealing_callback() to the Trainer.",
+                path,
+            )
+        return str(path)
     return None
 
 
@@ -83,7 +105,10 @@ def verify_folder(folder: str | os.PathLike[str]) -> Manifest | None:
 
     Raises:
         NoCheckpointError: If a file that each checkpoint has is missing: the save did not finish.
-        CorruptCheckpointError: If a file is damaged; the message names it, and the tensor where that is known.
+        CorruptCheckpointError: If a file is damaged, or one of several is missing; the message names it, and the tensor
+            where that is known.
+        UnsafeCheckpointError: If a file that the Trainer would read asks for more than data, in a folder that was not
+            sealed.
     """
     root = Path(folder)
     if not (root / MANIFEST_NAME).exists():
@@ -133,21 +158,66 @@ def _check_unsealed(root: Path) -> None:
         )
     if not any(any(root.glob(pattern)) for pattern in _WEIGHTS):
         raise NoCheckpointError(f"{root} has no weights: its save did not finish. Resume from another checkpoint.")
+    if (root / _SCHEDULER_NAME).exists() and not any(any(root.glob(pattern)) for pattern in _OPTIMIZERS):
+        raise NoCheckpointError(
+            f"{root} has {_SCHEDULER_NAME} and no optimizer.pt: its save did not finish, or the file was lost. Resume from "
+            f"another checkpoint."
+        )
     for name in _file_names(root):
         _check_by_format(root / name)
+    # DeepSpeed's folders hold objects of its own, which it reads itself.
+    for path in root.iterdir():
+        if path.suffix in _PICKLED and path.name != _ARGUMENTS_NAME:
+            _check_data_only(path)
 
 
 def _check_by_format(path: Path) -> None:
     """Compare a file with what its own format says about it."""
-    if path.suffix == ".safetensors":
+    if path.name.endswith((".safetensors", _SAFETENSORS_INDEX_SUFFIX)):
         verify_file(path)
+    elif path.name.endswith(_BIN_INDEX_SUFFIX):
+        _check_bin_index(path)
     elif path.suffix == ".json":
-        try:
-            json.loads(path.read_bytes())
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{path} is not JSON: {error}. Resume from another checkpoint.") from error
-    elif path.suffix in (".pt", ".pth", ".bin", ".distcp"):
+        _read_json(path)
+    elif path.suffix in (*_PICKLED, ".distcp"):
         _check_zip(path)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is not JSON: {error}. Resume from another checkpoint.") from error
+
+
+def _check_bin_index(path: Path) -> None:
+    """Compare an index of `.bin` files with what they hold."""
+    raw = _read_json(path)
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CorruptCheckpointError(f"{path} has no weight_map from tensors to files. Resume from another checkpoint.")
+    for name in sorted(set(weight_map.values())):
+        shard = path.with_name(os.path.basename(name))
+        if shard.name != name or not shard.is_file():
+            raise CorruptCheckpointError(
+                f"{path.parent} lacks the shard {name!r:.200}, of which {path.name} speaks. Resume from another "
+                f"checkpoint."
+            )
+        listed = {tensor for tensor, file in weight_map.items() if file == name}
+        if lacking := sorted(listed - inspect_file(shard).tensors.keys()):
+            raise CorruptCheckpointError(
+                f"{shard} lacks {lacking[0]!r:.200}, which {path.name} says it has: it is of another save. Resume from "
+                f"another checkpoint."
+            )
+
+
+def _check_data_only(path: Path) -> None:
+    names = inspect_file(path).unsafe_globals
+    if names:
+        raise UnsafeCheckpointError(
+            f"{path} asks for {', '.join(names[:_MAX_NAMES])}, more than data; nothing of it was run. Resume from a "
+            f"checkpoint of a Trainer."
+        )
 
 
 def _check_zip(path: Path) -> None:

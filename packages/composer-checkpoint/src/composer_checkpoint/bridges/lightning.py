@@ -38,6 +38,7 @@ class VerifiedCheckpointIO(CheckpointIO):
     Args:
         verify: Whether hashes are compared. Sizes always are.
         trusted: Whether a file may run code of its own while it is loaded, as hyperparameters of classes of yours do.
+            Without it, such things are refused when they are saved.
             Lightning's `weights_only` has no effect.
 
     Example:
@@ -62,14 +63,14 @@ class VerifiedCheckpointIO(CheckpointIO):
         info = {key: checkpoint[key] for key in ("epoch", "global_step") if isinstance(checkpoint.get(key), int)}
         if not is_remote(path):
             with write_atomically(path) as unfinished:
-                save_file(checkpoint, unfinished, info=info)
+                save_file(checkpoint, unfinished, info=info, allow_untrusted=self._trusted)
             return
         from fsspec.core import url_to_fs  # here, so that local checkpoints do not load it
 
         store, remote = url_to_fs(path, **(storage_options or {}))
         with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
             local = os.path.join(folder, os.path.basename(remote))
-            save_file(checkpoint, local, info=info)
+            save_file(checkpoint, local, info=info, allow_untrusted=self._trusted)
             store.makedirs(os.path.dirname(remote), exist_ok=True)
             store.put_file(local, remote)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist.wrapping import unwrap_model
 
 __all__ = [
+    "canonical_name",
     "group_names",
     "is_sharded",
     "named_optimizer_state",
@@ -28,18 +29,18 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a model without its wrappers. The tensors are the model's own."""
     refuse_fsdp1(model)
     weights: dict[str, Any] = unwrap_model(model).state_dict()
-    return {_canonical(name): value for name, value in weights.items()}
+    return {canonical_name(name): value for name, value in weights.items()}
 
 
 def names_in_model(model: nn.Module) -> dict[str, str]:
     """Return by the names of `weights_of` those that the unwrapped model's own `load_state_dict` takes."""
-    return {_canonical(name): name for name in unwrap_model(model).state_dict()}
+    return {canonical_name(name): name for name in unwrap_model(model).state_dict()}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by name; a tied one by each of its names."""
     named = unwrap_model(model).named_parameters(remove_duplicate=False)
-    return {_canonical(name): parameter for name, parameter in named}
+    return {canonical_name(name): parameter for name, parameter in named}
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -89,7 +90,8 @@ def refuse_fsdp1(model: nn.Module) -> None:
         )
 
 
-def _canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
+    """Leave the wrappers' parts out of a parameter's name."""
     parts = name.split(".")
     return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 

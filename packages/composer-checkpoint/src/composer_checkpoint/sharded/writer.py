@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from composer_checkpoint._more_than_data import more_than_data, unknown_globals_of
 from composer_checkpoint._storage_faults import as_storage_error
 from composer_checkpoint.hashing import hash_bytes, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
@@ -252,6 +253,8 @@ def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_n
     if isinstance(data, torch.Tensor):
         file.save(_tight(data.detach()))
     else:
+        if unknown := unknown_globals_of(data.getvalue()):
+            raise more_than_data(file_name, f"{item.index.fqn} ({', '.join(sorted(unknown))})")
         file.write(data.getbuffer())
     offset, length, digest = file.end_item()
     dtype, shape, name = "bytes", (), item.index.fqn

@@ -225,7 +225,8 @@ class Launch:
         if self._signals.followed is not None:
             self.status = 128 + self._signals.followed
         elif not (failed or self._failed):
-            self.status = failures[0].status if failures else 0
+            stopped = workers.status_of_stop if workers else 0
+            self.status = failures[0].status if failures else stopped
         self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
         self._guardian.close()
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SubprocessContext, start_processes
 
-from composer_dist.launch.args import Options
+from composer_dist.launch.args import SIGNAL_TIMEOUT_S, Options
 from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.logs import Logs
 from composer_dist.launch.preflight import CannotStartError
@@ -26,6 +26,8 @@ _NEWS_S = 2.0  # how much later than its peers the launcher may learn that a ran
 _LINGER_S = 4.0  # how long a rank that has raised may take to end, with its exit handlers
 _LOOK_AT_STATES_S = 1.0
 _KILL_TIMEOUT_S = 2.0
+# What a rank exits with that was asked to stop by SIGINT or SIGTERM, and did so in order.
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ class Workers:
         self._exits: dict[int, tuple[int, float]] = {}
         self._stop_time: float | None = None
         self._failed_since: float | None = None
+        self._leaving_since: float | None = None
         self._stopped = _Suspensions(options.stopped_timeout)
         settings: dict[str, Any] = {}
         if options.numa_binding is not None:
@@ -129,8 +132,17 @@ class Workers:
         """Whether all have ended."""
         return len(self._exits) == len(self._envs)
 
+    @property
+    def status_of_stop(self) -> int:
+        """The exit code of all ranks if they stopped together, as somebody had asked one of them to; else 0."""
+        codes = {code for code, _ in self._exits.values()}
+        was_told = self.are_done and len(codes) == 1 and not any(map(self._own_error, self._envs))
+        return codes.pop() if was_told and codes.issubset(_STOPPED) else 0
+
     def look(self, timeout_s: float) -> bool:
         """Wait until something may have happened, and say whether a rank has failed.
+
+        A rank that stopped in order has not, as long as the others may be about to do so, too.
 
         Args:
             timeout_s: How long to wait at most.
@@ -141,11 +153,21 @@ class Workers:
         has_raised = self._failed_since is None and any(
             self._own_error(lr) for lr in self._envs if lr not in self._exits
         )
-        has_failed = any(code for code, _ in self._exits.values()) or states
+        has_failed = any(code and code not in _STOPPED for code, _ in self._exits.values()) or states
+        has_failed = has_failed or self._leaves_others_behind()
         if (has_raised or has_failed) and self._failed_since is None:
             self._failed_since = time.monotonic()
         lingers = self._failed_since is not None and time.monotonic() - self._failed_since > _LINGER_S
         return has_failed or lingers
+
+    def _leaves_others_behind(self) -> bool:
+        """Say whether a rank stopped in order, and others have not followed it although they had the time."""
+        if self.status_of_stop or not any(code in _STOPPED for code, _ in self._exits.values()):
+            return False
+        self._leaving_since = self._leaving_since or time.monotonic()
+        asked = self._options.shutdown_timeout
+        patience_s = SIGNAL_TIMEOUT_S if asked is None else asked
+        return self.are_done or time.monotonic() - self._leaving_since > patience_s
 
     def stop(self, signum: signal.Signals, timeout_s: float) -> None:
         """Send a signal to all that still run, and kill those that do not end in time.
@@ -171,6 +193,8 @@ class Workers:
 
     def failures(self) -> list[Ending]:
         """Return the ranks that failed by themselves, in the order in which they did."""
+        if self.status_of_stop:
+            return []
         failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._own_error(lr)}
         endings = (self._ending(local_rank) for local_rank in failed)
         return sorted((ending for ending in endings if ending.by_itself), key=_when_it_began)

@@ -1,0 +1,143 @@
+"""Whether saved weights fit a model, found out before any weight is changed."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from composer_checkpoint.errors import UnfittingWeightsError
+from composer_checkpoint.modular._names import canonical_name, names_in_model
+from composer_dist.wrapping import unwrap_model
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = ["refuse_another_model"]
+
+log = getLogger(__name__)
+
+_MAX_NAMES = 10
+
+
+def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
+    """Refuse weights that do not fit the model, unless algorithms will change the model, or it loads in its own way.
+
+    Args:
+        state: Has the model.
+        saved: The checkpoint's `state`. Weights that are left out are removed from it.
+        path: The checkpoint, for the message.
+        strict: Whether names that are missing or too many are an error.
+        leaves_out: Whether weights of another shape are left out, rather than an error.
+
+    Raises:
+        UnfittingWeightsError: If not one weight is the model's, or not all fit.
+    """
+    weights = saved.get("model")
+    if state.deepspeed_enabled:
+        return  # its engine compares them
+    if (
+        not isinstance(weights, dict)
+        or not weights
+        or saved.get("algorithms")
+        or not isinstance(state.model, nn.Module)
+    ):
+        return
+    values = unwrap_model(state.model).state_dict()
+    own = {_plain(name): values[name_here] for name, name_here in names_in_model(state.model).items()}
+    theirs = {_plain(str(name)): name for name in weights}
+    if own and own.keys().isdisjoint(theirs):
+        raise UnfittingWeightsError(
+            f"{path} is of another model: not one of its {len(theirs)} weights ({', '.join(sorted(theirs)[:5])}, ...) "
+            f"is among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that "
+            f"it was saved from."
+        )
+    if _loads_in_its_own_way(state.model):
+        return
+    fit = _compare(own, {plain: weights[name] for plain, name in theirs.items()})
+    if fit.differing and leaves_out:
+        log.warning(
+            "%d weights of %s have another shape in the model and are left out: %s",
+            len(fit.differing),
+            path,
+            _listed(fit.differing.values()),
+        )
+        saved["model"] = {name: value for name, value in weights.items() if _plain(str(name)) not in fit.differing}
+    elif fit.differing or (strict and (fit.missing or fit.unexpected)):
+        raise UnfittingWeightsError(fit.told(path, type(unwrap_model(state.model)).__name__))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What does not fit: names that only the model has, those that only the checkpoint has, and what differs."""
+
+    missing: list[str]
+    unexpected: list[str]
+    differing: Mapping[str, str]
+
+    def told(self, path: str, model: str) -> str:
+        lists = (
+            ("not in the checkpoint", self.missing),
+            ("not in the model", self.unexpected),
+            ("of another shape or kind", self.differing.values()),
+        )
+        told = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
+        return (
+            f"Error(s) in loading state_dict for {model}: {path} is of another model. Weights {told}. Nothing was "
+            f"changed. Load it into the model that it was saved from, or load what fits with load_weights_only=True "
+            f"and load_strict_model_weights=False."
+        )
+
+
+def _compare(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> _Fit:
+    return _Fit(
+        # Torch before 0.4.1 did not count a batch norm's batches, and torch of today does not ask for it.
+        missing=[name for name in own if name not in theirs and not name.endswith("num_batches_tracked")],
+        unexpected=[name for name in theirs if name not in own],
+        differing={
+            name: f"{name} ({difference})"
+            for name, value in theirs.items()
+            if name in own and (difference := _difference(value, own[name])) is not None
+        },
+    )
+
+
+def _difference(theirs: Any, own: Any) -> str | None:
+    if not isinstance(theirs, torch.Tensor) or not isinstance(own, torch.Tensor) or nn.parameter.is_lazy(own):
+        return None
+    shape = () if own.dim() == 0 and theirs.shape == (1,) else tuple(theirs.shape)  # as torch before 0.4 had scalars
+    if shape != tuple(own.shape):
+        return f"{tuple(theirs.shape)} in the checkpoint, {tuple(own.shape)} in the model"
+    if _kind(theirs.dtype) != _kind(own.dtype):  # between floating point types, weights are converted
+        return f"{theirs.dtype} in the checkpoint, {own.dtype} in the model"
+    return None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "whole"
+
+
+def _loads_in_its_own_way(model: nn.Module) -> bool:
+    """Return whether a model renames or converts what it is given, so that only loading shows whether it fits."""
+    model = unwrap_model(model)
+    return type(model).load_state_dict is not nn.Module.load_state_dict or any(
+        # Torch has no public way to ask for the hooks, which `register_load_state_dict_pre_hook` adds to.
+        part._load_state_dict_pre_hooks
+        or not _defining_module(type(part), "_load_from_state_dict").startswith("torch.nn.")
+        for part in model.modules()
+    )
+
+
+def _defining_module(kind: type, method: str) -> str:
+    return next(base.__module__ for base in kind.__mro__ if method in vars(base))
+
+
+def _plain(name: str) -> str:
+    return canonical_name(name).removeprefix("module.")
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")

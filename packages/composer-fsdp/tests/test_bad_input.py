@@ -1,0 +1,227 @@
+"""What does not go together is refused by each rank for itself, in the same words, before it asks another one.
+
+The tests take the place of one of several ranks whose process group nobody has made: whoever asked another rank would
+fail for want of it.
+"""
+
+import random
+import re
+import string
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from composer_dist import get_device
+from composer_fsdp import (
+    FSDP,
+    FSDP2Config,
+    FSDPConfig,
+    ParallelismConfig,
+    TPConfig,
+    make_plan,
+    parse_parallelism,
+)
+
+CPU = get_device("cpu")
+WORLD_SIZE = 4
+FUZZED = 10_000
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Net(nn.Sequential):
+    answer = True
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 4), Block(4, 4), Block(4, 4), nn.Linear(4, 2))
+
+    def fsdp_wrap_fn(self, module):
+        return self.answer if isinstance(module, Block) else False
+
+
+class Model(nn.Module):
+    def __init__(self, answer=True):
+        super().__init__()
+        self.net = Net()
+        self.net.answer = answer
+
+
+@pytest.fixture
+def as_one_of_four(environ):
+    assert not torch.distributed.is_initialized()
+    for name, value in (("RANK", 1), ("WORLD_SIZE", WORLD_SIZE), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", WORLD_SIZE)):
+        environ[name] = str(value)
+    environ["NODE_RANK"] = "0"
+
+
+def shard(model, config=None, optimizers=()):
+    plan = make_plan(config or FSDPConfig(), world_size=WORLD_SIZE)
+    FSDP(CPU, plan).prepare(model, list(optimizers))
+
+
+def refusal(kind, text, *arguments, **settings):
+    with pytest.raises(kind) as error:
+        shard(*arguments, **settings)
+    said = str(error.value)
+    assert text in said
+    return said
+
+
+DEGREES = [
+    (FSDPConfig(data_parallel_shard_degree=3), "is not divisible by|does not equal|is less than"),
+    (FSDPConfig(data_parallel_shard_degree=8), "World size 4"),
+    (FSDPConfig(sharding_strategy="HYBRID_SHARD", data_parallel_replicate_degree=3), "World size 4 is not divisible"),
+    (
+        FSDPConfig(sharding_strategy="HYBRID_SHARD", data_parallel_replicate_degree=-1),
+        "multiple parallelism dimensions",
+    ),
+    (ParallelismConfig(fsdp=FSDPConfig(), tp=TPConfig(tensor_parallel_degree=3)), "World size 4 is not divisible"),
+    (FSDPConfig(data_parallel_shard_degree=0), "data_parallel_shard_degree=0"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("config", "text"), DEGREES)
+def test_degrees_that_do_not_make_up_the_world_are_refused(config, text, as_one_of_four):
+    with pytest.raises(ValueError, match=text):
+        shard(Model(), config)
+
+
+@pytest.mark.parametrize("group", ["set3", "mod3"])
+def test_a_process_group_that_cannot_be_dealt_out_is_refused(group, as_one_of_four):
+    for given in ({"config": FSDPConfig(process_group=group)}, {"model": Model({"process_group": group})}):
+        refusal(RuntimeError, "4 must be divisible by", **{"model": Model(), **given})
+
+
+@pytest.mark.parametrize("answer", ["FULL_SHARD", 1, 0.5, [True], torch.tensor(True), object()])
+def test_an_answer_that_is_neither_yes_nor_no_nor_a_dict_is_refused(answer, as_one_of_four):
+    assert "'net.1'" in refusal(TypeError, "fsdp_wrap_fn returned", Model(answer))
+
+
+def test_a_wrap_function_that_is_none_is_refused(as_one_of_four):
+    model = Model()
+    model.net.fsdp_wrap_fn = True
+    refusal(TypeError, "net.fsdp_wrap_fn=True is no function", model)
+
+
+OPTIONS = [
+    {"mixed_precison": "FULL"},
+    {7: "FULL"},
+    {"mixed_precision": "HALF"},
+    {"mixed_precision": {"param": "bf16"}},
+    {"sharding_strategy": "ALL"},
+    {"process_group": "everybody"},
+    {"process_group": 3.5},
+    {"backward_prefetch": "SOON"},
+    {"cpu_offload": "yes"},
+    {"reshard_after_forward": -2},
+    {"reshard_after_forward": "never"},
+    {"forward_prefetch_limit": 0},
+    {"forward_prefetch_limit": True},
+    {"shard_placement_fn": "dim 1"},
+    {"grad_sync": "all"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_settings_that_a_unit_cannot_have_are_refused_with_the_units_name(options, as_one_of_four):
+    key, value = next(iter(options.items()))
+    said = refusal(ValueError, "'net.1'", Model(options))
+    assert repr(key) in said or f"{key}={value!r}" in said
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("pattern", "style"), [("net.layers.*", ColwiseParallel()), ("net.1", "columns")])
+def test_a_tensor_parallel_plan_that_fits_nothing_is_refused(pattern, style, as_one_of_four):
+    tp = TPConfig(tensor_parallel_degree=2, layer_plan={pattern: style})
+    refusal(ValueError, repr(pattern), Model(), ParallelismConfig(fsdp=FSDPConfig(), tp=tp))
+
+
+def test_weights_that_units_share_are_refused(as_one_of_four):
+    model = Model()
+    model.net[2].weight = model.net[1].weight
+    refusal(ValueError, "Detected tied parameters between modules", model)
+    model = Model()
+    model.net[2] = nn.Linear(4, 4)
+    model.net[2].weight = model.net[1].weight
+    refusal(ValueError, "Parameter sharing detected between modules", model)
+
+
+def test_modules_that_are_not_in_the_model_cannot_be_ignored(as_one_of_four):
+    refusal(ValueError, "not in the model", Model(), FSDPConfig(ignored_modules=[nn.Linear(1, 1)]))
+
+
+def test_an_optimizer_of_another_model_is_refused(as_one_of_four):
+    optimizer = torch.optim.SGD(Model().parameters(), lr=0.1)
+    said = refusal(ValueError, "The same model must be passed to the optimizer", Model(), optimizers=[optimizer])
+    assert "model.param_name.net.0.weight" in said
+
+
+@pytest.mark.parametrize("name", ["load_planner", "save_planner"])
+def test_planners_are_refused_rather_than_passed_over(name):
+    with pytest.raises(ValueError, match=f"{name}=.* is not used"):
+        make_plan(FSDPConfig(**{name: object()}), world_size=1)
+
+
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2,
+    1e8,
+    float("nan"),
+    "",
+    "FULL",
+    "full_shard",
+    "node",
+    "bf16",
+    [],
+    [0],
+    {},
+    object(),
+]
+
+
+def misspelt(name, draw):
+    """Return a name with one letter more, less, or another one."""
+    place = draw.randrange(len(name))
+    return name[:place] + draw.choice(["", draw.choice(string.ascii_lowercase)]) + name[place + draw.randrange(2) :]
+
+
+def complaint(settings):
+    """Return what is said of settings, or nothing where they are fine."""
+    try:
+        make_plan(parse_parallelism({"fsdp": settings}), world_size=WORLD_SIZE)
+    except (TypeError, ValueError, RuntimeError, ModuleNotFoundError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_is_given_a_refusal_names_the_key_and_misspelt_ones_are_refused():
+    draw = random.Random(45)
+    fields = [name for name in FSDPConfig.__dataclass_fields__ if not name.startswith("_")]
+    num_misspelt = 0
+    for _ in range(FUZZED):
+        settings = {draw.choice(fields): draw.choice(VALUES) for _ in range(draw.randrange(1, 3))}
+        said = complaint(settings)
+        assert not said or any(re.search(rf"\b{key}\b", said) for key in settings), (settings, said)
+        wrong = misspelt(draw.choice(fields), draw)
+        if wrong not in fields:
+            num_misspelt += 1
+            assert re.match(
+                rf"(TypeError|ValueError): .*{re.escape(repr(wrong))}", complaint({wrong: True, **settings})
+            )
+    assert num_misspelt > FUZZED / 2
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
+def test_a_misspelt_key_of_the_narrow_settings_says_the_nearest():
+    with pytest.warns(UserWarning, match="'reshard_after_foward: True' is not a settable.*'reshard_after_forward'"):
+        FSDP2Config.from_compatible_attrs({"reshard_after_foward": True})
