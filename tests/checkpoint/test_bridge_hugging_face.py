@@ -1,9 +1,11 @@
 """A real Hugging Face Trainer that resumes from the newest of its checkpoints that is whole."""
 
+import json
 import os
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
 
 transformers = pytest.importorskip("transformers")
@@ -15,6 +17,7 @@ from composer_checkpoint.bridges.hugging_face import (  # noqa: E402  # needs th
     verify_folder,
 )
 from composer_checkpoint.errors import CheckpointError  # noqa: E402
+from composer_checkpoint.files import load_file  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers, accelerate and torch warn about each other
 
@@ -101,6 +104,71 @@ def test_a_flipped_bit_of_a_sealed_checkpoint_is_seen(output_dir):
     assert latest_valid(output_dir) == str(output_dir / "checkpoint-4")
     seal_folder(output_dir / "checkpoint-6")
     assert latest_valid(output_dir) == str(output_dir / "checkpoint-6")
+
+
+@pytest.fixture
+def in_shards(output_dir):
+    """The newest checkpoint with its weights in two files and an index, not sealed."""
+    unseal(output_dir)
+    folder = output_dir / "checkpoint-6"
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    yield lambda write, name: write_in_shards(folder, weights, write, name)
+    assert latest_valid(output_dir) == str(output_dir / "checkpoint-4")
+
+
+def write_in_shards(folder, weights, write, name):
+    names, prefix = sorted(weights), PREFIXES[name]
+    shards = {f"{prefix}-1-of-2.{name}": names[::2], f"{prefix}-2-of-2.{name}": names[1::2]}
+    for shard, held in shards.items():
+        write({key: weights[key].clone() for key in held}, folder / shard)
+    weight_map = {key: shard for shard, held in shards.items() for key in held}
+    (folder / f"{prefix}.{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert latest_valid(folder.parent) == str(folder)
+    return folder
+
+
+PREFIXES = {"safetensors": "model", "bin": "pytorch_model"}
+SHARDED = [(safetensors.torch.save_file, "safetensors"), (torch.save, "bin")]
+
+
+@pytest.mark.parametrize(("write", "name"), SHARDED)
+def test_a_checkpoint_that_lacks_a_shard_of_its_weights_is_passed_over(in_shards, write, name):
+    folder = in_shards(write, name)
+    (folder / f"{PREFIXES[name]}-2-of-2.{name}").unlink()
+
+
+@pytest.mark.parametrize(("write", "name"), SHARDED)
+def test_a_shard_of_another_save_is_seen(in_shards, write, name):
+    folder = in_shards(write, name)
+    write({"other": torch.ones(3)}, folder / f"{PREFIXES[name]}-2-of-2.{name}")
+
+
+def test_a_checkpoint_that_lost_its_optimizer_is_passed_over(output_dir):
+    unseal(output_dir)
+    (output_dir / "checkpoint-6" / "optimizer.pt").unlink()
+    assert latest_valid(output_dir) == str(output_dir / "checkpoint-4")
+
+
+def test_a_checkpoint_that_was_not_sealed_is_called_unverified(output_dir, caplog):
+    latest_valid(output_dir)
+    assert "unverified" not in caplog.text
+    unseal(output_dir)
+    assert latest_valid(output_dir) == str(output_dir / "checkpoint-6")
+    assert f"{output_dir / 'checkpoint-6'} is unverified" in caplog.text
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch it-ran",)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_file_that_asks_for_code_is_named_and_passed_over(output_dir, caplog, name):
+    unseal(output_dir)
+    torch.save({"state": Hostile()}, output_dir / "checkpoint-6" / name)
+    assert latest_valid(output_dir) == str(output_dir / "checkpoint-4")
+    assert f"{name} asks for posix.system" in caplog.text
 
 
 def test_the_trainer_resumes_from_it_and_ends_as_if_never_interrupted(trained, output_dir):

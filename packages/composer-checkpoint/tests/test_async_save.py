@@ -1,5 +1,6 @@
 """Saving in the background: the checkpoint is of the moment of the call, and no failure is lost."""
 
+import collections
 import os
 import resource
 import threading
@@ -77,7 +78,7 @@ class Slow:
 
     def __reduce__(self):
         self.event.wait()
-        return int, ()
+        return collections.OrderedDict, ()
 
 
 def test_a_stable_tensor_that_changes_too_early_fails_the_save(tmp_path):

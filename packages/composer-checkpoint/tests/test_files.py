@@ -163,6 +163,16 @@ def test_containers_come_back_as_what_they_were(tmp_path):
     assert found["default"]["missing"] == []
 
 
+def test_what_is_in_a_deque_and_what_is_shared_comes_back_as_it_was(tmp_path):
+    queue = collections.deque([datetime.timedelta(1), np.arange(3)])
+    save_file({"one": queue, "other": [queue], "nested": collections.deque([queue])}, tmp_path / "x.pt")
+    found = load_file(tmp_path / "x.pt")
+    for copy in (found["one"], found["other"][0], found["nested"][0]):
+        assert type(copy) is collections.deque
+        assert copy[0] == datetime.timedelta(1)
+        np.testing.assert_array_equal(copy[1], np.arange(3))
+
+
 def test_numpy_values_are_tensors_and_numbers_to_other_readers_and_arrays_again_to_us(tmp_path):
     state = {"scores": np.arange(6.0).reshape(2, 3)[:, ::-1], "best": np.float32(0.5), "names": np.array(["a", "bc"])}
     save_file(state, tmp_path / "x.pt")

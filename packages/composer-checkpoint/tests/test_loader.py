@@ -185,6 +185,24 @@ def test_weights_of_less_precision_are_converted(loop, tmp_path):
     assert torch.equal(run.layer.weight, torch.ones(1, 2))
 
 
+class Counted(torch.nn.Linear):
+    """Loads in a way of its own, as metrics do."""
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+
+
+def test_what_loads_in_its_own_way_leaves_the_rest_of_a_model_compared(loop, tmp_path):
+    saved = torch.nn.Sequential(Counted(2, 3), torch.nn.Linear(3, 1))
+    save_file({"state": {"model": saved.state_dict()}}, tmp_path / "x.pt")
+    model = torch.nn.Sequential(Counted(2, 3), torch.nn.Linear(3, 2))
+    run = loop(model=model, optimizers=None)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(IncompatibleCheckpointError, match=r"2 of another shape or kind: 1\.weight"):
+        load_checkpoint(tmp_path / "x.pt", run.state, None, load_weights_only=True)
+    assert torch.equal(model[0].weight, before)
+
+
 def test_a_model_that_renames_what_it_loads_is_not_compared_before(loop, trained, tmp_path):
     def rename(module, state_dict, *_):
         state_dict["weight"] = state_dict.pop("old.weight")

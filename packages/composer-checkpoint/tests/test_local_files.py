@@ -1,5 +1,6 @@
 """Files of single ranks: exactly one for each, loadable by as many ranks, and rebuilt for others when asked to."""
 
+import errno
 import os
 import signal
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_checkpoint.commit import remove_leftovers
-from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.errors import CheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.files import load_file
 from composer_checkpoint.local_files import load_local, merge_local, save_local
 from composer_dist.testing import run_ranks
@@ -156,6 +157,44 @@ def test_ranks_killed_between_their_renames_leave_one_whole_set(tmp_path, victim
     remove_leftovers(tmp_path / "saved")
     assert values_in(path) == {expected}
     assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["ba2_rank0.pt", "ba2_rank1.pt"]
+
+
+def fail_to_rename_and_save_again(path):
+    """Save three times under one name; in the second, rank 1's disk fails when the file shall get its name."""
+    save_local({"w": torch.zeros(2)}, path)
+    rename = os.replace
+
+    def fail(source, target):
+        raise OSError(errno.EIO, "Input/output error")
+
+    if tdist.get_rank() == 1:
+        os.replace = fail
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_local({"w": torch.ones(2)}, path)
+    os.replace = rename
+    save_local({"w": torch.full((2,), 2.0)}, path)
+
+
+def test_a_save_is_never_replaced_by_an_earlier_one_that_failed_while_renaming(tmp_path):
+    path = f"{tmp_path}/saved/ba2_rank{{rank}}.pt"
+    run_ranks(fail_to_rename_and_save_again, path, store=tmp_path / "store")
+    assert values_in(path) == {2.0}
+    remove_leftovers(tmp_path / "saved", locked=True)
+    assert values_in(path) == {2.0}
+    assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["ba2_rank0.pt", "ba2_rank1.pt"]
+
+
+def load_values(path):
+    state_dict = {"w": torch.full((2,), 9.0)}
+    load_local(state_dict, path)
+    return state_dict["w"].tolist()
+
+
+def test_loading_completes_the_set_of_a_run_that_was_killed_while_renaming(tmp_path):
+    path = f"{tmp_path}/saved/ba2_rank{{rank}}.pt"
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_ranks(replace_a_save_and_die, path, 1, 0, store=tmp_path / "store")
+    assert run_ranks(load_values, path, store=tmp_path / "again") == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def half_renamed_set(tmp_path, names):

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -187,11 +188,18 @@ def test_a_metadata_that_would_run_a_program_is_refused(foreign, tmp_path):
 
 def test_an_item_that_would_run_a_program_is_refused(tmp_path):
     hostile = state() | {"time": {"batch": Runs(tmp_path / "ran"), "wct": 0}}
-    save_sharded(hostile, tmp_path / "ep1")
+    dcp.save(hostile, checkpoint_id=tmp_path / "ep1", no_dist=True)  # as others write it; ours refuses to save it
     assert_refused(tmp_path / "ep1", UnsafeCheckpointError, r"__0_0\.distcp: 'time\.batch' .*posix\.mkdir")
     with pytest.raises(UnsafeCheckpointError):
         verify_folder(tmp_path / "ep1")
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_more_than_data_is_refused_when_it_is_saved(tmp_path):
+    hostile = state() | {"time": {"batch": Runs(tmp_path / "ran"), "wct": 0}}
+    with pytest.raises(UnsafeCheckpointError, match=r"time\.batch \(posix\.mkdir\)"):
+        save_sharded(hostile, tmp_path / "ep1")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tensor_that_would_run_a_program_is_refused(foreign, tmp_path):

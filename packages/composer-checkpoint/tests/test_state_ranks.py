@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint, verify
+from composer_checkpoint import CheckpointSaver, autoresume, checkpoint_to_resume, load_checkpoint, verify
 from composer_dist import dist
 from composer_dist.testing import run_ranks
 from composer_events import Engine, Event, State
@@ -191,6 +191,31 @@ def test_a_run_killed_while_its_ranks_renamed_their_files_resumes_from_that_save
     with pytest.raises(AssertionError, match="rank 1"):
         run_ranks(die_between_renames, folder, store=tmp_path / "store")
     assert run_ranks(resume_from_newest, folder, store=tmp_path / "again") == [2, 2]
+
+
+def resume_and_note_what_is_verified(folder, filename):
+    verified, real = [], autoresume.verify
+    autoresume.verify = lambda path: verified.append(os.path.basename(path)) or real(path)
+    saver = CheckpointSaver(folder, filename, save_interval="1ba")
+    state = make_state("local", [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    with checkpoint_to_resume(saver, state, engine.logger) as path:
+        found = os.path.basename(path)
+    engine.close()
+    return found, verified
+
+
+def test_each_rank_verifies_its_own_file_and_damage_to_any_lets_all_go_back(tmp_path):
+    folder, filename = tmp_path / "checkpoints", "ba{batch}-rank{rank}.pt"
+    run_ranks(save_and_resume, str(folder), "local", filename, False, store=tmp_path / "store")
+    content = bytearray((folder / "ba3-rank1.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "ba3-rank1.pt").write_bytes(content)
+    seen = run_ranks(resume_and_note_what_is_verified, str(folder), filename, store=tmp_path / "again")
+    for rank, (found, verified) in enumerate(seen):
+        assert found == "ba2-rank{rank}.pt"
+        assert verified == [f"ba3-rank{rank}.pt", f"ba2-rank{rank}.pt"]
 
 
 def name_without_rank(folder):

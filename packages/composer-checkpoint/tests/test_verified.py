@@ -1,3 +1,4 @@
+import os
 import random
 import re
 import struct
@@ -7,6 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from composer_checkpoint import (
@@ -209,6 +211,28 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path):
     path.write_bytes(whole[:8] + newer + whole[8 + header_bytes :])
     with pytest.raises(IncompatibleCheckpointError, match=r"format version 7, written by .* reads up to version 1"):
         load_file(path)
+
+
+@pytest.mark.parametrize("extension", ["pt", "safetensors"])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_what_is_verified_is_what_is_loaded_while_another_save_replaces_it(tmp_path, monkeypatch, extension, mmap):
+    path, other = tmp_path / f"x.{extension}", tmp_path / f"other.{extension}"
+    save_file({"w": torch.zeros(100_000)}, path)
+    save_file({"w": torch.ones(50_000)}, other)
+    load, load_weights = torch.load, safetensors.torch.load_file
+
+    def replace_before(load):
+        def replaced(*args, **kwargs):
+            if other.exists():
+                os.replace(other, path)
+            return load(*args, **kwargs)
+
+        return replaced
+
+    monkeypatch.setattr(torch, "load", replace_before(load))
+    monkeypatch.setattr(safetensors.torch, "load_file", replace_before(load_weights))
+    assert torch.equal(load_file(path, mmap=mmap)["w"], torch.zeros(100_000))
+    assert torch.equal(load_file(path, mmap=mmap)["w"], torch.ones(50_000))
 
 
 def test_bytes_after_the_end_are_refused(tmp_path):

@@ -84,4 +84,4 @@ def decode(obj: Any, kinds: Mapping[str, Any]) -> Any:
             case _:
                 return value
 
-    return map_tree(obj, change, shared=True) if kinds else obj
+    return map_tree(obj, change, shared=True, inside_out=True) if kinds else obj

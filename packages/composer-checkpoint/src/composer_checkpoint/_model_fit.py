@@ -23,7 +23,9 @@ _MAX_NAMES = 10
 
 
 def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
-    """Refuse weights that do not fit the model, unless algorithms will change the model, or it loads in its own way.
+    """Refuse weights that do not fit the model, unless algorithms will change the model.
+
+    What modules load in their own way is left to them.
 
     Args:
         state: Has the model.
@@ -54,9 +56,11 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
             f"is among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that "
             f"it was saved from."
         )
-    if _loads_in_its_own_way(state.model):
-        return
-    fit = _compare(own, {plain: weights[name] for plain, name in theirs.items()})
+    apart = _loading_in_their_own_way(state.model)
+    fit = _compare(
+        {name: value for name, value in own.items() if not name.startswith(apart)},
+        {plain: weights[name] for plain, name in theirs.items() if not plain.startswith(apart)},
+    )
     if fit.differing and leaves_out:
         log.warning(
             "%d weights of %s have another shape in the model and are left out: %s",
@@ -119,14 +123,20 @@ def _kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "whole"
 
 
-def _loads_in_its_own_way(model: nn.Module) -> bool:
-    """Return whether a model renames or converts what it is given, so that only loading shows whether it fits."""
+def _loading_in_their_own_way(model: nn.Module) -> tuple[str, ...]:
+    """Return what the names in modules begin with that rename or convert what they are given.
+
+    Only loading shows whether that fits.
+    """
     model = unwrap_model(model)
-    return type(model).load_state_dict is not nn.Module.load_state_dict or any(
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        return ("",)
+    return tuple(
+        _plain(f"{name}.") if name else ""
+        for name, part in model.named_modules()
         # Torch has no public way to ask for the hooks, which `register_load_state_dict_pre_hook` adds to.
-        part._load_state_dict_pre_hooks
+        if part._load_state_dict_pre_hooks
         or not _defining_module(type(part), "_load_from_state_dict").startswith("torch.nn.")
-        for part in model.modules()
     )
 
 

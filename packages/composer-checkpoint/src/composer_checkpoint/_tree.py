@@ -103,7 +103,7 @@ class _Open:
         return _rebuilt(self.value, [(key, new) for (key, _), new in zip(self.children, self.changed, strict=True)])
 
 
-def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = False) -> Any:
+def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = False, inside_out: bool = False) -> Any:
     """Return the tree with each thing, containers before what is in them, replaced by what `change` makes of it.
 
     Containers in which nothing changed are the same objects.
@@ -113,6 +113,7 @@ def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = Fal
         change: Gets a thing's name and the thing.
         shared: Whether a container that is reached by several names is changed once, under the first of them, and is
             one object afterwards, too. Otherwise it is changed anew under each.
+        inside_out: Whether containers are changed after what is in them.
 
     Raises:
         CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
@@ -126,7 +127,7 @@ def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = Fal
         top = opened[-1]
         if len(top.changed) == len(top.children):
             opened.pop()
-            result = top.result()
+            result = change(top.name, top.result()) if inside_out else top.result()
             if shared:
                 known[id(top.original)] = top.original, result
             else:
@@ -135,7 +136,11 @@ def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = Fal
             continue
         key, child = top.children[len(top.changed)]
         name = names.join(top.name, key, len(opened))
-        value = known[id(child)][1] if id(child) in known and shared else change(name, child)
+        if id(child) in known and (shared or inside_out):
+            top.changed.append(known[id(child)][1])
+            continue
+        is_deferred = inside_out and _children(child) is not None
+        value = child if is_deferred else change(name, child)
         children = None if id(child) in known else _children(value)  # known while it is open, too: it holds itself
         if children is None:
             top.changed.append(value)

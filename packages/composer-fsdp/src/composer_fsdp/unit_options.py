@@ -1,7 +1,7 @@
 """What `fsdp_wrap_fn` may answer: whether a module is a unit of its own, or with which settings it is one."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -42,7 +42,7 @@ def function_of(name: str, root: nn.Module) -> WrapFunction | None:
             f"{name or 'the model'}.fsdp_wrap_fn={function!r} is no function. Define fsdp_wrap_fn(self, module), which "
             f"returns True, False or a dict of settings."
         )
-    return function
+    return cast("WrapFunction | None", function)
 
 
 def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bool | Mapping[str, Any]:

@@ -48,6 +48,8 @@ class ModuleAdapter(ComposerModel):
     def forward(self, batch: Any) -> Any:
         """Call the module with the inputs of a batch."""
         inputs = batch_get(batch, self.input_key)
+        if isinstance(inputs, torch.Tensor):  # found out sooner than that it is no mapping
+            return self.module(inputs)
         if isinstance(inputs, Mapping):
             return self.module(**cast("Mapping[str, Any]", inputs))
         if isinstance(inputs, tuple):
