@@ -9,6 +9,7 @@ from torch import nn
 
 from composer import Trainer
 from composer.algorithms import SAM
+from composer.core import Callback
 from composer.models import ComposerModel
 from composer.trainer.divergence import DivergenceError
 from composer_dist import dist
@@ -123,6 +124,28 @@ def test_sam_is_left_at_the_weights_before_the_way_up(tmp_path):
     for weights, batches, _ in results[:-1]:
         assert batches == [BAD]
         torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def ruin_weights(ruined_rank, folder):
+    """Make the weights NaN on one rank in the last batch, where no loss follows that could show it."""
+
+    class Ruins(Callback):
+        def batch_end(self, state, logger):
+            if dist.get_global_rank() == ruined_rank and state.timestamp.batch == 2:
+                with torch.no_grad():
+                    next(state.model.parameters()).fill_(math.nan)
+
+    settings = {"callbacks": [Ruins()], "save_folder": folder, "save_interval": "1ba"}
+    return train(None, BATCH, 2, **settings)[1:]
+
+
+@pytest.mark.parametrize("ruined_rank", [0, 1])
+def test_weights_that_one_rank_has_ruined_are_saved_by_none(tmp_path, ruined_rank):
+    folder = tmp_path / "saved"
+    results = run_ranks(ruin_weights, ruined_rank, str(folder), store=tmp_path / "store")
+    assert [batches for batches, _ in results] == [[1], [1]]
+    assert all("They are not saved" in error for _, error in results)
+    assert sorted(path.name for path in folder.glob("ep*.pt")) == ["ep0-ba1-rank0.pt"]
 
 
 def look_at_shards(has_bad):

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_checkpoint import CorruptCheckpointError, UnsafeCheckpointError, verify
@@ -90,6 +91,24 @@ def test_remote_checkpoints_are_saved_loaded_and_removed():
     io.remove_checkpoint(uri)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         io.load_checkpoint(uri)
+
+
+def test_a_store_that_drops_bytes_or_connections_gets_the_checkpoint_again(monkeypatch):
+    real, faults = MemoryFileSystem.put_file, ["reset", "drop"]
+
+    def put_file(self, local, remote, *args, **kwargs):
+        fault = faults.pop(0) if faults else None
+        if fault == "reset":
+            raise ConnectionResetError("reset by peer")
+        real(self, local, remote, *args, **kwargs)
+        if fault == "drop":
+            self.pipe_file(remote, self.cat_file(remote)[:-10])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    io = VerifiedCheckpointIO()
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}, "epoch": 0}, "memory://dropping/epoch=0.ckpt")
+    assert io.load_checkpoint("memory://dropping/epoch=0.ckpt")["state_dict"]["w"].tolist() == [1, 1]
+    assert faults == []
 
 
 def test_a_removed_checkpoint_is_gone(tmp_path):

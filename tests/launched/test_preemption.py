@@ -123,6 +123,7 @@ def test_the_launcher_ends_with_the_status_of_the_signal(tmp_path, whom):
         finally:
             launcher.terminate()
     assert launcher.returncode == 143, out + err
+    assert "failed first" not in err
     assert "trained to the end" not in out
     of_ranks = [(tmp_path / f"losses-rank{rank}.txt").read_text().splitlines() for rank in (0, 1)]
     last = of_ranks[0][-1].split()[0]

@@ -150,3 +150,16 @@ def test_the_budget_can_be_set_for_one_call(tmp_path):
     assert load_file(tmp_path / "x.pt.gz", max_expanded_bytes=64 << 20)["w"].numel() == 8 << 20
     with pytest.raises(CorruptCheckpointError, match="more than the 1000 bytes"):
         load_file(tmp_path / "x.pt.gz", max_expanded_bytes=1000)
+
+
+@pytest.mark.parametrize("extension", ["tar.gz", "tar.bz2", "tar.lzma"])
+def test_the_checksum_after_the_end_of_a_tar_archive_is_compared(tmp_path, extension):
+    path = tmp_path / f"x.{extension}"
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "composer_states.pt")  # without a manifest, which would tell
+    with tarfile.open(path, {"tar.gz": "w:gz", "tar.bz2": "w:bz2", "tar.lzma": "w:xz"}[extension]) as archive:
+        archive.add(tmp_path / "composer_states.pt", "composer_states.pt")
+    data = bytearray(path.read_bytes())
+    data[-6] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError):
+        load_file(path)

@@ -186,6 +186,7 @@ def test_a_metadata_that_would_run_a_program_is_refused(foreign, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_an_item_that_would_run_a_program_is_refused(tmp_path):
     hostile = state() | {"time": {"batch": Runs(tmp_path / "ran"), "wct": 0}}
     dcp.save(hostile, checkpoint_id=tmp_path / "ep1", no_dist=True)  # as others write it; ours refuses to save it

@@ -223,17 +223,13 @@ class _Budgeted(io.RawIOBase):
 
 
 def _extract(path: str, name: str, target: Path, budget: int) -> None:
-    found = False
     try:
-        with _open_tar(path, name) as raw, tarfile.open(fileobj=_Budgeted(raw, path, budget), mode="r|") as archive:
-            for member in archive:
-                _check_member(path, member)
-                if PurePosixPath(member.name) == PurePosixPath(STATES_NAME) and not found:
-                    found = True
-                    source = archive.extractfile(member)
-                    assert source is not None  # it is a file
-                    with source, open(target, "wb") as out:
-                        _copy(source, out)
+        with _open_tar(path, name) as raw:
+            budgeted = cast("IO[bytes]", _Budgeted(raw, path, budget))
+            with tarfile.open(fileobj=budgeted, mode="r|") as archive:
+                found = _extract_states(path, archive, target)
+            while budgeted.read(_PIECE_BYTES):  # the checksum of what was compressed comes after the archive's end
+                pass
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError) as error:
         raise CorruptCheckpointError(
             f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
@@ -246,6 +242,20 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
         ) from error
     if not found:
         raise CorruptCheckpointError(f"{path!r} is a tar archive without {STATES_NAME}. Load another checkpoint.")
+
+
+def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:
+    """Write the first member of the right name to a file, after each was looked at; return whether there is one."""
+    found = False
+    for member in archive:
+        _check_member(path, member)
+        if PurePosixPath(member.name) == PurePosixPath(STATES_NAME) and not found:
+            found = True
+            source = archive.extractfile(member)
+            assert source is not None  # it is a file
+            with source, open(target, "wb") as out:
+                _copy(source, out)
+    return found
 
 
 def _open_tar(path: str, name: str) -> IO[bytes]:

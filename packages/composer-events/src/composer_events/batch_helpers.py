@@ -8,6 +8,8 @@ from typing import Any, cast
 
 __all__ = ["batch_get", "batch_set"]
 
+_INDEX = (int,)
+
 
 def batch_get(batch: Any, key: Any) -> Any:
     """Read one or several parts of a batch.
@@ -28,7 +30,7 @@ def batch_get(batch: Any, key: Any) -> Any:
         ('x', 'z')
     """
     # The usual one, which each forward pass asks for; what something is, takes longer to find out than to read it.
-    if type(key) is int and type(batch) in (tuple, list):
+    if type(key) in _INDEX and type(batch) in (tuple, list):
         return batch[key]
     if _is_functions(key):
         return _pair(key)[0](batch)

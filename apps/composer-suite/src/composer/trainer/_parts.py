@@ -89,8 +89,7 @@ def check(given: Given) -> Parts:
     precision = arguments.choose_precision(given.precision, device)
     schedule = Schedule.of(given.schedulers, given.scale_schedule_ratio, given.step_schedulers_every_batch)
     duration = schedules.to_duration(given.max_duration, "max_duration")
-    if duration is not None:
-        schedule.scale(duration)  # which refuses to leave nothing of it
+    schedule.scale(duration)  # which refuses to leave nothing of it
     algorithms = arguments.check_members("algorithms", given.algorithms, Algorithm)
     callbacks = arguments.check_members("callbacks", given.callbacks, Callback)
     destinations = choose_destinations(given)

@@ -104,7 +104,7 @@ class Plan:
         """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known.
 
         Args:
-            schedule: The schedulers, none of which leaves those of before.
+            schedule: The schedulers. Without any, those of before stay.
             begins_now: Whether training is about to begin, and needs time that is left.
 
         Raises:
@@ -113,16 +113,15 @@ class Plan:
         state = self._state
         if schedule.schedulers:
             self._schedule = schedule
-        is_ready = state.max_duration is not None and state.dataloader is not None
-        waiting = self._schedule if is_ready else None
-        if waiting is not None and state.max_duration is not None:
+        is_known = state.max_duration is not None and state.dataloader is not None
+        waiting = self._schedule if is_known else None
+        if waiting is not None:
             state.max_duration = waiting.scale(state.max_duration)
         if begins_now:
-            check_time_left(state)
+            check_time_left(state)  # before the schedulers set the learning rate, which nobody could take back
         if waiting is not None:
             state.schedulers = waiting.compile(state)
-            self.steps_every_batch = waiting.every_batch
-            self._schedule = None
+            self.steps_every_batch, self._schedule = waiting.every_batch, None
 
     def begin_again(self, batches: TrainBatches) -> None:
         """Read the data from its start with the learning rate of the start, since the timestamp was set back."""

@@ -79,13 +79,13 @@ class Schedule:
                 )
         return cls(given, ratio, every_batch)
 
-    def scale(self, duration: Time[Any]) -> Time[Any]:
-        """Return a length of training, made longer or shorter as the schedules are.
+    def scale(self, duration: Time[Any] | None) -> Time[Any] | None:
+        """Return a length of training, if it is known, made longer or shorter as the schedules are.
 
         Raises:
             ValueError: If nothing is left of it.
         """
-        return duration if self.ratio == 1.0 else _scaled(duration, self.ratio)
+        return duration if duration is None or self.ratio == 1.0 else _scaled(duration, self.ratio)
 
     def compile(self, state: State) -> list[LRScheduler]:
         """Scale every schedule, and turn all schedulers into PyTorch's. The learning rate becomes what they say.

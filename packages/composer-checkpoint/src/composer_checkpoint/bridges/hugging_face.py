@@ -160,8 +160,8 @@ def _check_unsealed(root: Path) -> None:
         raise NoCheckpointError(f"{root} has no weights: its save did not finish. Resume from another checkpoint.")
     if (root / _SCHEDULER_NAME).exists() and not any(any(root.glob(pattern)) for pattern in _OPTIMIZERS):
         raise NoCheckpointError(
-            f"{root} has {_SCHEDULER_NAME} and no optimizer: its save did not finish, or it was lost. Resume from another "
-            f"checkpoint."
+            f"{root} has {_SCHEDULER_NAME} and no optimizer: its save did not finish, or it was lost. Resume from "
+            f"another checkpoint."
         )
     for name in _file_names(root):
         _check_by_format(root / name)

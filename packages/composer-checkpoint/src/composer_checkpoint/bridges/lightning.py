@@ -1,5 +1,6 @@
 """A `CheckpointIO` for Lightning: whole files or none, verified and safe to open."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import NoCheckpointError
+from composer_checkpoint.errors import NoCheckpointError, StorageError
 from composer_checkpoint.files import load_file, save_file
+from composer_checkpoint.retry import retry
 from composer_checkpoint.sharded._targets import is_remote
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ else:
         ) from error
 
 __all__ = ["VerifiedCheckpointIO"]
+
+_ATTEMPTS = 3
 
 
 class VerifiedCheckpointIO(CheckpointIO):
@@ -59,6 +63,10 @@ class VerifiedCheckpointIO(CheckpointIO):
             checkpoint: Lightning's dict.
             path: The file.
             storage_options: For fsspec, if `path` is a URI.
+
+        Raises:
+            UnsafeCheckpointError: If it holds more than data, and `trusted` is not set.
+            StorageError: If the disk fails, or not all arrives in the store at any of three attempts.
         """
         info = {key: checkpoint[key] for key in ("epoch", "global_step") if isinstance(checkpoint.get(key), int)}
         if not is_remote(path):
@@ -72,7 +80,7 @@ class VerifiedCheckpointIO(CheckpointIO):
             local = os.path.join(folder, os.path.basename(remote))
             save_file(checkpoint, local, info=info, allow_untrusted=self._trusted)
             store.makedirs(os.path.dirname(remote), exist_ok=True)
-            store.put_file(local, remote)
+            retry(OSError, _ATTEMPTS)(_put)(store, local, remote)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -105,6 +113,18 @@ class VerifiedCheckpointIO(CheckpointIO):
             shutil.rmtree(path)
         else:
             Path(path).unlink(missing_ok=True)
+
+
+def _put(store: Any, local: str, remote: str) -> None:
+    """Copy a file to a store, and see whether all of it has arrived."""
+    store.put_file(local, remote)
+    store.invalidate_cache(os.path.dirname(remote))
+    expected, found = os.path.getsize(local), store.size(remote)
+    if found != expected:
+        raise StorageError(
+            errno.EIO,
+            f"{remote} has {found} bytes in the store, and {expected} were sent. Look at the store, save again",
+        )
 
 
 @contextmanager
