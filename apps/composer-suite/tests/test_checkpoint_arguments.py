@@ -365,9 +365,7 @@ def test_only_without_spinning_the_batches_before_are_read_again(make_trainer, m
 
 def test_a_logger_that_uploads_under_other_names_cannot_have_a_latest_one(make_trainer):
     uploader = RemoteUploaderDownloader("memory://box", file_path_format_string="x/{remote_file_name}")
-    with pytest.raises(
-        ValueError, match="Specifying a `file_path_format_string` to a `RemoteUploader"
-    ):
+    with pytest.raises(ValueError, match="Specifying a `file_path_format_string` to a `RemoteUploader"):
         make_trainer(loggers=uploader)
     make_trainer(loggers=uploader, save_latest_filename=None)
 
@@ -375,9 +373,7 @@ def test_a_logger_that_uploads_under_other_names_cannot_have_a_latest_one(make_t
 def test_a_logger_that_uploads_several_files_at_a_time_cannot_resume(make_trainer, folder):
     uploader = RemoteUploaderDownloader("memory://box", num_concurrent_uploads=2)
     settings = {"save_folder": str(folder), "run_name": "plum", "loggers": [uploader]}
-    with pytest.raises(
-        ValueError, match="Multiple concurrent uploads is not currently supported when using"
-    ):
+    with pytest.raises(ValueError, match="Multiple concurrent uploads is not currently supported when using"):
         make_trainer(**settings, autoresume=True)
     make_trainer(**settings)
 

@@ -77,6 +77,8 @@ __all__ = [
     "__version__",
 ]
 
+__version__: str
+
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
