@@ -1,1 +1,1 @@
-collect_ignore = ["faulty_script.py"]  # it is launched, not imported
+collect_ignore_glob = ["*_script.py"]  # they are launched, not imported

@@ -175,7 +175,7 @@ def test_a_mistake_is_named_before_anything_is_written(make_trainer, make_loader
             "Scale schedule has reduced the max_duration to 0",
         ),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
 )
 def test_mistakes_in_fit(make_trainer, arguments, text):
     trainer = make_trainer()
