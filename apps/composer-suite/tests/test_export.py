@@ -50,6 +50,8 @@ def test_the_latest_batch_is_the_sample_where_none_is_given(trained, batch, expe
 
 @pytest.mark.parametrize("save_format", list(ExportFormat))
 def test_the_model_stays_as_it_is(trained, batch, tmp_path, save_format):
+    if save_format is ExportFormat.ONNX:
+        pytest.importorskip("onnx", reason="the wheel alone comes without the extra onnx")
     model = trained.state.model.train()
     before = copy.deepcopy(model.state_dict())
     trained.export_for_inference(save_format, str(tmp_path / "model"), sample_input=batch)
@@ -140,6 +142,13 @@ def test_a_model_that_cannot_be_scripted_is_traced(tmp_path):
 def test_formats_that_need_a_sample_say_so(trained, make_trainer, tmp_path, save_format):
     with pytest.raises(ValueError, match=r"sample_input=None.*needs to see the model run"):
         export_for_inference(trained.state.model, save_format, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_onnx_without_its_package_names_the_extra(trained, batch, tmp_path, monkeypatch):
+    monkeypatch.setattr("composer.utils.inference.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"composer-suite\[onnx\]"):
+        trained.export_for_inference("onnx", str(tmp_path / "model"), sample_input=batch)
     assert list(tmp_path.iterdir()) == []
 
 

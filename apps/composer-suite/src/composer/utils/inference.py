@@ -8,6 +8,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from composer_dist import get_global_rank
 from composer_dist.devices import DeviceCPU
 from composer_dist.wrapping import is_model_ddp, is_model_fsdp, is_model_fsdp2, unwrap_model
 from composer_events.iter_helpers import ensure_tuple
+from composer_models import MissingConditionalImportError
 from composer_time import StringEnum
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ def export_for_inference(
 
     Raises:
         ValueError: If the model is wrapped, the format is unknown, or a sample is needed and not given.
+        MissingConditionalImportError: If the format is ONNX and the package is not installed.
         RuntimeError: If the model cannot be written in this format.
     """
     save_format = ExportFormat(save_format)
@@ -105,6 +108,8 @@ def export_for_inference(
             f"sample_input=None, but save_format={save_format.value!r} needs to see the model run. Give an input, such "
             "as one batch."
         )
+    if save_format is ExportFormat.ONNX and find_spec("onnx") is None:
+        raise MissingConditionalImportError("onnx", "onnx", distribution="composer-suite")
     if get_global_rank() != 0:
         return
     model = copy.deepcopy(unwrap_model(model)).cpu()
