@@ -1,6 +1,7 @@
 """What the tests that cross packages share."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +9,9 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Launchers of one test would clean up what another one, in another worker, has killed on purpose.
+os.environ["COMPOSER_KEEP_SHARED_MEMORY"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def start(tmp_path, local, *, waits, launcher=()):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, **own_folder},
+        env={**os.environ, **own_folder, "COMPOSER_KEEP_SHARED_MEMORY": ""},
     )
 
 

@@ -54,7 +54,12 @@ def clean_stale_shared_memory() -> list[str]:
 
 
 def tidy_shared_memory() -> None:
-    """Do what `clean_stale_shared_memory` does, unless other containers may use the memory: then say how to."""
+    """Do what `clean_stale_shared_memory` does, unless other containers may use the memory: then say how to.
+
+    Where the environment variable `COMPOSER_KEEP_SHARED_MEMORY` is set, it does nothing.
+    """
+    if os.environ.get("COMPOSER_KEEP_SHARED_MEMORY"):
+        return
     if _sees_all_users():
         clean_stale_shared_memory()
         return
