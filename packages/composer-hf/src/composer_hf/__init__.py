@@ -1,0 +1,1 @@
+"""How a Hugging Face model trains and is published."""
