@@ -188,6 +188,60 @@ def test_keys_that_all_have_one_hash_are_refused_before_they_take_time():
         safe_unpickle(data)
 
 
+def unfolding_tuple(levels):
+    """A tuple that reaches its innermost by 2**levels paths, alone on the stack."""
+    steps = b"".join(b"0h" + bytes([level, ord("h"), level]) + b"\x86q" + bytes([level + 1]) for level in range(levels))
+    return b")q\x00" + steps
+
+
+def one_of_two_numbers_of_one_hash(bit):
+    return b"J" + (-1 - bit).to_bytes(4, "little", signed=True)  # hash(-1) == hash(-2)
+
+
+COLLIDING_KEYS = b"".join(
+    b"(" + b"".join(one_of_two_numbers_of_one_hash(number >> bit & 1) for bit in range(14)) + b"tN"
+    for number in range(1 << 14)
+)
+BURDENSOME_KEYS = {
+    "of a dict": b"}" + unfolding_tuple(60).replace(b")q", b"Nq", 1) + b"Ns.",
+    "of a dict, several at once": b"}(" + unfolding_tuple(60) + b"Nu.",
+    "of a dict between marks": b"(" + unfolding_tuple(60) + b"Nd.",
+    "of a set": b"\x8f(" + unfolding_tuple(60) + b"\x90.",
+    "of a frozenset": b"(" + unfolding_tuple(60) + b"\x91.",
+    "of a set that is called": named("builtins.set") + b"](" + unfolding_tuple(60) + b"e\x85R.",
+    "of a dict that is called": named("collections.OrderedDict") + b"]](" + unfolding_tuple(60) + b"Nea\x85R.",
+    "behind a popped mark": b"}(0" + unfolding_tuple(60) + b"Ns.",
+    "a size": b"}" + named("torch.Size") + unfolding_tuple(60) + b"\x85RNs.",
+    "far too deep": b"})" + b"\x85" * 1_000_000 + b"Ns.",
+    "of one hash": b"}(" + COLLIDING_KEYS + b"u.",
+    "one long tuple, again and again": b"}((" + b"K\x01" * 4000 + b"tq\x01N" + b"h\x01N" * 100_000 + b"u.",
+    "one long number, again and again": b"}(\x8b\x00\x00\x01\x00" + b"\x01" * (1 << 16) + b"q\x01N" + b"h\x01N" * 9999 + b"u.",
+}
+
+
+@pytest.mark.parametrize("name", BURDENSOME_KEYS)
+def test_keys_that_would_take_endless_time_are_refused_before_they_do(name):
+    with pytest.raises(CorruptCheckpointError, match="endless time"):
+        safe_unpickle(b"\x80\x04" + BURDENSOME_KEYS[name])
+
+
+def test_tuples_that_unfold_to_endless_are_no_burden_as_values():
+    found = safe_unpickle(b"\x80\x02}X\x01\x00\x00\x00a" + unfolding_tuple(60) + b"s.")["a"]
+    for _ in range(60):
+        assert found[0] is found[1]
+        found = found[0]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_thousands_of_short_tuples_and_long_numbers_as_keys_come_back(protocol):
+    data = {
+        **{(layer, (head, "x")): None for layer in range(30) for head in range(30)},
+        **{2**70 + number: None for number in range(1000)},
+        frozenset([1, (2, 3)]): {(4, 5), (6,)},
+    }
+    assert safe_unpickle(pickle.dumps(data, protocol=protocol)) == data
+
+
 def test_the_long_numbers_of_random_generators_come_back():
     states = [np.random.PCG64(seed).state for seed in range(1000)]
     assert safe_unpickle(pickle.dumps(states)) == states

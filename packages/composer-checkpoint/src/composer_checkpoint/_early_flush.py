@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, BinaryIO
 
@@ -11,6 +12,8 @@ __all__ = ["FlushedFile"]
 
 # Small enough that the disk has work at once, large enough that asking it costs nothing.
 _PIECE_BYTES = 8 << 20
+# Hashing fewer takes no longer than waking a thread for it.
+_THREAD_BYTES = 256 << 10
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -20,14 +23,25 @@ class FlushedFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._begun = 0
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self.position = 0
 
     def write(self, data: memoryview, hasher: Hasher | None = None) -> None:
-        """Append all of the data, which may be hashed on the way."""
+        """Append all of the data, which may be hashed meanwhile."""
+        hashing: Future[Any] | None = None
+        if hasher is not None and len(data) >= _THREAD_BYTES:
+            hashing = self._hashing.submit(hasher.update, data)
+        elif hasher is not None:
+            hasher.update(data)
+        try:
+            self._append(data)
+        finally:  # the data may be gone once this returns
+            if hashing is not None:
+                hashing.result()
+
+    def _append(self, data: memoryview) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
-            if hasher is not None:
-                hasher.update(piece)
             self.position += len(piece)
             while piece:
                 piece = piece[self._file.write(piece) :]
@@ -43,6 +57,7 @@ class FlushedFile:
 
     def finish(self) -> None:
         """Wait until all is on the disk."""
+        self._hashing.shutdown()
         os.fsync(self._file.fileno())
 
 

@@ -7,6 +7,7 @@ loads of this process will need. And few bytes that are copied often become many
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from composer_checkpoint._pickled_keys import KeyBudget
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 
 __all__ = ["Budget", "Call", "Unchangeable", "shown"]
@@ -24,9 +25,10 @@ _MAX_SHOWN_BITS = 1 << 10  # Python refuses to write out numbers of more than 43
 class Budget:
     """How much the calls of one pickle may copy: a few times what it has itself."""
 
-    __slots__ = ("_left", "_limit")
+    __slots__ = ("_left", "_limit", "keys")
 
     def __init__(self, size_bytes: int) -> None:
+        self.keys = KeyBudget()
         self._left = self._limit = _TIMES * size_bytes + _ALWAYS_ALLOWED
 
     def charge(self, count: int) -> None:
@@ -66,7 +68,16 @@ class Call(Unchangeable):
 
     def __call__(self, *args: Any) -> Any:
         self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
+        if isinstance(self._function, type) and issubclass(self._function, dict | set | frozenset):
+            self._charge_keys(args, of_pairs=issubclass(self._function, dict))
         return self._function(*map(Call.itself, args))  # a defaultdict is given a class
+
+    def _charge_keys(self, args: tuple[Any, ...], *, of_pairs: bool) -> None:
+        for arg in args:
+            if isinstance(arg, _COPIED):
+                self._budget.keys.charge_all(arg)
+                if of_pairs:  # as older pickles fill dicts
+                    self._budget.keys.charge_all(item[0] for item in arg if isinstance(item, list | tuple) and item)
 
     @staticmethod
     def itself(value: Any) -> Any:

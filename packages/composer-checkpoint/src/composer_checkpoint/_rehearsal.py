@@ -12,6 +12,7 @@ from typing import Any
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._pickle_calls import Unchangeable, shown
+from composer_checkpoint._pickled_keys import check_keys
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.errors import CorruptCheckpointError
 from composer_checkpoint.unpickler import PLAIN_GLOBALS, PickledText, RestrictedUnpickler, run_restricted, scan
@@ -123,6 +124,7 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
         CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
     """
     scan(data)
+    check_keys(data)
     rehearsal = Rehearsal()
     rehearsal.tree = run_restricted(_RehearsingUnpickler(data, rehearsal, record_unknown))
     rehearsal.tensors = dict(named_leaves(rehearsal.tree, TensorSpec))

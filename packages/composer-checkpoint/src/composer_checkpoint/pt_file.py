@@ -4,7 +4,6 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,20 +66,13 @@ def load_pt(
 
     One that is trusted must be whole all the same.
     """
-    with ThreadPoolExecutor(1) as pool:
-        contents = open_pt(reader, record_unknown=trusted)
-        mapped = MappedFile(reader) if mmap and verify else None  # as the tensors will be
-        checking = pool.submit(_verify_payload, reader, contents, mapped) if verify else None
-        if trusted and checking is not None:
-            checking.result()  # before any of its code runs
-        try:
-            obj = load_checked(reader.own_path, map_location=map_location, mmap=mmap, trusted=trusted)
-        finally:  # an error of the hashes says more than one of a loader that read what is wrong
-            if checking is not None:
-                checking.result()
+    contents = open_pt(reader, record_unknown=trusted)
+    finite: Collection[str] = ()
+    if verify:
+        finite = _verify_payload(reader, contents, MappedFile(reader) if mmap else None)  # as the tensors will be
+    obj = load_checked(reader.own_path, map_location=map_location, mmap=mmap, trusted=trusted)
     manifest = contents.manifest
     kinds = {} if manifest is None else manifest.info.get(_ENCODED, {})
-    finite = checking.result() if checking is not None else ()
     return decode(obj, kinds if isinstance(kinds, dict) else {}), manifest, finite
 
 

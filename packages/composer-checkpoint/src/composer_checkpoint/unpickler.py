@@ -1,9 +1,9 @@
 """Pickles that may build plain data and nothing else.
 
-A pickle is a program: it names functions and calls them. `safe_unpickle` reads one with three locks. `scan` goes over
-its instructions without following any, and refuses those that no checkpoint needs. Each name that is left is looked
-up in a table, never imported. And what the table has can neither be changed by a pickle nor made to copy much more than
-the pickle has bytes.
+A pickle is a program: it names functions and calls them. `safe_unpickle` reads one with four locks. `scan` goes over
+its instructions without following any, and refuses those that no checkpoint needs; `check_keys` refuses keys that would
+take endless time. Each name that is left is looked up in a table, never imported. And what the table has can neither
+be changed by a pickle nor made to copy much more than the pickle has bytes.
 """
 
 import io
@@ -22,6 +22,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from composer_checkpoint._pickle_calls import Budget, Call, shown
+from composer_checkpoint._pickled_keys import LENGTH_BYTES, check_keys
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 
@@ -39,19 +40,8 @@ __all__ = [
 # What each instruction is followed by. Text instructions of protocol 0, INST, OBJ, PERSID, EXT and the out-of-band
 # buffers are absent: EXT, for one, is answered from a cache of the process that no look-up guards.
 _BARE = re.escape(b"()]}012NQRabdelstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")
-_LENGTH_BYTES = {
-    **dict.fromkeys(b"\x8cUC\x8a", 1),
-    **dict.fromkeys(b"XTB\x8b", 4),
-    **dict.fromkeys(b"\x8d\x8e\x96", 8),
-}
 _FIXED_LENGTH_CODES = frozenset(b"Kqh\x80MJjG\x95r")
 _STOP, _GLOBAL = b".c"
-
-# Whole numbers that differ by 2^61 - 1 share a hash, so that a dict of many takes endless time; short ones are too few
-# for that. Generators of random numbers have some long ones.
-_NUMBER_CODES = frozenset(b"\x8a\x8b")
-_LONG_NUMBER_BYTES = 11
-_MAX_LONG_NUMBERS = 1 << 12
 
 # A memo is an array as long as its largest index, so a pickle of a few bytes must not name a large one.
 _SMALL_MEMO_BYTES = 1 << 18
@@ -76,7 +66,6 @@ def scan(data: bytes | memoryview, start: int = 0) -> int:
     """
     fixed_length = _FIXED_LENGTH[len(data) < _SMALL_MEMO_BYTES]
     position = start
-    long_numbers = 0
     while True:
         match = fixed_length.match(data, position)
         assert match is not None  # no instruction at all matches, too
@@ -88,18 +77,12 @@ def scan(data: bytes | memoryview, start: int = 0) -> int:
         code = data[position]
         if code == _STOP:
             return position + 1
-        begin, position = position, _end_of_argument(data, position, code, start)
-        long_numbers += code in _NUMBER_CODES and position - begin > _LONG_NUMBER_BYTES
-        if long_numbers > _MAX_LONG_NUMBERS:
-            raise CorruptCheckpointError(
-                f"a pickle has more than {_MAX_LONG_NUMBERS} numbers of more than 72 bits, which as keys can be "
-                f"made to take endless time. Load another checkpoint."
-            )
+        position = _end_of_argument(data, position, code, start)
 
 
 def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: int) -> int:
-    if code in _LENGTH_BYTES:
-        begin = position + 1 + _LENGTH_BYTES[code]
+    if code in LENGTH_BYTES:
+        begin = position + 1 + LENGTH_BYTES[code]
         end = begin + int.from_bytes(data[position + 1 : begin], "little")
     elif code == _GLOBAL:
         match = _GLOBAL_NAME.match(data, position)
@@ -303,6 +286,7 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
         source = source.read()
     data: bytes | memoryview = memoryview(source)
     scan(data)
+    check_keys(data)
     table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
     return map_tree(run_restricted(RestrictedUnpickler(data, table)), _itself, shared=True)
 

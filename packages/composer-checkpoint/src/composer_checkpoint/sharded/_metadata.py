@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.sharded._overlaps import covers_exactly
 from composer_checkpoint.unpickler import safe_unpickle
@@ -33,6 +34,8 @@ __all__ = ["StorageInfo", "parse_metadata", "part_name"]
 
 _MAX_DIMS = 64  # torch has no tensors of more
 _MAX_COUNT = 1 << 63
+_MAX_NAME_CHARS = 1024  # names are repeated for each part
+_MAX_STEPS = 128
 _MAX_EMPTY = 1024  # items of lists that hold nothing, and so have no entries
 
 
@@ -89,8 +92,8 @@ class _Checker:
         state_dict_metadata: dict[str, Any] = {}
         storage_data: dict[MetadataIndex, StorageInfo] = {}
         for fqn, entry in entries.items():
-            if type(fqn) is not str:
-                self._refuse("a name", f"is {fqn!r:.80}", "a string")
+            if not _is_name(fqn):
+                self._refuse("a name", f"is {_told(fqn)}", f"a text of up to {_MAX_NAME_CHARS} characters")
             if _is(entry, "BytesStorageMetadata"):
                 state_dict_metadata[fqn] = BytesStorageMetadata()
                 storage_data[MetadataIndex(fqn)] = self._location(stored, MetadataIndex(fqn), fqn, 0)
@@ -122,13 +125,13 @@ class _Checker:
             self._refuse(repr(fqn), f"is a {type(entry).__name__}", "a description of a tensor or of bytes")
         dtype = _dtype(_get(entry, "properties"))
         if not isinstance(dtype, torch.dtype):
-            self._refuse(repr(fqn), f"has dtype {dtype!r:.80}", "a torch.dtype")
+            self._refuse(repr(fqn), f"has dtype {shown(dtype)}", "a torch.dtype")
         size = self._dims(fqn, "shape", _get(entry, "size"))
         if math.prod(size) * dtype.itemsize >= _MAX_COUNT:
             self._refuse(repr(fqn), f"has shape {tuple(size)} of {dtype}", "fewer than 2^63 bytes")
         raw_chunks = _get(entry, "chunks")
         if not isinstance(raw_chunks, list | tuple):
-            self._refuse(repr(fqn), f"has parts {raw_chunks!r:.80}", "a list")
+            self._refuse(repr(fqn), f"has parts {shown(raw_chunks)}", "a list")
         chunks = [
             ChunkStorageMetadata(
                 self._dims(fqn, "offsets of a part", _get(chunk, "offsets"), len(size)),
@@ -144,24 +147,24 @@ class _Checker:
         dims: tuple[Any, ...] = value if isinstance(value, tuple) else ()
         counts = dims is value and all(type(dim) is int and 0 <= dim < _MAX_COUNT for dim in dims)
         if not counts or len(dims) > _MAX_DIMS or count not in (None, len(dims)):
-            self._refuse(repr(fqn), f"has {what} {value!r:.80}", f"{count or 'up to 64'} counts from 0 to 2^63")
+            self._refuse(repr(fqn), f"has {what} {shown(value)}", f"{count or 'up to 64'} counts from 0 to 2^63")
         return torch.Size(dims)
 
     def _location(self, stored: Mapping[Any, Any], index: MetadataIndex, name: str, need_bytes: int) -> StorageInfo:
         info = stored.get((index.fqn, index.offset))
         file, offset, length = (_get(info, field) for field in ("relative_path", "offset", "length"))
-        if type(file) is not str or not file or file in (".", "..") or any(mark in file for mark in "/\\\0"):
-            self._refuse(repr(name), f"is stored in the file {file!r:.80}", "the name of a file of the same folder")
+        if not _is_name(file) or not file or file in (".", "..") or any(mark in file for mark in "/\\\0"):
+            self._refuse(repr(name), f"is stored in the file {_told(file)}", "the name of a file of the same folder")
         if _get(info, "transform_descriptors"):
             raise IncompatibleCheckpointError(
-                f"{self._folder}: {name!r} was written through {_get(info, 'transform_descriptors')!r:.80}, and only "
+                f"{self._folder}: {name!r} was written through {shown(_get(info, 'transform_descriptors'))}, and only "
                 f"plain files can be read. Write the checkpoint anew without extensions."
             )
         counts = all(type(value) is int and 0 <= value < _MAX_COUNT for value in (offset, length))
         if not counts or length < need_bytes:
             self._refuse(
                 repr(name),
-                f"is stored in {length!r:.40} bytes at offset {offset!r:.40}",
+                f"is stored in {shown(length)} bytes at offset {shown(offset)}",
                 f"at least {need_bytes} bytes",
             )
         size = self._file_size(file, name)
@@ -195,10 +198,10 @@ class _Checker:
             # Lists are filled up to an index, so that one may not be larger than there are entries.
             if (
                 not isinstance(path, tuple)
-                or not path
+                or not 0 < len(path) <= _MAX_STEPS
                 or not all(_is_step(step, len(entries) + _MAX_EMPTY) for step in path)
             ):
-                self._refuse(repr(fqn), f"has the path {path!r:.80}", "a tuple of names and small indices")
+                self._refuse(repr(fqn), f"has the path {shown(path)}", "a tuple of names and small indices")
             paths[fqn] = path
         return paths
 
@@ -220,7 +223,12 @@ class _Record:
         return isinstance(other, _Record) and _key(self) == _key(other)
 
     def __hash__(self) -> int:  # the keys of `storage_data` are such objects
-        return hash(_key(self))
+        fqn, offset = _key(self)
+        offsets = offset if isinstance(offset, tuple) and len(offset) <= _MAX_DIMS else ()
+        is_index = offset is None or offset is offsets
+        if not _is_name(fqn) or not is_index or not all(type(dim) is int and 0 <= dim < _MAX_COUNT for dim in offsets):
+            raise ValueError("an index has a name and the offsets of a part")
+        return hash((fqn, ",".join(map(str, offsets))))  # as text, since numbers of one hash can be looked for
 
 
 def _stand_ins() -> dict[str, Any]:
@@ -279,9 +287,18 @@ def _key(index: _Record) -> tuple[object, object]:
     return _get(index, "fqn"), _get(index, "offset")
 
 
+def _is_name(value: object) -> TypeGuard[str]:
+    return type(value) is str and len(value) <= _MAX_NAME_CHARS
+
+
+def _told(value: object) -> str:
+    """Return how a message tells a name, which is longer than other things may be."""
+    return repr(value) if _is_name(value) else shown(value)
+
+
 def _text(value: object) -> str | None:
     return value if type(value) is str else None
 
 
 def _is_step(step: object, limit: int) -> bool:
-    return type(step) is str or (type(step) is int and 0 <= step < limit)
+    return _is_name(step) or (type(step) is int and 0 <= step < limit)

@@ -1,0 +1,201 @@
+"""How much work the keys of a pickle are, found out without building anything of it.
+
+Dicts and sets hash their keys, and compare those of one hash. Text is hashed once, by a secret of the process. The
+hashes of tuples and numbers are no secret, so that many can be made to be one; and a tuple's is worked out anew each
+time, and of all that it unfolds to: one that holds another twice, which holds a third twice, takes 2**n steps, and one
+a million levels deep a million calls inside each other. Neither can be stopped once it began.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from composer_checkpoint.errors import CorruptCheckpointError
+
+__all__ = ["LENGTH_BYTES", "KeyBudget", "check_keys"]
+
+# What the keys that are neither text nor short numbers may weigh: together, and each at least and at most. One weighs
+# as many elements as it unfolds to, and so there are no more than 4096 of them.
+_MAX_WEIGHT = 1 << 18
+_LEAST_WEIGHT = 1 << 6
+_MOST_WEIGHT = 1 << 12
+
+_SHORT_NUMBER_BYTES = 9
+
+# Instructions that put something new on the stack, with the bytes of their argument, or of its length.
+_FIXED_PUSHES = {**dict.fromkeys(b"N]}\x88\x89\x8f", 0), ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8}
+LENGTH_BYTES = {
+    **dict.fromkeys(b"\x8cUC\x8a", 1),
+    **dict.fromkeys(b"XTB\x8b", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
+_LONG_NUMBERS = frozenset(b"\x8a\x8b")
+_INDEX_BYTES = {ord("q"): 1, ord("h"): 1, ord("r"): 4, ord("j"): 4}
+_SKIPPED_BYTES = {0x80: 1, 0x95: 8}  # the protocol, and the length of what follows
+_STOP, _GLOBAL = b".c"
+
+
+class KeyBudget:
+    """What the keys of one pickle may weigh."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = _MAX_WEIGHT
+
+    def charge(self, weight: int) -> None:
+        """Take a key's weight from what is left; keys that cannot be a burden weigh nothing.
+
+        Raises:
+            CorruptCheckpointError: If it is too much.
+        """
+        if not weight:
+            return
+        self._left -= max(weight, _LEAST_WEIGHT)
+        if weight > _MOST_WEIGHT or self._left < 0:
+            raise CorruptCheckpointError(
+                f"a pickle has keys that can be made to take endless time: tuples or long numbers that unfold to more "
+                f"than {_MOST_WEIGHT} elements, or too many of them, more than {_MAX_WEIGHT} elements in all. Use text "
+                f"or short numbers as keys, or load another checkpoint."
+            )
+
+    def charge_all(self, values: Iterable[Any]) -> None:
+        """Take the weights of things that a call will use as keys."""
+        for value in values:
+            if type(value) not in (str, bytes, float, bool, type(None)):
+                self.charge(_weight_of(value))
+
+
+def _weight_of(value: Any) -> int:
+    """Return the weight of a thing that is there."""
+    if isinstance(value, int):
+        return _weight_of_number((value.bit_length() + 8) // 8)
+    weight, pending = 0, [value]
+    while pending and weight + len(pending) <= _MOST_WEIGHT:
+        inner = pending.pop()
+        weight += 1
+        if isinstance(inner, tuple):
+            pending.extend(inner[: _MOST_WEIGHT + 1])
+        elif isinstance(inner, int):
+            weight += _weight_of_number((inner.bit_length() + 8) // 8)
+    return weight + len(pending)
+
+
+def _weight_of_number(size_bytes: int) -> int:
+    return 0 if size_bytes <= _SHORT_NUMBER_BYTES else min(1 + size_bytes // 8, _MOST_WEIGHT + 1)
+
+
+def check_keys(data: bytes | memoryview, start: int = 0) -> None:
+    """Go through a pickle that has passed `scan`, and refuse keys that would take endless time.
+
+    Args:
+        data: The pickle.
+        start: Where in it to begin.
+
+    Raises:
+        CorruptCheckpointError: If there are such keys, or an instruction has nothing to work on.
+    """
+    machine = _Machine()
+    push, do = machine.stack.append, machine.steps()
+    position = start
+    try:
+        while (code := data[position]) != _STOP:
+            if code in _FIXED_PUSHES:
+                push(0)
+                position += 1 + _FIXED_PUSHES[code]
+            elif code in LENGTH_BYTES:
+                begin = position + 1 + LENGTH_BYTES[code]
+                size_bytes = int.from_bytes(data[position + 1 : begin], "little")
+                push(_weight_of_number(size_bytes) if code in _LONG_NUMBERS else 0)
+                position = begin + size_bytes
+            elif code in _INDEX_BYTES:
+                begin = position + 1 + _INDEX_BYTES[code]
+                do[code](int.from_bytes(data[position + 1 : begin], "little"))
+                position = begin
+            elif code == _GLOBAL:
+                push(0)
+                position = _after_lines(data, position)
+            else:
+                if code in do:
+                    do[code]()
+                position += 1 + _SKIPPED_BYTES.get(code, 0)
+    except IndexError as error:
+        raise CorruptCheckpointError("a pickle cannot be followed: it lacks what it works on.") from error
+
+
+def _after_lines(data: bytes | memoryview, position: int) -> int:
+    """Return the position after a module's and a class's name."""
+    first, second = bytes(data[position : position + 1000]).split(b"\n", 2)[:2]
+    return position + len(first) + len(second) + 2
+
+
+class _Machine:
+    """What lies on a pickle's stack and in its memo, of which only the weights as keys are known."""
+
+    __slots__ = ("budget", "marks", "memo", "memo_count", "stack")
+
+    def __init__(self) -> None:
+        self.stack: list[int] = []
+        self.marks: list[int] = []
+        self.memo = array("H")  # weights and one, in the order of their numbers, and 0 where there is nothing
+        self.memo_count = 0
+        self.budget = KeyBudget()
+
+    def steps(self) -> dict[int, Callable[..., object]]:
+        """Return what each instruction does that is more than to put something new on the stack."""
+        pop, push = self.stack.pop, self.stack.append
+        by_letter: dict[str, Callable[..., object]] = {
+            "(": lambda: self.marks.append(len(self.stack)),
+            "0": lambda: self.marks.pop() if self.marks[-1:] == [len(self.stack)] else pop(),
+            "1": self.since_mark,
+            "2": lambda: push(self.stack[-1]),
+            "h": lambda index: push(self.memo[index] - 1),
+            "j": lambda index: push(self.memo[index] - 1),
+            "q": self.remember,
+            "r": self.remember,
+            "\x94": lambda: self.remember(self.memo_count),
+            ")": lambda: push(1),
+            "t": lambda: push(_weight_of_tuple(self.since_mark())),
+            "\x85": lambda: push(_weight_of_tuple([pop()])),
+            "\x86": lambda: push(_weight_of_tuple([pop(), pop()])),
+            "\x87": lambda: push(_weight_of_tuple([pop(), pop(), pop()])),
+            "l": lambda: (self.since_mark(), push(0)),
+            "d": lambda: (self.charge(self.since_mark()[::2]), push(0)),
+            "s": lambda: (pop(), self.budget.charge(pop())),
+            "u": lambda: self.charge(self.since_mark()[::2]),
+            "\x90": lambda: self.charge(self.since_mark()),
+            "\x91": lambda: push(self.charge(self.since_mark())),
+            "a": pop,
+            "e": self.since_mark,
+            "b": pop,
+            "R": lambda: (push(_weight_of_tuple([pop()])), pop(-2)),
+            "Q": lambda: (pop(), push(0)),
+            "\x81": lambda: (pop(), pop(), push(0)),
+            "\x92": lambda: (pop(), pop(), pop(), push(0)),
+            "\x93": lambda: (pop(), pop(), push(0)),
+        }
+        return {ord(letter): step for letter, step in by_letter.items()}
+
+    def since_mark(self) -> list[int]:
+        """Take the last mark, and all that lies above it."""
+        mark = self.marks.pop()
+        taken = self.stack[mark:]
+        del self.stack[mark:]
+        return taken
+
+    def remember(self, index: int) -> None:
+        """Put what lies on top under a number."""
+        if index >= len(self.memo):
+            self.memo.extend([0] * (index + 1 - len(self.memo)))
+        self.memo_count += not self.memo[index]
+        self.memo[index] = self.stack[-1] + 1
+
+    def charge(self, weights: list[int]) -> int:
+        """Let things be keys, and return what a set of them weighs that is a key itself."""
+        for weight in weights:
+            self.budget.charge(weight)
+        return _weight_of_tuple(weights)
+
+
+def _weight_of_tuple(weights: list[int]) -> int:
+    return min(1 + len(weights) + sum(weights), _MOST_WEIGHT + 1)

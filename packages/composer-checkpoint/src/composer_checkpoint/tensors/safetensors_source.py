@@ -1,0 +1,94 @@
+"""Reading `.safetensors` files tensor by tensor: one alone, or several with an index."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._safetensors_header import TensorSlot
+from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.safetensors_file import read_safetensors
+from composer_checkpoint.safetensors_index import read_index
+from composer_checkpoint.tensors.pt_source import read_bytes
+from composer_checkpoint.tensors.source import StoredTensor, TensorSource
+
+__all__ = ["open_index_source", "open_safetensors_source"]
+
+
+def open_safetensors_source(path: str) -> TensorSource:
+    """Open one file.
+
+    Raises:
+        CorruptCheckpointError: If it is not whole.
+    """
+    reader = FileReader(path)
+    try:
+        tensors, manifest = _tensors_of(reader)
+    except BaseException:
+        reader.close()
+        raise
+    info = {} if manifest is None else manifest.info
+    tree: Any = {"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors
+    source = TensorSource("safetensors", tree, reader.size_bytes, manifest)
+    source.on_close(reader)
+    return source
+
+
+def open_index_source(path: str) -> TensorSource:
+    """Open the files that an index names. What it names and no file has, is listed as missing.
+
+    Raises:
+        CorruptCheckpointError: If a file is missing or not whole, or the index is none.
+        UnsafeCheckpointError: If it names a file outside its own folder.
+    """
+    index = read_index(path)
+    source = TensorSource("safetensors", {}, 0, index.manifest)
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, int] = {}
+    try:
+        for shard, names in index.shards.items():
+            file = Path(path).parent / shard
+            if not file.exists():
+                raise CorruptCheckpointError(
+                    f"{file.parent} lacks the shard {shard}, in which {index.path.name} has {len(names)} tensors. Bring "
+                    f"the file back, or use another checkpoint."
+                )
+            reader = FileReader(file)
+            source.on_close(reader)
+            found, _ = _tensors_of(reader)
+            files[shard] = reader.size_bytes
+            tensors |= {name: found[name] for name in found if name not in tensors}
+    except BaseException:
+        source.close()
+        raise
+    promised = {name for names in index.shards.values() for name in names}
+    source.tree, source.tensors = tensors, tensors
+    source.size_bytes, source.files = sum(files.values()), files
+    source.missing = tuple(sorted(promised - tensors.keys()))
+    return source
+
+
+def _tensors_of(reader: FileReader) -> tuple[dict[str, StoredTensor], Manifest | None]:
+    header, manifest = read_safetensors(reader)
+    tensors = {name: _stored(reader, name, slot) for name, slot in header.tensors.items()}
+    aliases: Mapping[str, str] = dict(manifest.info.get("aliases", ())) if manifest is not None else {}
+    for alias, name in aliases.items():
+        if name not in tensors:
+            raise CorruptCheckpointError(
+                f"{alias!r:.200} is another name of {name!r:.200}, and the file lacks that. Load another checkpoint."
+            )
+        tensors[alias] = tensors[name]
+    return tensors, manifest
+
+
+def _stored(reader: FileReader, name: str, slot: TensorSlot) -> StoredTensor:
+    dtype = getattr(torch, slot.dtype)
+
+    def fetch() -> torch.Tensor:
+        return read_bytes(reader, slot.offset, slot.size_bytes).view(dtype).reshape(slot.shape)
+
+    return StoredTensor(dtype, slot.shape, fetch, (reader.path, name))

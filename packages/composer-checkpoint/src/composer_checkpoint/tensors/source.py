@@ -1,0 +1,181 @@
+"""What every kind of checkpoint is to who reads it tensor by tensor: names, and how to get one tensor."""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from composer_checkpoint._tree import map_tree, named_leaves
+from composer_checkpoint.manifest import Manifest
+
+__all__ = ["StoredTensor", "TensorSource", "as_stored", "tensors_in"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """One tensor that is not in memory.
+
+    Args:
+        dtype: Of its elements.
+        shape: Its sizes.
+        fetch: Returns it, on the CPU, its elements in row-major order; anew each time it is called.
+        storage: Equal for all that are one and the same tensor, such as tied weights. `None` where the checkpoint does
+            not say.
+
+    Example:
+        >>> stored = as_stored(torch.ones(2, 3))
+        >>> stored.size_bytes
+        24
+        >>> stored.read().sum()
+        tensor(6.)
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+    storage: Hashable | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor itself, which is the caller's alone.
+
+        Raises:
+            CorruptCheckpointError: If its bytes cannot be read.
+        """
+        return self.fetch()
+
+    def to(self, dtype: torch.dtype) -> "StoredTensor":
+        """Return the same tensor in another dtype, rounded once, straight from the one it has."""
+        if dtype == self.dtype:
+            return self
+        return replace(self, dtype=dtype, fetch=lambda: self.fetch().to(dtype), storage=self._with(dtype))
+
+    def _with(self, detail: Hashable) -> Hashable | None:
+        return None if self.storage is None else (self.storage, detail)
+
+
+def as_stored(tensor: torch.Tensor) -> StoredTensor:
+    """Return a tensor that is in memory in the form of one that is not."""
+    plain = tensor.detach()
+    key = (plain.data_ptr(), tuple(plain.stride()), tuple(plain.shape), plain.dtype) if plain.numel() else None
+    return StoredTensor(plain.dtype, tuple(plain.shape), lambda: plain.cpu().contiguous(), key)
+
+
+@dataclass(slots=True)
+class TensorSource:
+    """A checkpoint that is read tensor by tensor; close it, or use it in a `with`.
+
+    Args:
+        format: What kind it is, such as `'composer'` or `'dcp'`.
+        tree: All that it holds, in dicts, lists and tuples, with a `StoredTensor` in the place of each tensor.
+        size_bytes: Of its files.
+        manifest: Where it has one.
+        unsafe_globals: What it asks for beyond data. None of that was made; an inert object stands for each.
+        missing: Names that an index promises, and no file has.
+        files: The files by name, as far as it consists of several.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint import save_file
+        >>> from composer_checkpoint.tensors import open_checkpoint
+        >>> path = tempfile.mkdtemp() + "/ep1.pt"
+        >>> manifest = save_file({"state": {"model": {"weight": torch.ones(2, 3)}}}, path)
+        >>> with open_checkpoint(path) as source:
+        ...     {name: tensor.shape for name, tensor in source.tensors.items()}
+        {'state/model/weight': (2, 3)}
+    """
+
+    format: str
+    tree: Any
+    size_bytes: int
+    manifest: Manifest | None = None
+    unsafe_globals: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+    tensors: Mapping[str, StoredTensor] = field(init=False)
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.tensors = tensors_in(self.tree)
+
+    @property
+    def weights(self) -> Mapping[str, StoredTensor]:
+        """The model's tensors by the names that the model has for them, wherever they lie in the tree."""
+        tensors = tensors_in(self._model())
+        # Where DCP, or somebody, has nested what state_dict() has flat.
+        return {name.replace("/", "."): tensor for name, tensor in tensors.items()}
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of weights that are the same tensor as another, with the first name of each."""
+        return aliases_of(self.weights)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What there is besides the model: timestamp, metadata and so on; empty for weights alone."""
+        tree = self.tree
+        state = tree.get("state") if isinstance(tree, dict) else None
+        return state if isinstance(state, dict) else {}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+    def on_close(self, opened: Any) -> None:
+        """Close something else together with this."""
+        self._open.callback(opened.close)
+
+    def __enter__(self) -> "TensorSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _model(self) -> Any:
+        tree = self.tree
+        if not isinstance(tree, dict):
+            return {}
+        state = tree.get("state")
+        if isinstance(state, dict) and isinstance(state.get("model"), dict):
+            return state["model"]
+        for key in ("model", "module", "state_dict", "model_state_dict"):
+            if isinstance(tree.get(key), dict) and next(iter(tensors_in(tree[key])), None) is not None:
+                return tree[key]
+        return {} if isinstance(state, dict) else tree
+
+
+def tensors_in(tree: Any) -> dict[str, StoredTensor]:
+    """Return the tensors of a tree by their names, such as `state/model/fc.weight`."""
+    return dict(named_leaves(tree, StoredTensor))
+
+
+def aliases_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return the names that are the same tensor as an earlier one, with that one's name."""
+    return dict(_same(tensors))
+
+
+def _same(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
+    seen: dict[Hashable, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.storage is None or not tensor.numel:
+            continue
+        first = seen.setdefault((tensor.storage, tensor.dtype, tensor.shape), name)
+        if first != name:
+            yield name, first
+
+
+def replace_tensors(tree: Any, change: Callable[[str, StoredTensor], Any]) -> Any:
+    """Return the tree with each tensor replaced by what `change` makes of its name and itself."""
+    return map_tree(tree, lambda name, value: change(name, value) if isinstance(value, StoredTensor) else value)
