@@ -5,6 +5,9 @@ FETCHED_UV := $(filter .tools/bin/uv,$(UV))  # empty where another uv is given: 
 UV_VERSION := 0.13.8
 BIN := .venv/bin
 MEMBERS := $(wildcard packages/* apps/*)
+# Those whose subject has another form in transformers 4.57 than in 5.
+TRANSFORMERS_TESTS := packages/composer-hf/tests tests/hf tests/ckpt tests/checkpoint/test_bridge_hugging_face.py \
+    tests/algorithms/test_alibi_transformers.py tests/algorithms/test_gated_linear_units.py
 unexport PYTHONDONTWRITEBYTECODE  # every launched rank would compile torch anew
 
 train: .venv/.synced  ## Train the example network on the CPU, in two processes.
@@ -12,6 +15,9 @@ train: .venv/.synced  ## Train the example network on the CPU, in two processes.
 
 test: .venv/.synced  ## Run every test and every example of a docstring or page, on two cores.
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules -q
+
+test-transformers4: .venv-transformers4/.synced  ## What depends on transformers, on its older major version.
+	.venv-transformers4/bin/python -m pytest -n 2 --dist loadfile -q $(TRANSFORMERS_TESTS)
 
 lint: .venv/.synced  ## Format, lint, types, floors, declared dependencies, ranges.
 	$(BIN)/ruff check .
@@ -35,10 +41,19 @@ lock: $(FETCHED_UV)  ## Resolve again, keep every pin that still fits, leave the
 	$(PYTHON) -m pip install -q --disable-pip-version-check --no-deps --target .tools uv==$(UV_VERSION)
 
 .venv/.synced: uv.lock pyproject.toml $(MEMBERS:%=%/pyproject.toml) | $(FETCHED_UV)
-	$(UV) venv -q --allow-existing --python $(PYTHON) .venv
-	$(UV) export -q --frozen --all-packages --all-extras --no-emit-workspace --no-annotate -o .venv/lock.txt
-	$(UV) pip sync -q --python $(BIN)/python --require-hashes .venv/lock.txt
-	$(UV) pip install -q --python $(BIN)/python --no-deps $(MEMBERS:%=-e ./%)
+	$(call install,.venv,)
 	touch $@
 
-.PHONY: train test lint alone check-lock lock
+.venv-transformers4/.synced: .venv/.synced
+	$(call install,.venv-transformers4,--group transformers4)
+	touch $@
+
+# $(1): the environment's folder; $(2): which of the lock's groups.
+define install
+	$(UV) venv -q --allow-existing --python $(PYTHON) $(1)
+	$(UV) export -q --frozen --all-packages --all-extras $(2) --no-emit-workspace --no-annotate -o $(1)/lock.txt
+	$(UV) pip sync -q --python $(1)/bin/python --require-hashes $(1)/lock.txt
+	$(UV) pip install -q --python $(1)/bin/python --no-deps $(MEMBERS:%=-e ./%)
+endef
+
+.PHONY: train test test-transformers4 lint alone check-lock lock

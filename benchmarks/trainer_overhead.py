@@ -151,7 +151,9 @@ def run_trainer(case: Case, loader: Loader) -> tuple[float, nn.Module]:
     model = ComposerModel.from_module(network, nn.functional.cross_entropy)
     if case.has_metric:
         metric = MulticlassAccuracy(num_classes=NUM_CLASSES, average="micro")
-        model = ComposerClassifier(network, train_metrics=metric, loss_fn=nn.functional.cross_entropy)
+        model = ComposerClassifier(
+            network, train_metrics=metric, val_metrics=metric, loss_fn=nn.functional.cross_entropy
+        )
     settings = {"progress_bar": False, **case.settings()}
     quietly = contextlib.redirect_stderr(io.StringIO())  # the progress bar is drawn all the same
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)

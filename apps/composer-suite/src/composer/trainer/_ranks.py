@@ -35,6 +35,7 @@ class Ranks:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.world_size = strategy.world_size
+        self._is_alone = get_world_size() == 1  # ranks that share a batch are not
         self.keep_length = True
         self.keep_step = True
         self.listen = True
@@ -74,7 +75,7 @@ class Ranks:
 
     def any_stops(self, stops: bool) -> bool:
         """Say whether any rank wants training to end here, if there is anybody who could have asked for it."""
-        if self.world_size == 1 or not self.may_stop:
+        if self._is_alone or not self.may_stop:
             return stops
         return self._strategy.sum([int(stops)])[0] > 0
 
@@ -101,7 +102,7 @@ class Ranks:
         Raises:
             ValueError: If a batch has tokens although the first one had none.
         """
-        if self.world_size == 1:
+        if self._is_alone:
             return int(num_samples), num_tokens, duration_s
         if self.keep_step and not self.listen and self._count_tokens is False:
             self._refuse_tokens(num_tokens)
