@@ -72,6 +72,7 @@ __getattr__, __dir__ = lazy_face(
         "metrics",
         "models",
         "optim",
+        "profiler",
         "trainer",
         "utils",
     ],

@@ -157,15 +157,15 @@ def _warn_of_grad_accum(count: int | str) -> None:
 
 
 def _check_auto(name: str, device: Device, profiler: Any) -> None:
-    if device.name != "gpu":
-        raise ValueError(
-            f"Can only use adaptive {name} on GPU, and device is {device.name!r}: other devices do not say that "
-            f"they are out of memory. Give {name} as a number."
-        )
     if profiler is not None:
         raise ValueError(
             f"{name}='auto' is not compatible with the profiler, which would record attempts that fail. Find the "
             "size without profiler=..., then give it as a number."
+        )
+    if device.name != "gpu":
+        raise ValueError(
+            f"Can only use adaptive {name} on GPU, and device is {device.name!r}: other devices do not say that "
+            f"they are out of memory. Give {name} as a number."
         )
     warnings.warn(
         f"{name}='auto' is experimental: it may run into CUDA errors that cannot be told from a lack of memory. If "

@@ -21,12 +21,15 @@ from composer.trainer._evaluators import make_evaluators
 from composer.trainer._loss_scaling import make_scaler
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable
 from composer.trainer._plan import check_data
+from composer.trainer._profiling import bind_profiler, check_profiler
 from composer.trainer._python_log import check_log_level
+from composer.trainer._recomputation import check_recomputation
 from composer.trainer._schedules import Schedule
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer_dist.devices import get_device
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
+from composer_events.iter_helpers import ensure_tuple
 from composer_events.state import State
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ class Parts:
     run_name: str | None
     deepspeed_config: dict[str, Any] | None
     parallelism_config: ParallelismConfig | None
+    recomputes: bool | str
     on_divergence: OnDivergence | None
 
 
@@ -99,13 +103,17 @@ def check(given: Given) -> Parts:
         given.eval_dataloader, model, given.eval_interval, given.eval_subset_num_batches, device
     )
     arguments.check_subset("train_subset_num_batches", given.train_subset_num_batches)
-    microbatching = Microbatching.of(given.device_train_microbatch_size, given.grad_accum, device)
+    check_profiler(given.profiler, destinations)
+    microbatching = Microbatching.of(
+        given.device_train_microbatch_size, given.grad_accum, device, profiler=given.profiler
+    )
     data_spec = None if given.train_dataloader is None else check_data(given.train_dataloader, microbatching)
     arguments.check_seed(given.seed)
     arguments.check_dist_timeout(given.dist_timeout)
     on_divergence = to_policy(given.on_divergence, is_deepspeed=given.deepspeed_config is not None)
     optimizers = arguments.choose_optimizers(given.optimizers, model)
     parallelism_config = sharding.read_parallelism(given)
+    recomputes = check_recomputation(given.activation_checkpointing, parallelism_config)
     deepspeed_config = distributed.complete_deepspeed_config(
         given.deepspeed_config,
         parallelism_config=parallelism_config,
@@ -150,6 +158,7 @@ def check(given: Given) -> Parts:
         run_name=run_name,
         deepspeed_config=deepspeed_config,
         parallelism_config=parallelism_config,
+        recomputes=recomputes,
         on_divergence=on_divergence,
     )
 
@@ -187,6 +196,7 @@ def check_agreement(given: Given, parts: Parts) -> None:
         "ddp_sync_strategy",
         "ddp_comm_hook",
         "compile_config",
+        "activation_checkpointing",
         "on_divergence",
         "load_path",
         "autoresume",
@@ -236,6 +246,7 @@ def make_state(given: Given, parts: Parts, rank_zero_seed: int) -> State:
         algorithms=parts.algorithms,
         callbacks=[*parts.destinations, *parts.callbacks],
     )
+    bind_profiler(given.profiler, state, None if parts.saver in ensure_tuple(given.callbacks) else parts.saver)
     state.run_name = distributed.share_run_name(state.run_name)
     vars(state)["strategy"] = parts.strategy  # for whoever saves: it has the whole weights
     sharding.share_mesh(parts.strategy, state)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from composer.profiler.profiler import Profiler
     from composer.trainer.divergence import OnDivergence
     from composer.utils.inference import ExportFormat, Transform
     from composer_checkpoint.ignore_keys import IgnoreKeys
@@ -79,6 +80,7 @@ class Trainer:
         console_log_interval: How often: epochs (`'1ep'`) or batches (`'10ba'`).
         log_traces: Whether bar and console show, too, which algorithms acted.
         auto_log_hparams: Whether to log these arguments, reduced to names and numbers, as hyperparameters.
+        profiler: Records where the time goes; see `composer.profiler.Profiler`.
         python_log_level: From which level on Python's logging shows what Composer's loggers say, such as `'info'`. By
             default it is left as the application has it.
         load_path: A checkpoint to go on from: a path or an address, in which `{run_name}` and `{rank}` are filled in.
@@ -131,6 +133,10 @@ class Trainer:
             `composer.utils.FSDPConfig`, and with `'tp'` beside it those of tensor parallelism.
         compile_config: Arguments of `torch.compile`, by which the model then runs; `{}` for the defaults. The names of
             its weights stay what they are. A model that `torch.compile` returned is taken as it is.
+        activation_checkpointing: Whether modules compute their activations again in the backward pass instead of
+            keeping them; `'selective'` keeps the results of matrix products. Which modules, the
+            `activation_checkpointing_fn(module)` of the model's child says, or their `_activation_checkpointing`. For
+            a model that is sharded it is a setting of `parallelism_config`.
         on_divergence: What to do about a batch whose loss or gradient is not finite, before the optimizer steps and on
             all ranks alike: `'raise'` a `DivergenceError`, `'skip'` the step, `'rollback'` to a copy of the weights in
             memory, an `OnDivergence` for more (also about losses that jump), or `None` for nothing.
@@ -190,6 +196,7 @@ class Trainer:
         console_log_interval: int | str | Time[int] = "1ba",
         log_traces: bool = False,
         auto_log_hparams: bool = False,
+        profiler: Profiler | None = None,
         python_log_level: str | None = None,
         load_path: str | PathLike[str] | None = None,
         load_object_store: Any = None,
@@ -227,6 +234,7 @@ class Trainer:
         deepspeed_config: dict[str, Any] | None = None,
         parallelism_config: Mapping[str, Any] | ParallelismConfig | None = None,
         compile_config: dict[str, Any] | None = None,
+        activation_checkpointing: bool | Literal["selective"] = False,
         on_divergence: str | OnDivergence | None = "raise",
         **older_names: Any,
     ) -> None:

@@ -1,0 +1,214 @@
+"""Traces in Chrome's JSON format, which https://ui.perfetto.dev and chrome://tracing show."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from composer.profiler._trace_files import prepare_folder, prune
+from composer.profiler.json_trace_merger import merge_traces, read_trace
+from composer.profiler.trace_handler import TraceHandler
+from composer_dist import dist
+from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time
+from composer_events.profiler_action import ProfilerAction
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+    from composer_time import Timestamp
+
+__all__ = ["JSONTraceHandler"]
+
+
+class JSONTraceHandler(TraceHandler):
+    """Writes what a `Profiler` records as JSON: a file for each rank and cycle, and one for all of a node's together.
+
+    Args:
+        folder: Where to, with the placeholders of `format_name_with_dist`.
+        filename: What each rank's file is called there, also with those of the time.
+        remote_file_name: Its name where a logger keeps files; `None` keeps it here only.
+        merged_trace_filename: What the file with all ranks and cycles is called; `None` for none.
+        merged_trace_remote_file_name: Its name where a logger keeps files.
+        overwrite: Whether the folder may hold files of an earlier run.
+        num_traces_to_keep: How many of the latest cycles' files stay on the disk; -1 for all. The merged one has
+            all cycles anyway.
+
+    Raises:
+        FileExistsError: If the folder is not empty, when training begins.
+        RuntimeError: If there is no profiler to hear from.
+    """
+
+    def __init__(
+        self,
+        folder: str = "{run_name}/traces",
+        filename: str = "ep{epoch}-ba{batch}-rank{rank}.json",
+        remote_file_name: str | None = "{run_name}/traces/ep{epoch}-ba{batch}-rank{rank}.json",
+        merged_trace_filename: str | None = "merged_trace.json",
+        merged_trace_remote_file_name: str | None = "{run_name}/traces/merged_trace.json",
+        *,
+        overwrite: bool = False,
+        num_traces_to_keep: int = -1,
+    ) -> None:
+        self.folder = folder
+        self.filename = filename
+        self.remote_file_name = remote_file_name
+        self.merged_trace_filename = merged_trace_filename
+        self.merged_trace_remote_file_name = merged_trace_remote_file_name
+        self.overwrite = overwrite
+        self.num_traces_to_keep = num_traces_to_keep
+        self.saved_traces: list[str] = []
+        self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # other threads record, too
+        self._was_skipping = True
+        self._saves = False
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Make the folder. Every rank must call this."""
+        folder = self._folder(state)
+        prepare_folder(folder, overwrite=self.overwrite)
+        if self.merged_trace_filename is not None and dist.get_local_rank() == 0:
+            self._merged(state).unlink(missing_ok=True)
+        dist.barrier()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Note what is done with the batch. Every rank must call this."""
+        if state.profiler is None:
+            raise RuntimeError(
+                "A JSONTraceHandler hears from a profiler, and there is none. Give it to one: "
+                "Trainer(profiler=Profiler(schedule, trace_handlers=[JSONTraceHandler()]))."
+            )
+        action = state.profiler.schedule(state)
+        if action is not ProfilerAction.SKIP and self._was_skipping:
+            self._describe_process()
+        self._was_skipping = action is ProfilerAction.SKIP
+        self._saves = action is ProfilerAction.ACTIVE_AND_SAVE
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Write what was recorded, if a cycle ends. Every rank must call this."""
+        if not self._saves:
+            return
+        self._saves = False
+        stamp = state.timestamp
+        path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(path)
+        if self.remote_file_name is not None:
+            remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
+            logger.upload_file(remote, path, overwrite=self.overwrite)
+        if self.merged_trace_filename is not None:
+            self._merge(path, state, logger)
+        self.saved_traces.append(os.fspath(path))
+        prune(self.saved_traces, self.num_traces_to_keep)
+
+    def process_duration_event(
+        self,
+        name: str,
+        categories: Sequence[str],
+        is_start: bool,
+        timestamp: Timestamp,
+        wall_clock_time_ns: int,
+    ) -> None:
+        """Take the begin or the end of a span."""
+        when = {"epoch": int(timestamp.epoch), "batch": int(timestamp.batch)}
+        self._record(name, categories, "B" if is_start else "E", wall_clock_time_ns, args=when)
+
+    def process_instant_event(
+        self, name: str, categories: Sequence[str], timestamp: Timestamp, wall_clock_time_ns: int
+    ) -> None:
+        """Take what has no duration."""
+        when = {"epoch": int(timestamp.epoch), "batch": int(timestamp.batch)}
+        self._record(name, categories, "i", wall_clock_time_ns, args=when, s="p")
+
+    def process_counter_event(
+        self,
+        name: str,
+        categories: Sequence[str],
+        timestamp: Timestamp,
+        wall_clock_time_ns: int,
+        values: Mapping[str, int | float],
+    ) -> None:
+        """Take numbers that change over time."""
+        self._record(name, categories, "C", wall_clock_time_ns, args=dict(values))
+
+    def process_chrome_json_trace_file(self, filepath: str) -> None:
+        """Add the events of a trace that somebody else wrote to this rank's own.
+
+        Raises:
+            TypeError: If the file holds no trace.
+        """
+        rank = dist.get_global_rank()
+        for event in read_trace(filepath):
+            event["pid"] = rank  # where all that belongs to a rank is shown together
+            self._queue.put(event)
+
+    def _record(self, name: str, categories: Sequence[str], phase: str, time_ns: int, **more: Any) -> None:
+        self._queue.put(
+            {
+                "name": name,
+                "cat": ",".join(categories),
+                "ph": phase,
+                "ts": time_ns // 1000,
+                "pid": dist.get_global_rank(),
+                "tid": os.getpid(),
+                **more,
+            }
+        )
+
+    def _describe_process(self) -> None:
+        """Record who this is, and a moment that all ranks have in common, by which their clocks are compared."""
+        rank = dist.get_global_rank()
+        dist.barrier()
+        begin_ns = time.time_ns()
+        dist.barrier()
+        end_ns = time.time_ns()  # somewhere between the two, the last rank came to the second barrier
+        facts: dict[str, dict[str, Any]] = {
+            "process_name": {"name": f"Rank {rank} training loop process"},
+            "thread_name": {"name": "Training Loop"},
+            "thread_sort_index": {"sort_index": 0},
+            "global_rank": {"value": rank},
+            "process_sort_index": {"sort_index": rank},
+            "clock_sync_timestamp_us": {"value": (begin_ns + end_ns) // 2000},
+            "clock_sync_error_bound": {"value": (end_ns - begin_ns) // 1000},
+        }
+        for name, args in facts.items():
+            self._queue.put({"name": name, "ph": "M", "pid": rank, "tid": os.getpid(), "args": args})
+
+    def _write(self, path: Path) -> None:
+        with open(path, "w") as file:
+            separator = "[\n"
+            try:
+                while True:
+                    event = self._queue.get_nowait()
+                    file.write(separator + json.dumps(event))
+                    separator = ",\n"
+            except Empty:
+                file.write("[]\n" if separator == "[\n" else "\n]\n")
+
+    def _merge(self, path: Path, state: State, logger: Logger) -> None:
+        """Put this cycle of the node's ranks together with the cycles before."""
+        nodes_and_paths = dist.all_gather_object((dist.get_node_rank(), os.fspath(path)))
+        dist.barrier()
+        if dist.get_local_rank() != 0:
+            return
+        merged = self._merged(state)
+        inputs = [name for node, name in nodes_and_paths if node == dist.get_node_rank()]
+        if merged.exists():
+            inputs.insert(0, os.fspath(merged))
+        unfinished = merged.with_name(f".{merged.name}.unfinished")
+        merge_traces(os.fspath(unfinished), *inputs)
+        unfinished.replace(merged)
+        if self.merged_trace_remote_file_name is not None:
+            logger.upload_file(self.merged_trace_remote_file_name, merged, overwrite=True)
+
+    def _folder(self, state: State) -> Path:
+        return Path(format_name_with_dist(self.folder, state.run_name))
+
+    def _merged(self, state: State) -> Path:
+        assert self.merged_trace_filename is not None
+        path = self._folder(state) / format_name_with_dist(self.merged_trace_filename, state.run_name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path

@@ -1,0 +1,238 @@
+"""The profiler: which batches are looked at, by whom, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer.profiler.json_trace_handler import JSONTraceHandler
+from composer.profiler.marker import Marker
+from composer.profiler.system_profiler import SystemProfiler
+from composer.profiler.torch_profiler import TorchProfiler
+from composer.profiler.trace_handler import TraceHandler
+from composer_checkpoint.uris import parse_uri
+from composer_events.callback import Callback
+from composer_events.iter_helpers import ensure_tuple
+from composer_events.profiler_action import ProfilerAction
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+    from composer_time import Timestamp
+
+__all__ = ["Profiler"]
+
+_RECORDED = (ProfilerAction.WARMUP, ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)
+
+
+class Profiler(Callback):
+    """Records where the time of a training goes, for `Trainer(profiler=...)`.
+
+    The engine's events, and what each algorithm and callback takes on each of them, are spans without further ado. A
+    `TorchProfiler` adds the operators that PyTorch runs, a `SystemProfiler` the machine's load. Whoever reads it, such
+    as a `JSONTraceHandler`, whose files https://ui.perfetto.dev shows, or an `EventRecorder`, which adds up a table,
+    is a trace handler.
+
+    Args:
+        schedule: From the state to what is done with the batch; see `cyclic_schedule`.
+        trace_handlers: One or several of those who read.
+        sys_prof_cpu: Record how busy the processors are.
+        sys_prof_memory: Record how much memory is used.
+        sys_prof_disk: Record what goes to the disks and comes from them.
+        sys_prof_net: Record what goes over the network.
+        sys_prof_stats_thread_interval_seconds: How often these four are read, in seconds.
+        torch_prof_folder: See `TorchProfiler`, as for all that begin with `torch_prof_`.
+        torch_prof_filename: See `TorchProfiler`.
+        torch_prof_remote_file_name: See `TorchProfiler`.
+        torch_prof_memory_filename: See `TorchProfiler`.
+        torch_prof_memory_remote_file_name: See `TorchProfiler`.
+        torch_prof_overwrite: See `TorchProfiler`.
+        torch_prof_use_gzip: See `TorchProfiler`.
+        torch_prof_record_shapes: See `TorchProfiler`.
+        torch_prof_profile_memory: See `TorchProfiler`.
+        torch_prof_with_stack: See `TorchProfiler`.
+        torch_prof_with_flops: See `TorchProfiler`.
+        torch_prof_num_traces_to_keep: See `TorchProfiler`.
+
+    Attributes:
+        schedule: As given.
+        remote_filenames: The names, or addresses, under which files are going to be kept elsewhere.
+        resumption_batch_idx: The batch of its epoch at which a checkpoint was gone on from; schedules begin there.
+
+    Raises:
+        ValueError: If a timeline of memory is asked for without all that it is made of.
+
+    Example:
+        >>> from composer.profiler import EventRecorder, cyclic_schedule
+        >>> profiler = Profiler(cyclic_schedule(active=2), EventRecorder(), sys_prof_cpu=False)
+        >>> len(profiler.trace_handlers)
+        1
+    """
+
+    def __init__(
+        self,
+        schedule: Callable[[State], ProfilerAction],
+        trace_handlers: TraceHandler | Sequence[TraceHandler],
+        sys_prof_cpu: bool = True,
+        sys_prof_memory: bool = False,
+        sys_prof_disk: bool = False,
+        sys_prof_net: bool = False,
+        sys_prof_stats_thread_interval_seconds: float = 0.5,
+        torch_prof_folder: str = "{run_name}/torch_traces",
+        torch_prof_filename: str = "rank{rank}.{batch}.pt.trace.json",
+        torch_prof_remote_file_name: str | None = "{run_name}/torch_traces/rank{rank}.{batch}.pt.trace.json",
+        torch_prof_memory_filename: str | None = None,
+        torch_prof_memory_remote_file_name: (
+            str | None
+        ) = "{run_name}/torch_memory_traces/rank{rank}.{batch}.pt.memory_trace.html",
+        torch_prof_overwrite: bool = False,
+        torch_prof_use_gzip: bool = False,
+        torch_prof_record_shapes: bool = False,
+        torch_prof_profile_memory: bool = True,
+        torch_prof_with_stack: bool = False,
+        torch_prof_with_flops: bool = True,
+        torch_prof_num_traces_to_keep: int = -1,
+    ) -> None:
+        self.schedule = schedule
+        self.trace_handlers = trace_handlers
+        self.resumption_batch_idx = 0
+        self.remote_filenames: list[str] = []
+        self._state: State | None = None
+        self._markers: dict[str, Marker] = {}
+        self._callbacks: list[Callback] = []
+        for handler in self.trace_handlers:
+            if isinstance(handler, JSONTraceHandler):
+                handler.remote_file_name = self._note_remote(handler.remote_file_name)
+                handler.merged_trace_remote_file_name = self._note_remote(handler.merged_trace_remote_file_name)
+        if sys_prof_cpu or sys_prof_memory or sys_prof_disk or sys_prof_net:
+            self._callbacks.append(
+                SystemProfiler(
+                    profile_cpu=sys_prof_cpu,
+                    profile_memory=sys_prof_memory,
+                    profile_disk=sys_prof_disk,
+                    profile_net=sys_prof_net,
+                    stats_thread_interval_seconds=sys_prof_stats_thread_interval_seconds,
+                )
+            )
+        if torch_prof_memory_filename is not None and not (
+            torch_prof_with_stack and torch_prof_record_shapes and torch_prof_profile_memory
+        ):
+            raise ValueError(
+                f"torch_prof_memory_filename={torch_prof_memory_filename!r} asks for a timeline of memory, which is "
+                "made of shapes, memory and stacks. Pass torch_prof_record_shapes=True, torch_prof_profile_memory=True "
+                "and torch_prof_with_stack=True, too."
+            )
+        if torch_prof_record_shapes or torch_prof_profile_memory or torch_prof_with_stack or torch_prof_with_flops:
+            keeps_memory = torch_prof_memory_filename is not None
+            self._callbacks.append(
+                TorchProfiler(
+                    folder=torch_prof_folder,
+                    filename=torch_prof_filename,
+                    remote_file_name=self._note_remote(torch_prof_remote_file_name),
+                    memory_filename=torch_prof_memory_filename,
+                    memory_remote_file_name=(
+                        self._note_remote(torch_prof_memory_remote_file_name) if keeps_memory else None
+                    ),
+                    overwrite=torch_prof_overwrite,
+                    use_gzip=torch_prof_use_gzip,
+                    record_shapes=torch_prof_record_shapes,
+                    profile_memory=torch_prof_profile_memory,
+                    with_stack=torch_prof_with_stack,
+                    with_flops=torch_prof_with_flops,
+                    num_traces_to_keep=torch_prof_num_traces_to_keep,
+                )
+            )
+
+    @property
+    def trace_handlers(self) -> list[TraceHandler]:
+        """Those who are told."""
+        return self._trace_handlers
+
+    @trace_handlers.setter
+    def trace_handlers(self, trace_handlers: TraceHandler | Sequence[TraceHandler]) -> None:
+        self._trace_handlers = list(ensure_tuple(trace_handlers))
+
+    @property
+    def state(self) -> State:
+        """Where training stands.
+
+        Raises:
+            RuntimeError: If the profiler has not been given to a Trainer yet.
+        """
+        if self._state is None:
+            raise RuntimeError(
+                "The profiler is bound to no state. Give it to a Trainer as profiler=..., or call bind_to_state(state)."
+            )
+        return self._state
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The time in training."""
+        return self.state.timestamp
+
+    @property
+    def action(self) -> ProfilerAction:
+        """What is done with the batch of now."""
+        return self.schedule(self.state)
+
+    def bind_to_state(self, state: State) -> None:
+        """Let training be profiled: put the profiler, what it made and its handlers among the state's callbacks."""
+        self._state = state
+        state.callbacks.extend([self, *self._callbacks, *self._trace_handlers])
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Note at which batch training goes on."""
+        self.resumption_batch_idx = int(state.timestamp.batch_in_epoch)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Let the epochs that follow begin at their first batch."""
+        self.resumption_batch_idx = 0
+
+    def marker(
+        self,
+        name: str,
+        actions: Sequence[ProfilerAction] = _RECORDED,
+        record_instant_on_start: bool = False,
+        record_instant_on_finish: bool = False,
+        categories: Sequence[str] = (),
+    ) -> Marker:
+        """Return the marker of a name; it is made once.
+
+        Args:
+            name: The name in the trace.
+            actions: What the profiler has to be doing for the marker to record.
+            record_instant_on_start: Whether to record an instant, too, when the work begins.
+            record_instant_on_finish: Whether to record one when it ends.
+            categories: What it belongs to.
+
+        Raises:
+            RuntimeError: If the profiler has not been given to a Trainer yet.
+        """
+        marker = self._markers.get(name)
+        if marker is None:
+            _ = self.state
+            marker = self._markers[name] = Marker(
+                self,
+                name,
+                actions=actions,
+                record_instant_on_start=record_instant_on_start,
+                record_instant_on_finish=record_instant_on_finish,
+                categories=categories,
+            )
+        return marker
+
+    def record_chrome_json_trace_file(self, filepath: str) -> None:
+        """Hand a trace that somebody else wrote to the handlers.
+
+        Args:
+            filepath: A file in Chrome's format; it may be compressed by gzip.
+        """
+        for handler in self._trace_handlers:
+            handler.process_chrome_json_trace_file(filepath)
+
+    def _note_remote(self, name: Any) -> Any:
+        """Remember where a file is going to be kept, and return its name there."""
+        if name is None:
+            return None
+        self.remote_filenames.append(name)
+        return parse_uri(name).path

@@ -1,0 +1,64 @@
+"""Which batches a profiler looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from composer_events.profiler_action import ProfilerAction
+
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+__all__ = ["cyclic_schedule"]
+
+
+def cyclic_schedule(
+    skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int = 4, repeat: int = 1
+) -> Callable[[State], ProfilerAction]:
+    """Return a schedule for `Profiler` that goes through waiting, warming up and recording, in every epoch anew.
+
+    The last batch of a cycle, or of an epoch inside one, saves what was recorded.
+
+    Args:
+        skip_first: How many batches at the begin of an epoch, or after a checkpoint from inside of it was loaded, are
+            skipped.
+        wait: How many batches of each cycle are skipped.
+        warmup: How many batches are then recorded and thrown away, so that the start's own cost is over.
+        active: How many batches are then recorded.
+        repeat: How many cycles there are in an epoch; 0 for as many as fit.
+
+    Raises:
+        ValueError: If a number is negative, or there are no batches to record.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from composer_time import Timestamp
+        >>> schedule = cyclic_schedule(skip_first=1, warmup=1, active=2)
+        >>> def at(batch):
+        ...     return SimpleNamespace(timestamp=Timestamp(batch_in_epoch=batch), dataloader_len=None, profiler=None)
+        >>> [schedule(at(batch)).value for batch in range(5)]
+        ['skip', 'warmup', 'active', 'active_and_save', 'skip']
+    """
+    numbers = {"skip_first": skip_first, "wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+    for name, number in numbers.items():
+        if number < 0 or (name == "active" and number == 0):
+            raise ValueError(f"{name}={number!r} is no number of batches. Pass {1 if name == 'active' else 0} or more.")
+    cycle = wait + warmup + active
+
+    def schedule(state: State) -> ProfilerAction:
+        batch = int(state.timestamp.batch_in_epoch)
+        first = skip_first + getattr(state.profiler, "resumption_batch_idx", 0)
+        if batch < first or (repeat and batch >= first + repeat * cycle):
+            return ProfilerAction.SKIP
+        position = (batch - first) % cycle
+        if position < wait:
+            return ProfilerAction.SKIP
+        if position < wait + warmup:
+            return ProfilerAction.WARMUP
+        length = state.dataloader_len
+        if position == cycle - 1 or (length is not None and batch + 1 >= int(length)):
+            return ProfilerAction.ACTIVE_AND_SAVE
+        return ProfilerAction.ACTIVE
+
+    return schedule

@@ -1,0 +1,144 @@
+"""How busy the machine is while it trains: processors, memory, disks, network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer.profiler.profiler import Profiler
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["SystemProfiler"]
+
+_GIB = 1 << 30
+_KIB = 1 << 10
+
+
+class SystemProfiler(Callback):
+    """Reads the machine's load in a thread of its own, and adds it to the trace as counters.
+
+    The package psutil does the reading: `pip install 'composer-suite[system]'`.
+
+    Args:
+        profile_cpu: Record how busy the processors are: counter `cpu`, in percent.
+        profile_memory: Record how much memory is used: `memory/virtual` and `memory/swap`, and of each GPU
+            `memory/cuda/...`, in GiB.
+        profile_disk: Record what goes to the disks and comes from them: `disk/<device>/<what>`, in operations,
+            KiB or ms since the machine began.
+        profile_net: Record what goes over the network: `network/<interface>/...`, in KiB since the last reading.
+        stats_thread_interval_seconds: How often, in seconds.
+
+    Raises:
+        ImportError: If psutil is not installed, when training begins.
+        RuntimeError: If there is no profiler to tell.
+        ValueError: If the interval is not positive.
+    """
+
+    def __init__(
+        self,
+        profile_cpu: bool = True,
+        profile_memory: bool = False,
+        profile_disk: bool = False,
+        profile_net: bool = False,
+        stats_thread_interval_seconds: float = 0.5,
+    ) -> None:
+        if stats_thread_interval_seconds <= 0:
+            raise ValueError(
+                f"stats_thread_interval_seconds={stats_thread_interval_seconds!r} is no time to wait between two "
+                "readings. Pass a positive number of seconds."
+            )
+        self.profile_cpu = profile_cpu
+        self.profile_memory = profile_memory
+        self.profile_disk = profile_disk
+        self.profile_net = profile_net
+        self.stats_thread_interval_seconds = stats_thread_interval_seconds
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin to read."""
+        if state.profiler is None:
+            raise RuntimeError(
+                "A SystemProfiler tells a profiler what it reads, and there is none. Give it a schedule: "
+                "Trainer(profiler=Profiler(schedule, trace_handlers)), which makes a SystemProfiler itself."
+            )
+        try:
+            import psutil
+        except ImportError as error:
+            raise ImportError(
+                "The SystemProfiler reads the machine's load with psutil: pip install 'composer-suite[system]', or "
+                "profile without it: Profiler(..., sys_prof_cpu=False)."
+            ) from error
+        self._ends.clear()
+        self._thread = threading.Thread(
+            target=self._read, args=(psutil, state.profiler), name="composer-system-profiler", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """End reading."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _read(self, psutil: Any, profiler: Profiler) -> None:
+        readers: list[Callable[[], None]] = []
+        if self.profile_cpu:
+            psutil.cpu_percent()  # the first reading is of no time
+            readers.append(
+                lambda: profiler.marker("cpu", categories=["cpu"]).counter({"cpu_percent": psutil.cpu_percent()})
+            )
+        if self.profile_memory:
+            readers.append(lambda: _read_memory(psutil, profiler))
+        if self.profile_disk:
+            readers.append(lambda: _read_disks(psutil, profiler))
+        if self.profile_net:
+            before: dict[str, Any] = psutil.net_io_counters(pernic=True)
+            readers.append(lambda: _read_network(psutil, profiler, before))
+        while not self._ends.wait(self.stats_thread_interval_seconds):
+            for read in readers:
+                read()
+
+
+def _read_processors(psutil: Any, profiler: Profiler) -> None:
+    profiler.marker("cpu", categories=["cpu"]).counter({"cpu_percent": psutil.cpu_percent()})
+
+
+def _read_memory(psutil: Any, profiler: Profiler) -> None:
+    swap, virtual = psutil.swap_memory(), psutil.virtual_memory()
+    count = profiler.marker
+    count("memory/swap", categories=["memory"]).counter({"used_gib": swap.used / _GIB})
+    count("memory/virtual", categories=["memory"]).counter(
+        {"used_gib": virtual.used / _GIB, "available_gib": virtual.available / _GIB}
+    )
+    if torch.cuda.is_initialized():
+        for name, value in torch.cuda.memory_stats().items():
+            if "bytes" in name and name.endswith(("current", "peak")):
+                count(f"memory/cuda/{name}", categories=["memory"]).counter({"gib": value / _GIB})
+
+
+def _read_disks(psutil: Any, profiler: Profiler) -> None:
+    for device, counters in psutil.disk_io_counters(perdisk=True).items():
+        for field, value in counters._asdict().items():  # psutil gives named tuples
+            number = value / _KIB if field.endswith("bytes") else value
+            unit = field.replace("bytes", "kib")
+            profiler.marker(f"disk/{device}/{field}", categories=["disk"]).counter({unit: number})
+
+
+def _read_network(psutil: Any, profiler: Profiler, before: dict[str, Any]) -> None:
+    now = psutil.net_io_counters(pernic=True)
+    for nic, counters in now.items():
+        last = before.get(nic, counters)
+        for name, sent in (("kb_sent", "bytes_sent"), ("kb_recv", "bytes_recv")):
+            since = (getattr(counters, sent) - getattr(last, sent)) / _KIB
+            profiler.marker(f"network/{nic}/{name}", categories=["net"]).counter({name: since})
+    before.clear()
+    before.update(now)

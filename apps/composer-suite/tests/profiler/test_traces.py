@@ -1,0 +1,215 @@
+"""Traces of whole trainings, written, merged over ranks and cycles, and read back."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from composer import Trainer
+from composer.algorithms import GradientClipping
+from composer.callbacks import CheckpointSaver
+from composer.core import Callback
+from composer.models import ComposerModel
+from composer.profiler import JSONTraceHandler, Profiler, SystemProfiler, TorchProfiler, cyclic_schedule
+from composer.profiler.json_trace_merger import merge_traces, parse_trace
+from composer_dist.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:The profiler is enabled:UserWarning")
+
+
+class Watches(Callback):
+    def batch_end(self, state, logger):
+        pass
+
+
+def make_trainer(profiler, **more):
+    data = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long)) for _ in range(4)]
+    model = ComposerModel.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
+    settings = {
+        "train_dataloader": data,
+        "device_train_microbatch_size": 4,
+        "max_duration": "2ep",
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.1),
+        "device": "cpu",
+        "progress_bar": False,
+        "run_name": "run",
+    }
+    return Trainer(model, profiler=profiler, **settings | more)
+
+
+def spans_only(handler, **settings):
+    off = {"sys_prof_cpu": False, "torch_prof_profile_memory": False, "torch_prof_with_flops": False}
+    return Profiler(cyclic_schedule(warmup=1, active=2, repeat=1), handler, **off | settings)
+
+
+def phases(trace, name):
+    return [event["ph"] for event in trace if event["name"] == name]
+
+
+def test_a_run_leaves_a_trace_with_a_span_for_each_event_algorithm_and_callback(tmp_path):
+    handler = JSONTraceHandler(folder=f"{tmp_path}/{{run_name}}")
+    with make_trainer(spans_only(handler), algorithms=GradientClipping("norm", 1.0), callbacks=Watches()) as trainer:
+        trainer.fit()
+    trace = json.loads((tmp_path / "run" / "merged_trace.json").read_text())
+    for name in ("event/epoch", "event/batch", "event/forward", "event/dataloader"):
+        assert "B" in phases(trace, name)
+        assert "E" in phases(trace, name)
+    assert phases(trace, "event/train_batch") == ["B", "E"] * 6  # two epochs of a warm-up and two batches
+    assert phases(trace, "algorithm/GradientClipping/event/after_train_batch") == ["B", "E"] * 6
+    assert "B" in phases(trace, "callback/Watches/event/batch_end")
+    batch = next(event for event in trace if event["name"] == "event/train_batch" and event["args"]["epoch"] == 1)
+    assert batch["args"] == {"epoch": 1, "batch": 4}
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "ep0-ba3-rank0.json",
+        "ep1-ba7-rank0.json",
+        "merged_trace.json",
+    ]
+
+
+def test_older_traces_are_deleted_and_the_merged_one_keeps_them_all(tmp_path):
+    handler = JSONTraceHandler(folder=str(tmp_path), num_traces_to_keep=1)
+    with make_trainer(spans_only(handler)) as trainer:
+        trainer.fit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ep1-ba7-rank0.json", "merged_trace.json"]
+    trace = json.loads((tmp_path / "merged_trace.json").read_text())
+    begins = [event["ts"] for event in trace if event["name"] == "event/train_batch" and event["ph"] == "B"]
+    assert len(begins) == 6
+    assert begins == sorted(begins)
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path):
+    (tmp_path / "of_another_run.json").write_text("[]")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        make_trainer(spans_only(JSONTraceHandler(folder=str(tmp_path))))
+    make_trainer(spans_only(JSONTraceHandler(folder=str(tmp_path), overwrite=True))).close()
+    assert (tmp_path / "of_another_run.json").read_text() == "[]"
+
+
+def test_the_profiler_stands_behind_the_callbacks_and_before_the_saver(tmp_path):
+    handler = JSONTraceHandler(folder=f"{tmp_path}/traces")
+    watches = Watches()
+    profiler = spans_only(handler)
+    with make_trainer(profiler, callbacks=watches, save_folder=f"{tmp_path}/checkpoints") as trainer:
+        assert trainer.state.callbacks[:-1] == [watches, profiler, handler]
+        assert isinstance(trainer.state.callbacks[-1], CheckpointSaver)
+        assert trainer.state.profiler is profiler
+
+
+def test_torchs_operators_are_in_the_trace_of_their_rank(tmp_path):
+    handler = JSONTraceHandler(folder=f"{tmp_path}/traces")
+    profiler = spans_only(
+        handler,
+        torch_prof_with_flops=True,
+        torch_prof_folder=f"{tmp_path}/torch",
+        torch_prof_num_traces_to_keep=1,
+        torch_prof_use_gzip=True,
+    )
+    with make_trainer(profiler) as trainer:
+        trainer.fit()
+    assert [path.name for path in (tmp_path / "torch").iterdir()] == ["rank0.7.pt.trace.json.gz"]
+    trace = json.loads((tmp_path / "traces" / "merged_trace.json").read_text())
+    operators = [event for event in trace if event["name"] == "aten::linear"]
+    assert len(operators) == 4  # two epochs of two batches; those of the warm-up are thrown away
+    assert {event["pid"] for event in operators} == {0}
+
+
+def test_the_ranks_traces_come_together_on_one_clock(tmp_path):
+    run_ranks(train_on_a_rank, str(tmp_path / "traces"), store=tmp_path / "store")
+    trace = json.loads((tmp_path / "traces" / "merged_trace.json").read_text())
+    assert {event["pid"] for event in trace if event["name"] == "event/train_batch"} == {0, 1}
+    names = {event["args"]["name"] for event in trace if event["name"] == "process_name"}
+    assert names == {"Rank 0 training loop process", "Rank 1 training loop process"}
+
+
+def train_on_a_rank(folder):
+    with make_trainer(spans_only(JSONTraceHandler(folder=folder)), max_duration="1ep") as trainer:
+        trainer.fit()
+
+
+def trace_of(rank, clock_us, begin_us):
+    fact = {"ph": "M", "pid": 77, "tid": 5}
+    return [
+        {"name": "global_rank", "args": {"value": rank}, **fact},
+        {"name": "clock_sync_timestamp_us", "args": {"value": clock_us}, **fact},
+        {"name": "work", "ph": "B", "ts": begin_us, "pid": 77, "tid": 5},
+        {"name": "MulBackward0", "ph": "B", "ts": begin_us, "pid": 77, "tid": 6},
+        {"name": "nobody's", "ph": "i", "ts": begin_us},
+        {"name": "torch's own", "ph": "i", "ts": begin_us, "pid": 77, "tid": "PyTorch Profiler (0)"},
+    ]
+
+
+def test_clocks_are_set_to_that_of_the_lowest_rank(tmp_path):
+    (tmp_path / "0.json").write_text(json.dumps(trace_of(0, 1_000, 1_500)))
+    with gzip.open(tmp_path / "1.json.gz", "wt") as file:
+        json.dump({"traceEvents": trace_of(1, 4_000, 4_600)}, file)
+    merge_traces(str(tmp_path / "all.json"), str(tmp_path / "1.json.gz"), str(tmp_path / "0.json"))
+    trace = json.loads((tmp_path / "all.json").read_text())
+    assert [(event["pid"], event["ts"]) for event in trace if event["name"] == "work"] == [(1, 1_600), (0, 1_500)]
+    order = {
+        (event["pid"], event["tid"]): event["args"]["sort_index"]
+        for event in trace
+        if event["name"] == "thread_sort_index"
+    }
+    assert order == {(0, 5): 99_999, (0, 6): 1, (1, 5): 99_999, (1, 6): 1}
+    assert {"nobody's", "torch's own"}.isdisjoint(event["name"] for event in trace)
+    merge_traces(str(tmp_path / "again.json"), str(tmp_path / "all.json"), str(tmp_path / "0.json"), object_form=True)
+    again = json.loads((tmp_path / "again.json").read_text())["traceEvents"]
+    assert [event["ts"] for event in again if event["name"] == "work"] == [1_600, 1_500, 1_500]
+
+
+@pytest.mark.parametrize("text", ['[{"name": "a"}', '[{"name": "a"},\n', '{"traceEvents": [{"name": "a"}]}'])
+def test_traces_that_were_cut_off_are_read(text):
+    assert parse_trace(text, "trace.json") == [{"name": "a"}]
+
+
+@pytest.mark.parametrize("text", ["", "3", '{"events": []}', "[1]", "<html>"])
+def test_what_is_no_trace_is_refused_by_name(text):
+    with pytest.raises(TypeError, match=r"'trace\.json' is no trace"):
+        parse_trace(text, "trace.json")
+
+
+def test_a_profiler_does_not_go_with_microbatches_found_out():
+    with pytest.raises(ValueError, match="not compatible with the profiler"):
+        make_trainer(spans_only([]), device_train_microbatch_size="auto")
+
+
+@pytest.mark.parametrize("profiler", [Profiler, "profiler"])
+def test_what_is_no_profiler_is_refused(profiler):
+    with pytest.raises(TypeError, match=r"is no composer\.profiler\.Profiler"):
+        make_trainer(profiler)
+
+
+@pytest.mark.parametrize("callback", [TorchProfiler, SystemProfiler])
+def test_what_belongs_to_a_profiler_says_so_where_there_is_none(callback):
+    with pytest.raises(RuntimeError, match="Profiler"):
+        make_trainer(None, callbacks=callback())
+
+
+def test_the_machines_load_is_in_the_trace_in_units_that_its_names_say(tmp_path):
+    psutil = pytest.importorskip("psutil")
+    handler = JSONTraceHandler(folder=str(tmp_path))
+    profiler = spans_only(
+        handler,
+        sys_prof_cpu=True,
+        sys_prof_memory=True,
+        sys_prof_disk=True,
+        sys_prof_net=True,
+        sys_prof_stats_thread_interval_seconds=0.001,
+    )
+
+    class WaitsForCounters(Callback):
+        def batch_start(self, state, logger):
+            if int(state.timestamp.batch_in_epoch) == 2:
+                while handler._queue.qsize() < 200:  # the other thread fills it
+                    pass
+
+    with make_trainer(profiler, callbacks=WaitsForCounters(), max_duration="1ep") as trainer:
+        trainer.fit()
+    trace = json.loads((tmp_path / "merged_trace.json").read_text())
+    counters = {event["name"]: event["args"] for event in trace if event["ph"] == "C"}
+    assert 0 <= counters["cpu"]["cpu_percent"] <= 100
+    assert 0 < counters["memory/virtual"]["used_gib"] <= psutil.virtual_memory().total / 2**30
+    assert all(args["kb_sent"] >= 0 for name, args in counters.items() if name.endswith("kb_sent"))
+    for disk in psutil.disk_io_counters(perdisk=True):
+        assert counters[f"disk/{disk}/read_bytes"].keys() == {"read_kib"}
