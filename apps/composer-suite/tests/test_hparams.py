@@ -57,6 +57,7 @@ def test_the_hyperparameters_of_a_plain_run(make_trainer, make_model):
         "load_exclude_algorithms": None,
         "save_folder": None,
         "save_filename": "ep{epoch}-ba{batch}-rank{rank}.pt",
+        "profiler": None,
         "save_latest_filename": "latest-rank{rank}.pt",
         "save_overwrite": False,
         "save_interval": "1ep",

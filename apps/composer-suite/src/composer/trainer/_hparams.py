@@ -25,6 +25,7 @@ _ONLY_IF_USED = frozenset(
         "save_async",
         "save_async_policy",
         "on_divergence",
+        "activation_checkpointing",
         "ddp_comm_hook",
         "deepspeed_config",
         "grad_accum",
