@@ -379,22 +379,20 @@ trainer = Trainer(
 trainer.fit()
 """
 
-WITH_DEEPSPEED = """
-# run_trainer.py
-
-from composer import Trainer
-
-trainer = Trainer(
-    model=model,
-    train_dataloader=train_dataloader,
-    eval_dataloader=eval_dataloader,
-    max_duration='160ep',
+WITH_DEEPSPEED = RUN_TRAINER.replace(
+    """
+    device='gpu'
+)
+trainer.fit()
+""",
+    """
     device='gpu',
     deepspeed_config={
         "train_batch_size": 2048,
         "fp16": {"enabled": True},
 })
-"""
+""",
+)
 
 LAUNCH = "composer -n 8 --stdout stdout_{rank}.log --stderr stderr_{rank}.log script.py"
 

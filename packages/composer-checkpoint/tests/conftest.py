@@ -1,10 +1,31 @@
 """A small training loop of events, which the tests of saving and loading a training state share."""
 
+from multiprocessing import forkserver
+
 import pytest
 import torch
 
 from composer_checkpoint import CheckpointSaver
 from composer_events import Engine, Event, State
+
+# What the ranks of most tests load: in the server from which they are forked, it is loaded once.
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "fsspec.implementations.local",
+    "pytest",
+    "composer_events",
+    *(f"composer_checkpoint.{name}" for name in ("autoresume", "loader", "modular.load", "saver", "sharded", "stores")),
+]
+
+
+def pytest_collection_finish(session):
+    """Start that server before the first test starts it with less, if any test will need it."""
+    if any(hasattr(getattr(item, "module", None), "run_ranks") for item in session.items):
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 class Loop:

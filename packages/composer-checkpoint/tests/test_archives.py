@@ -163,3 +163,11 @@ def test_the_checksum_after_the_end_of_a_tar_archive_is_compared(tmp_path, exten
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpointError):
         load_file(path)
+
+
+def test_a_tar_of_countless_members_is_refused(tmp_path):
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+        for number in range(2000):
+            archive.addfile(tarfile.TarInfo(f"empty{number}"))
+    with pytest.raises(CorruptCheckpointError, match="more than 1000 members"):
+        load_file(tmp_path / "x.tar.gz")

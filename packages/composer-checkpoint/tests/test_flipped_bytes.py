@@ -2,12 +2,14 @@
 
 import datetime
 import shutil
+import struct
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 
-from composer_checkpoint import CheckpointError, load_file, save_file
+from composer_checkpoint import CheckpointError, CorruptCheckpointError, load_file, save_file
 
 WEIGHTS = {"weight": torch.linspace(-1, 1, 12).reshape(3, 4), "bias": torch.arange(5, dtype=torch.int16)}
 STATE = {
@@ -83,3 +85,43 @@ def test_no_changed_byte_of_an_unpacked_file_goes_unnoticed(tmp_path, name):
         path.write_bytes(changed)
         with pytest.raises(CheckpointError):
             load_file(path)
+
+
+NAMES = ("state/model/weight", "state/model/bias")
+
+
+def headers_of(path):
+    """Where each tensor's header begins and ends, by its name."""
+    with zipfile.ZipFile(path) as archive:
+        ends = {info.filename: info.header_offset for info in archive.infolist()}
+    data = path.read_bytes()
+    for number, name in enumerate(NAMES):
+        start = ends[f"archive/data/{number}"]
+        name_bytes, extra_bytes = struct.unpack_from("<2H", data, start + 26)
+        yield name, start, start + 30 + name_bytes + extra_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_changed_bit_of_a_tensors_header_names_the_tensor(tmp_path, name):
+    path = tmp_path / "x.pt"
+    save_file({"state": {"model": WEIGHTS}}, path)
+    data = path.read_bytes()
+    _, start, end = next(header for header in headers_of(path) if header[0] == name)
+    (other,) = set(NAMES) - {name}
+    for position in range(start, end):
+        for bit in range(8) if position < start + 30 else [position % 8]:
+            changed = bytearray(data)
+            changed[position] ^= 1 << bit
+            path.write_bytes(changed)
+            with pytest.raises(CorruptCheckpointError, match=f"the header of {name}, at byte {start}") as refusal:
+                load_file(path)
+            assert other not in str(refusal.value)
+
+
+def test_a_damaged_header_in_a_file_of_torch_names_the_tensors_that_share_its_bytes(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"a": WEIGHTS["weight"], "tied": WEIGHTS["weight"]}, path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"PK\x03\x04", b"PK\x03\x05").replace(b"PK\x03\x05", b"PK\x03\x04", 4))
+    with pytest.raises(CorruptCheckpointError, match="the header of a and tied"):
+        load_file(path)

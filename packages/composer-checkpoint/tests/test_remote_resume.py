@@ -168,82 +168,117 @@ def copy_of(trained, tmp_path):
     return folder
 
 
-def test_all_ranks_resume_from_the_newest_in_the_store(trained, tmp_path):
-    for batch, found, said in run_ranks(resume, trained.kind, trained.folder.as_uri(), store=tmp_path / "store"):
-        assert (batch, said) == (3, [])
-        assert found == trained.weights[3]
+def copies_that_something_happened_to(trained, tmp_path):
+    """Return a folder for each thing that can happen to a store, by its name."""
+    folders = {"nothing": trained.folder}
+    for how in ("unfinished", "missing", "flipped"):
+        folders[how] = copy_of(trained, tmp_path / how)
+        damage(folders[how], trained.kind, 3, how)
+    for how in ("unfinished", "flipped"):
+        folders[f"all-{how}"] = copy_of(trained, tmp_path / f"all-{how}")
+        for batch in (1, 2, 3):
+            damage(folders[f"all-{how}"], trained.kind, batch, how)
+    for how in ("older-pointer", "no-pointer"):
+        folders[how] = copy_of(trained, tmp_path / how)
+        for pointer in folders[how].glob("*.symlink"):
+            older = pointer.read_text().replace("ba3", "ba1")
+            pointer.unlink()
+            if how == "older-pointer":
+                pointer.write_text(older)
+    return folders
+
+
+def resume_each(kind, folders):
+    """Return what comes of resuming from each folder, and from a store that does not answer."""
+    found = {how: outcome(resume, kind, folder) for how, folder in folders.items()}
+    return {**found, "no answer": outcome(fail_to_reach, kind, folders["nothing"])}
+
+
+def outcome(call, *arguments):
+    try:
+        return call(*arguments)
+    except OSError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.fixture(scope="module")
+def resumed(trained, tmp_path_factory):
+    """What comes of it on two ranks, by what has happened to the store."""
+    tmp_path = tmp_path_factory.mktemp("resumed")
+    folders = copies_that_something_happened_to(trained, tmp_path)
+    uris = {how: folder.as_uri() for how, folder in folders.items()}
+    first, second = run_ranks(resume_each, trained.kind, uris, store=tmp_path / "store")
+    assert first == second
+    return first
+
+
+def test_all_ranks_resume_from_the_newest_in_the_store(trained, resumed):
+    assert resumed["nothing"] == (3, trained.weights[3], [])
 
 
 @pytest.mark.parametrize("how", ["unfinished", "missing", "flipped"])
-def test_what_is_not_whole_is_skipped_by_all_ranks_and_named_with_the_reason(trained, tmp_path, how):
-    folder = copy_of(trained, tmp_path)
-    damage(folder, trained.kind, 3, how)
-    first, second = run_ranks(resume, trained.kind, folder.as_uri(), store=tmp_path / "store")
-    assert first == second
-    batch, found, said = first
+def test_what_is_not_whole_is_skipped_by_all_ranks_and_named_with_the_reason(trained, resumed, how):
+    batch, found, said = resumed[how]
     assert (batch, found) == (2, trained.weights[2])
     if how == "flipped" or trained.kind != "ddp":
         assert len(said) == 1
         assert "ba3" in said[0]
 
 
-def refuse_to_begin_anew(kind, folder):
-    with pytest.raises(CheckpointConflictError) as refusal:
-        resume(kind, folder)
-    return str(refusal.value)
-
-
-def test_no_run_begins_anew_where_none_is_whole(trained, tmp_path):
-    folder = copy_of(trained, tmp_path)
-    for batch in (1, 2, 3):
-        damage(folder, trained.kind, batch, "flipped")
-    first, second = run_ranks(refuse_to_begin_anew, trained.kind, folder.as_uri(), store=tmp_path / "store")
-    assert first == second
-    places = [first.index(f"ba{batch}") for batch in (3, 2, 1)]
+def test_no_run_begins_anew_where_none_is_whole(resumed):
+    kind, text = resumed["all-flipped"]
+    assert kind == CheckpointConflictError.__name__
+    places = [text.index(f"ba{batch}") for batch in (3, 2, 1)]
     assert places == sorted(places)  # the newest first
-    assert "save_overwrite=True" in first
+    assert "save_overwrite=True" in text
 
 
-def test_what_no_save_has_finished_is_no_reason_not_to_begin_anew(trained, tmp_path):
-    folder = copy_of(trained, tmp_path)
-    for batch in (1, 2, 3):
-        damage(folder, trained.kind, batch, "unfinished")
-    for batch, _, _ in run_ranks(resume, trained.kind, folder.as_uri(), store=tmp_path / "store"):
-        assert batch == 0
+def test_what_no_save_has_finished_is_no_reason_not_to_begin_anew(resumed):
+    assert resumed["all-unfinished"][0] == 0
 
 
-def test_a_pointer_that_is_missing_or_leads_to_an_older_one_decides_nothing(trained, tmp_path):
-    folder = copy_of(trained, tmp_path)
-    for pointer in folder.glob("*.symlink"):
-        pointer.write_text(pointer.read_text().replace("ba3", "ba1"))
-    ((batch, _, said), _) = run_ranks(resume, trained.kind, folder.as_uri(), store=tmp_path / "store")
-    assert (batch, said) == (3, [])
-    for pointer in folder.glob("*.symlink"):
-        pointer.unlink()
-    ((batch, _, said), _) = run_ranks(resume, trained.kind, folder.as_uri(), store=tmp_path / "again")
-    assert (batch, said) == (3, [])
+@pytest.mark.parametrize("how", ["older-pointer", "no-pointer"])
+def test_a_pointer_that_is_missing_or_leads_to_an_older_one_decides_nothing(trained, resumed, how):
+    assert resumed[how] == (3, trained.weights[3], [])
 
 
-def begin_again(kind, folder):
-    saver = make_saver(folder)
-    _, engine = make_run(kind, saver)
-    with pytest.raises(FileExistsError, match="may conflict with a future checkpoint") as refusal:
-        engine.run_event(Event.FIT_START)
+def test_a_store_that_does_not_answer_is_no_reason_to_begin_anew(resumed):
+    assert "the key has expired" in resumed["no answer"][1]
+
+
+def go_back(kind, folder):
+    """Train on from the first batch's checkpoint, over the later ones, for one batch."""
+    saver = make_saver(folder, overwrite=True)
+    state, engine = make_run(kind, saver)
+    name = {"ddp": "ba1-rank0.pt", "sharded": "ba1", "local": "ba1-rank{rank}.pt"}[kind]
+    path = folder.removeprefix("file://")
+    load_checkpoint(f"{path}/{name}", state, engine.logger)
+    engine.run_event(Event.FIT_START)
+    state.optimizers[0].zero_grad()
+    state.model(state.dataloader[3]).sum().backward()
+    engine.run_event(Event.AFTER_TRAIN_BATCH)
+    state.optimizers[0].step()
+    state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=2)
+    engine.run_event(Event.BATCH_END)
+    engine.run_event(Event.BATCH_CHECKPOINT)
+    engine.run_event(Event.FIT_END)
+    found = weights(state)
     engine.close()
-    return str(refusal.value)
+    return found
 
 
-def test_no_run_begins_from_zero_over_later_checkpoints_of_a_store(trained, tmp_path):
-    first, second = run_ranks(begin_again, trained.kind, trained.folder.as_uri(), store=tmp_path / "store")
-    assert first == second
-    assert "ba3" in first
-    assert "save_overwrite=True" in first
+def go_back_and_resume(kind, folder):
+    return go_back(kind, folder), resume(kind, folder)
+
+
+def test_later_checkpoints_of_a_run_that_somebody_went_back_from_are_not_resumed(trained, tmp_path):
     folder = copy_of(trained, tmp_path)
-    run_ranks(train_over, trained.kind, folder.as_uri(), store=tmp_path / "over")
-
-
-def train_over(kind, folder):
-    train(kind, folder, overwrite=True)
+    for expected, resumed in run_ranks(go_back_and_resume, trained.kind, folder.as_uri(), store=tmp_path / "store"):
+        batch, found, said = resumed
+        assert (batch, found) == (2, expected)
+        assert len(said) == 1
+        assert "ba3" in said[0]
+        assert "somebody has gone back" in said[0]
 
 
 def fail_to_reach(kind, folder):
@@ -258,15 +293,27 @@ def fail_to_reach(kind, folder):
     try:
         with checkpoint_to_resume(saver, state, engine.logger):
             return "resumed"
-    except OSError as error:
-        return str(error)
     finally:
         engine.close()
 
 
-def test_a_store_that_does_not_answer_is_no_reason_to_begin_anew(trained, tmp_path):
-    for text in run_ranks(fail_to_reach, trained.kind, trained.folder.as_uri(), store=tmp_path / "store"):
-        assert "the key has expired" in text
+def begin_again_and_over(kind, folder, copied):
+    """Return the refusal to begin from zero over later checkpoints, and do it where that is said to be right."""
+    saver = make_saver(folder)
+    _, engine = make_run(kind, saver)
+    with pytest.raises(FileExistsError, match="may conflict with a future checkpoint") as refusal:
+        engine.run_event(Event.FIT_START)
+    engine.close()
+    train(kind, copied, overwrite=True)
+    return str(refusal.value)
+
+
+def test_no_run_begins_from_zero_over_later_checkpoints_of_a_store(trained, tmp_path):
+    folders = [trained.folder.as_uri(), copy_of(trained, tmp_path).as_uri()]
+    first, second = run_ranks(begin_again_and_over, trained.kind, *folders, store=tmp_path / "store")
+    assert first == second
+    assert "ba3" in first
+    assert "save_overwrite=True" in first
 
 
 def fetch_own_shard(folder):

@@ -468,3 +468,37 @@ def test_a_tree_that_unfolds_to_endless_is_saved_and_loaded_with_what_had_to_be_
     for _ in range(60):
         found = found["other"]
     assert found == {"when": datetime.timedelta(3)}
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_no_carrier_takes_endless_time_over_keys(tmp_path, carrier):
+    doubled = b")q\x00" + b"".join(b"0h" + bytes([n, ord("h"), n]) + b"\x86q" + bytes([n + 1]) for n in range(60))
+    (tmp_path / carrier).write_bytes(CARRIERS[carrier](b"\x80\x02}" + doubled + b"Ns."))
+    for call in (load_file, verify):
+        with pytest.raises(CorruptCheckpointError, match="endless time"):
+            call(tmp_path / carrier)
+
+
+def test_no_message_is_as_long_as_what_the_file_holds(tmp_path):
+    save_file({"w" * 1_000_000: torch.ones(64)}, tmp_path / "x.pt")
+    whole = bytearray((tmp_path / "x.pt").read_bytes())
+    whole[whole.index(torch.ones(64).numpy().tobytes())] ^= 1
+    (tmp_path / "x.pt").write_bytes(whole)
+    with pytest.raises(CorruptCheckpointError, match="are not those that were written") as refusal:
+        load_file(tmp_path / "x.pt")
+    assert len(str(refusal.value)) < 11_000
+
+
+def test_names_are_not_repeated_until_memory_is_full(tmp_path):
+    key = b"X" + (1 << 20).to_bytes(4, "little") + b"x" * (1 << 20)
+    data = b"\x80\x02](" + key + b"q\x010" + b"}h\x01}s" * 2000 + b"e."
+    (tmp_path / "x.pkl").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="has names of no checkpoint"):
+        load_file(tmp_path / "x.pkl")
+
+
+def test_a_file_that_asks_for_countless_classes_makes_none_of_them(tmp_path):
+    data = b"\x80\x02](" + b"".join(named(f"a.b{number}") for number in range(2000)) + b"e."
+    (tmp_path / "x.pt").write_bytes(as_zip(data))
+    with pytest.raises(UnsafeCheckpointError, match="more than 1000 functions and classes"):
+        inspect_file(tmp_path / "x.pt")

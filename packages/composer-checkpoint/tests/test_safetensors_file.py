@@ -121,3 +121,12 @@ def test_a_malformed_file_is_refused(tmp_path, name):
     (tmp_path / "x.safetensors").write_bytes(MALFORMED[name])
     with pytest.raises(CorruptCheckpointError, match=r"x\.safetensors: the file"):
         load_file(tmp_path / "x.safetensors")
+
+
+def test_a_shape_of_endless_dims_is_refused_at_once(tmp_path):
+    shape = b",".join([b"9223372036854775807"] * 1_000_000)
+    header = b'{"w":{"dtype":"U8","shape":[' + shape + b'],"data_offsets":[0,1]}}'
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    with pytest.raises(CorruptCheckpointError, match="do not fit") as refusal:
+        load_file(tmp_path / "x.safetensors")
+    assert len(str(refusal.value)) < 2000

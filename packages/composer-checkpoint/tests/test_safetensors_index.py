@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from composer_checkpoint import (
     UnsafeCheckpointError,
     load_file,
     read_manifest,
+    save_file,
     verify,
 )
 from composer_checkpoint.modular import CheckpointLoadOptions, load_model_checkpoint, save_model_to_disk
@@ -163,6 +167,40 @@ def test_a_file_of_another_save_is_refused_by_name(own, tmp_path):
     for check in (load_file, verify):
         with pytest.raises(CorruptCheckpointError, match=rf"{SECOND} is not what was written together with"):
             check(own)
+
+
+@pytest.mark.parametrize("swapped", [FIRST, SECOND])
+def test_a_file_that_is_replaced_after_all_were_compared_is_not_loaded(own, tmp_path, monkeypatch, swapped):
+    later = {name: tensor + 1 for name, tensor in weights().items()}
+    other = save_weights_in_shards(later, tmp_path / "other", max_shard_bytes=64)
+    monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", "checks_of_mine.check")
+    checks = ModuleType("checks_of_mine")  # is asked right before each file is loaded
+
+    def swap(path, specs):
+        if os.path.basename(path) == swapped:
+            shutil.copy(other.parent / swapped, own.parent / swapped)
+        return True
+
+    checks.check = swap
+    monkeypatch.setitem(sys.modules, "checks_of_mine", checks)
+    with pytest.raises(CorruptCheckpointError, match=rf"{swapped} is not what was written together with"):
+        load_file(own)
+
+
+@pytest.mark.parametrize("alias", ["c", "elsewhere"])
+def test_another_name_in_one_file_does_not_hide_a_tensor_of_another(own, alias):
+    """As a hostile file may say whose seal is right."""
+    shard = own.parent / FIRST
+    tied = save_file({"a": weights()["a"], "b": weights()["b"]}, shard, info={"aliases": {alias: "a"}})
+    index = json.loads(own.read_text())
+    del index["metadata"]["composer_manifest"]
+    own.write_text(json.dumps(index))
+    assert tied.tensors.keys() == {"a", "b"}
+    if alias == "c":
+        with pytest.raises(CorruptCheckpointError, match="'c' is in two shards"):
+            load_file(own)
+    else:
+        assert torch.equal(load_file(own)["elsewhere"], weights()["a"])
 
 
 def test_no_flipped_byte_of_the_index_changes_what_is_loaded(own):

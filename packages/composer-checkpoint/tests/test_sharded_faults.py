@@ -266,6 +266,87 @@ def test_a_metadata_that_cannot_be_is_refused(foreign, metadata, match):
         read_folder_metadata(foreign)
 
 
+def unfolding():
+    """A tuple that reaches its innermost by 2**60 paths."""
+    value = ()
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
+def endless_metadata(where):
+    raw = described()
+    entry, info = raw.state_dict_metadata["w"], next(iter(raw.storage_data.values()))
+    match where:
+        case "state_dict_metadata" | "planner_data" | "storage_data":
+            setattr(raw, where, unfolding())
+        case "size" | "chunks" | "properties":
+            setattr(entry, where, unfolding())
+        case "dtype":
+            entry.properties.dtype = unfolding()
+        case "relative_path" | "offset" | "length" | "transform_descriptors":
+            object.__setattr__(info, where, unfolding())
+        case "path":
+            raw.planner_data["w"] = unfolding()
+        case "sizes" | "offsets":
+            object.__setattr__(entry.chunks[0], where, unfolding())
+        case "entry":
+            raw.state_dict_metadata["w"] = unfolding()
+        case "key":
+            raw.state_dict_metadata = {("w",) * 9: entry}
+        case "long name":
+            raw.state_dict_metadata = {"w" * 100_000: entry}
+    return raw
+
+
+FIELDS = (
+    "state_dict_metadata planner_data storage_data entry key size chunks properties dtype sizes offsets relative_path "
+    "offset length transform_descriptors path"
+)
+
+
+@pytest.mark.parametrize("where", [*FIELDS.split(), "long name"])
+def test_no_message_unfolds_what_a_metadata_has(foreign, where):
+    (foreign / ".metadata").write_bytes(pickle.dumps(endless_metadata(where)))
+    with pytest.raises(CheckpointError) as refusal:
+        read_folder_metadata(foreign)
+    assert len(str(refusal.value)) < 2000
+
+
+def test_parts_of_a_grid_of_devices_are_read(foreign):
+    grid = [((row, column), (1, 1)) for row in range(64) for column in range(64)]
+    (foreign / ".metadata").write_bytes(pickle.dumps(described(size=(64, 64), chunks=grid)))
+    assert len(read_folder_metadata(foreign).state_dict_metadata["w"].chunks) == 64 * 64
+
+
+def test_parts_that_lie_so_that_each_must_be_compared_with_all_are_refused(foreign):
+    rows = 3000
+    halves = [((0, row), (row + 1, 1)) for row in range(rows)] + [
+        ((row + 1, row), (rows - row, 1)) for row in range(rows)
+    ]
+    (foreign / ".metadata").write_bytes(pickle.dumps(described(size=(rows + 1, rows), chunks=halves)))
+    with pytest.raises(CorruptCheckpointError, match="in no order"):
+        read_folder_metadata(foreign)
+
+
+class Dict:
+    """Pickles as a dict that need not be there, which with these keys would take long."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __reduce__(self):
+        return dict, (), None, None, iter(self.items)
+
+
+def test_indices_whose_numbers_have_one_hash_take_no_endless_time(foreign):
+    raw = described()
+    one_hash = [tuple(5 + (number >> bit & 1) * (2**61 - 1) for bit in range(13)) for number in range(1 << 13)]
+    raw.storage_data = Dict([*raw.storage_data.items(), *((MetadataIndex("w", offset), None) for offset in one_hash)])
+    (foreign / ".metadata").write_bytes(pickle.dumps(raw))
+    assert list(read_folder_metadata(foreign).storage_data) == [MetadataIndex("w", torch.Size([0]))]
+
+
 @pytest.mark.parametrize("name", ["Metadata", "TensorProperties", "MetadataIndex"])
 def test_a_metadata_cannot_change_the_classes_that_it_names(foreign, name):
     """BUILD on a class instead of an object would set the attributes of the class."""

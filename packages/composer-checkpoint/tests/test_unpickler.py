@@ -188,6 +188,45 @@ def test_keys_that_all_have_one_hash_are_refused_before_they_take_time():
         safe_unpickle(data)
 
 
+@pytest.mark.parametrize("holder", [b"]q\x01K\x01a", named("builtins.bytearray") + b"C\x02ab\x85Rq\x01"])
+def test_a_pickle_cannot_put_a_list_into_itself_again_and_again(holder):
+    doubling = b"h\x02h\x01s" * 100
+    with pytest.raises(CorruptCheckpointError, match="indices must be integers"):
+        safe_unpickle(b"\x80\x03" + holder + named("builtins.slice") + b"K\x00K\x00\x86Rq\x020" + doubling + b".")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(b"(h\x01K\x00J\xff\xff\xff\x7f\x85K\x01\x85t", id="geometry"),
+        pytest.param(b"(\x89\x89}K\x00h\x02st", id="hooks"),
+        pytest.param(b"}", id="attributes"),
+    ],
+)
+def test_a_pickle_cannot_change_a_tensor_or_its_bytes(state):
+    tensor = pickle.dumps(torch.ones(2), protocol=3)
+    storage = tensor.index(b"Rq", tensor.index(b"_load_from_bytes")) + 1
+    remembered = tensor[storage : storage + 2]
+    assert remembered[:1] == b"q"
+    state = state.replace(b"h\x01", b"h" + remembered[1:]).replace(b"h\x02", named("builtins.bytearray"))
+    with pytest.raises(UnsafeCheckpointError, match="nothing was changed"):
+        safe_unpickle(tensor[:-1] + state + b"b.")
+    with pytest.raises(UnsafeCheckpointError, match="nothing was changed"):
+        safe_unpickle(tensor[:-1] + b"0h" + remembered[1:] + state + b"b.")
+
+
+def test_arrays_of_more_dims_than_there_are_take_no_endless_time():
+    array = pickle.dumps(np.zeros(3, dtype=np.int8), protocol=2)
+    long_shape = b"(" + b"\x8a\x08" + b"\xff" * 7 + b"\x7fq\xf0" + b"h\xf0" * 2_000_000 + b"t"
+    with pytest.raises(CorruptCheckpointError, match="up to 64 whole numbers"):
+        safe_unpickle(array.replace(b"K\x03\x85", long_shape))
+
+
+def test_tensors_and_arrays_in_a_queue_come_back_as_what_they_are():
+    (tensor, array) = safe_unpickle(pickle.dumps(collections.deque([torch.ones(2), np.ones(2)], maxlen=5)))
+    assert (type(tensor), type(array)) == (torch.Tensor, np.ndarray)
+
+
 def unfolding_tuple(levels):
     """A tuple that reaches its innermost by 2**levels paths, alone on the stack."""
     steps = b"".join(b"0h" + bytes([level, ord("h"), level]) + b"\x86q" + bytes([level + 1]) for level in range(levels))
@@ -215,7 +254,11 @@ BURDENSOME_KEYS = {
     "far too deep": b"})" + b"\x85" * 1_000_000 + b"Ns.",
     "of one hash": b"}(" + COLLIDING_KEYS + b"u.",
     "one long tuple, again and again": b"}((" + b"K\x01" * 4000 + b"tq\x01N" + b"h\x01N" * 100_000 + b"u.",
-    "one long number, again and again": b"}(\x8b\x00\x00\x01\x00" + b"\x01" * (1 << 16) + b"q\x01N" + b"h\x01N" * 9999 + b"u.",
+    "one long number, again and again": b"}(\x8b\x00\x00\x01\x00"
+    + b"\x01" * (1 << 16)
+    + b"q\x01N"
+    + b"h\x01N" * 9999
+    + b"u.",
 }
 
 

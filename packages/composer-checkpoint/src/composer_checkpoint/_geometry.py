@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import CorruptCheckpointError
 
 __all__ = ["MAX_EXPANDED_VIEW_BYTES", "check_geometry"]
@@ -25,7 +26,7 @@ def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel
         or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     ):
         raise CorruptCheckpointError(
-            f"{name} has shape {tuple(size)!r:.200}, stride {tuple(stride)!r:.200} and offset {offset!r:.40}: these "
+            f"{name} has shape {shown(tuple(size))}, stride {shown(tuple(stride))} and offset {shown(offset)}: these "
             f"are not equally many whole numbers from 0 for at most {_MAX_DIMS} dims. Load another checkpoint."
         )
     numel = math.prod(size)
@@ -34,12 +35,12 @@ def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel
     needed = offset + 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     if needed > storage_numel:
         raise CorruptCheckpointError(
-            f"{name} of shape {tuple(size)!r:.200} and stride {tuple(stride)!r:.200} needs {needed} elements, and the "
+            f"{name} of shape {shown(tuple(size))} and stride {shown(tuple(stride))} needs {needed} elements, and the "
             f"file has {storage_numel} for it. Load another checkpoint."
         )
     if numel > storage_numel and numel * item_bytes > MAX_EXPANDED_VIEW_BYTES:
         raise CorruptCheckpointError(
-            f"{name} of shape {tuple(size)!r:.200} and stride {tuple(stride)!r:.200} repeats {storage_numel} elements "
+            f"{name} of shape {shown(tuple(size))} and stride {shown(tuple(stride))} repeats {storage_numel} elements "
             f"into {numel * item_bytes} bytes, more than the {MAX_EXPANDED_VIEW_BYTES} that a view may repeat. If it "
             f"is meant to be so large, save it with .contiguous()."
         )

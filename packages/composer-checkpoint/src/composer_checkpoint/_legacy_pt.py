@@ -5,6 +5,7 @@ import struct
 from typing import Any
 
 from composer_checkpoint._file_reader import FileReader
+from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint._rehearsal import Rehearsal, rehearse
 from composer_checkpoint.errors import CorruptCheckpointError
 from composer_checkpoint.unpickler import scan
@@ -49,7 +50,7 @@ def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: Rehea
         position += 8 + storage.size_bytes
         if len(header) < 8 or struct.unpack("<q", header)[0] != storage.numel or position > len(view):
             raise CorruptCheckpointError(
-                f"the file of {len(view)} bytes does not have the {storage.size_bytes} bytes of storage {key!r:.80}: "
+                f"the file of {len(view)} bytes does not have the {storage.size_bytes} bytes of storage {shown(key)}: "
                 f"it was cut short or damaged. Load another checkpoint."
             )
     if position != len(view):

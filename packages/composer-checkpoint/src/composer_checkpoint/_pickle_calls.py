@@ -94,7 +94,7 @@ def shown(value: Any) -> str:
     """
     if type(value) is not tuple:
         return _shown_item(value)
-    more = ", ..." if len(value) > _MAX_SHOWN_ITEMS else ""
+    more = ", ..." if len(value) > _MAX_SHOWN_ITEMS else "," if len(value) == 1 else ""
     return f"({', '.join(map(_shown_item, value[:_MAX_SHOWN_ITEMS]))}{more})"
 
 

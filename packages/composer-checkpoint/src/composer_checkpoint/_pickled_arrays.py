@@ -11,14 +11,16 @@ import torch
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._legacy_pt import read_legacy_bytes
-from composer_checkpoint._pickle_calls import shown
+from composer_checkpoint._pickle_calls import Unchangeable, shown
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.unpickler import PickledText, refuse_global
+from composer_checkpoint.unpickler import PickledSlice, PickledText, refuse_global
 
 __all__ = ["array_globals", "plain_array", "plain_dtype"]
 
 # Booleans, numbers, bytes and text: no objects, and no structures or dates, whose dtypes carry a state of their own.
 _PLAIN_KINDS = frozenset("biufcSU")
+
+_MAX_DIMS = 64
 
 # Stands for the class itself, which would make arrays of any size when it is called.
 _ARRAY_CLASS = object()
@@ -72,8 +74,8 @@ class _PickledArray(np.ndarray[Any, Any]):
         _, shape, dtype, is_fortran, data = state
         if not isinstance(dtype, PickledDtype) or type(data) is not bytes or type(shape) is not tuple:
             raise ValueError("the state of an array is a shape, a dtype and bytes")
-        if any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError("a shape has whole numbers from 0")
+        if len(shape) > _MAX_DIMS or any(type(size) is not int or not 0 <= size < 1 << 63 for size in shape):
+            raise ValueError(f"a shape has up to {_MAX_DIMS} whole numbers from 0")
         if math.prod(shape) * dtype.dtype.itemsize != len(data):
             raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
         native = dtype.dtype.newbyteorder("=")  # of others NumPy makes a copy, and a pickle might name one often
@@ -81,9 +83,28 @@ class _PickledArray(np.ndarray[Any, Any]):
         self.dtype = dtype.dtype  # pyright: ignore[reportAttributeAccessIssue]  # NumPy's stubs know no setter
 
 
+class _PickledTensor(Unchangeable, torch.Tensor):
+    """A tensor that cannot be given another geometry, nor hooks."""
+
+
+class _PickledStorage(Unchangeable):
+    """A storage whose bytes cannot be said to be other ones."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, storage: torch.storage.TypedStorage) -> None:
+        self.storage = storage
+
+
 def plain_array(value: Any) -> Any:
-    """Return an array as what it is without the check of its state; anything else as it is."""
-    return value.view(np.ndarray) if type(value) is _PickledArray else value
+    """Return an array, tensor, storage or slice as what it is without its guard; anything else as it is."""
+    if type(value) is _PickledArray:
+        return value.view(np.ndarray)
+    if type(value) is _PickledTensor:
+        return value.as_subclass(torch.Tensor)
+    if type(value) is PickledSlice:
+        return value.itself()
+    return value.storage if type(value) is _PickledStorage else value
 
 
 def _reconstruct(subtype: Any, shape: Any, typecode: Any) -> np.ndarray[Any, Any]:
@@ -114,13 +135,15 @@ def _load_storage(data: Any) -> Any:
     if type(data) is not bytes:
         raise ValueError("a storage is bytes")
     read_legacy_bytes(memoryview(data))
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return _PickledStorage(torch.load(io.BytesIO(data), weights_only=True))
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    if not isinstance(storage, torch.storage.TypedStorage):
+    if not isinstance(storage, _PickledStorage) or not isinstance(storage.storage, torch.storage.TypedStorage):
         raise ValueError("a tensor has a storage")
+    storage = storage.storage
     untyped = storage._untyped_storage  # pyright: ignore[reportPrivateUsage]  # the public way warns of its end
     item_bytes = storage.dtype.itemsize
     check_geometry("a tensor", size, stride, offset, untyped.nbytes() // item_bytes, item_bytes)
-    return torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
+    tensor = torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
+    return tensor.as_subclass(_PickledTensor)

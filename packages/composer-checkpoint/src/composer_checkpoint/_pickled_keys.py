@@ -22,8 +22,8 @@ _MOST_WEIGHT = 1 << 12
 
 _SHORT_NUMBER_BYTES = 9
 
-# Instructions that put something new on the stack, with the bytes of their argument, or of its length.
-_FIXED_PUSHES = {**dict.fromkeys(b"N]}\x88\x89\x8f", 0), ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8}
+# Instructions that put something new on the stack, with their own bytes, or those of their argument's length.
+_FIXED_PUSHES = {**dict.fromkeys(b"N]}\x88\x89\x8f", 1), ord("K"): 2, ord("M"): 3, ord("J"): 5, ord("G"): 9}
 LENGTH_BYTES = {
     **dict.fromkeys(b"\x8cUC\x8a", 1),
     **dict.fromkeys(b"XTB\x8b", 4),
@@ -85,39 +85,36 @@ def _weight_of_number(size_bytes: int) -> int:
     return 0 if size_bytes <= _SHORT_NUMBER_BYTES else min(1 + size_bytes // 8, _MOST_WEIGHT + 1)
 
 
-def check_keys(data: bytes | memoryview, start: int = 0) -> None:
+def check_keys(data: bytes | memoryview) -> None:
     """Go through a pickle that has passed `scan`, and refuse keys that would take endless time.
-
-    Args:
-        data: The pickle.
-        start: Where in it to begin.
 
     Raises:
         CorruptCheckpointError: If there are such keys, or an instruction has nothing to work on.
     """
     machine = _Machine()
     push, do = machine.stack.append, machine.steps()
-    position = start
+    position = 0
     try:
         while (code := data[position]) != _STOP:
-            if code in _FIXED_PUSHES:
+            if size_bytes := _FIXED_PUSHES.get(code):
                 push(0)
-                position += 1 + _FIXED_PUSHES[code]
+                position += size_bytes
+            elif code in _INDEX_BYTES:
+                begin = position + 1 + _INDEX_BYTES[code]
+                do[code](int.from_bytes(data[position + 1 : begin], "little"))
+                position = begin
+            elif code in do:
+                do[code]()
+                position += 1
             elif code in LENGTH_BYTES:
                 begin = position + 1 + LENGTH_BYTES[code]
                 size_bytes = int.from_bytes(data[position + 1 : begin], "little")
                 push(_weight_of_number(size_bytes) if code in _LONG_NUMBERS else 0)
                 position = begin + size_bytes
-            elif code in _INDEX_BYTES:
-                begin = position + 1 + _INDEX_BYTES[code]
-                do[code](int.from_bytes(data[position + 1 : begin], "little"))
-                position = begin
             elif code == _GLOBAL:
                 push(0)
                 position = _after_lines(data, position)
             else:
-                if code in do:
-                    do[code]()
                 position += 1 + _SKIPPED_BYTES.get(code, 0)
     except IndexError as error:
         raise CorruptCheckpointError("a pickle cannot be followed: it lacks what it works on.") from error
@@ -185,10 +182,12 @@ class _Machine:
 
     def remember(self, index: int) -> None:
         """Put what lies on top under a number."""
-        if index >= len(self.memo):
-            self.memo.extend([0] * (index + 1 - len(self.memo)))
-        self.memo_count += not self.memo[index]
-        self.memo[index] = self.stack[-1] + 1
+        memo = self.memo
+        if index >= len(memo):
+            memo.frombytes(bytes(memo.itemsize * max(index + 1 - len(memo), len(memo))))
+        if not memo[index]:
+            self.memo_count += 1
+        memo[index] = self.stack[-1] + 1
 
     def charge(self, weights: list[int]) -> int:
         """Let things be keys, and return what a set of them weighs that is a key itself."""

@@ -14,7 +14,7 @@ from composer_checkpoint._zip_layout import Readable, ZipLayout
 from composer_checkpoint.errors import CorruptCheckpointError
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 
-__all__ = ["EMPTY_SEAL", "PAYLOAD_FOLDER", "check_seal", "seal"]
+__all__ = ["EMPTY_SEAL", "PAYLOAD_FOLDER", "check_seal", "is_sealed", "seal"]
 
 PAYLOAD_FOLDER = "data/"
 EMPTY_SEAL = b"composer blake3 " + b"0" * 64
@@ -31,6 +31,12 @@ def seal(file: Readable, layout: ZipLayout) -> bytes:
         position = member.end
     hasher.update(file.read(position, file.size_bytes - len(layout.comment) - position))
     return b"composer blake3 " + hasher.hexdigest().encode()
+
+
+def is_sealed(file: Readable) -> bool:
+    """Return whether a file ends in a seal, right or not."""
+    size_bytes = min(len(EMPTY_SEAL), file.size_bytes)
+    return _SEAL.fullmatch(file.read(file.size_bytes - size_bytes, size_bytes)) is not None
 
 
 def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:

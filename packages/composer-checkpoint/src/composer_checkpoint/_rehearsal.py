@@ -12,9 +12,8 @@ from typing import Any
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._pickle_calls import Unchangeable, shown
-from composer_checkpoint._pickled_keys import check_keys
 from composer_checkpoint._tree import named_leaves
-from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.unpickler import PLAIN_GLOBALS, PickledText, RestrictedUnpickler, run_restricted, scan
 
 __all__ = ["Rehearsal", "StorageSpec", "TensorSpec", "rehearse"]
@@ -39,6 +38,8 @@ _STORAGE_DTYPES = {
     "QUInt4x2Storage": ("quint4x2", 1),
     "QUInt2x4Storage": ("quint2x4", 1),
 }
+
+_MAX_UNKNOWN = 1000
 
 # Containers that a plain pickle may have, and that torch's weights-only loader does not fill.
 _NOT_OF_TORCH = frozenset(
@@ -124,7 +125,6 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
         CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
     """
     scan(data)
-    check_keys(data)
     rehearsal = Rehearsal()
     rehearsal.tree = run_restricted(_RehearsingUnpickler(data, rehearsal, record_unknown))
     rehearsal.tensors = dict(named_leaves(rehearsal.tree, TensorSpec))
@@ -145,12 +145,20 @@ class _RehearsingUnpickler(RestrictedUnpickler):
         super().__init__(data, _stand_ins())
         self.rehearsal = rehearsal
         self.record_unknown = record_unknown
+        self.unknown: dict[str, type[Unknown]] = {}
 
     def find_unknown(self, name: str) -> Any:
         if not self.record_unknown:
             return super().find_unknown(name)
-        self.rehearsal.unknown_globals.add(name)
-        return type("Unknown", (Unknown,), {"name": name})
+        if name not in self.unknown:
+            if len(self.unknown) >= _MAX_UNKNOWN:
+                raise UnsafeCheckpointError(
+                    f"the file asks for more than {_MAX_UNKNOWN} functions and classes that checkpoints do not need; "
+                    f"nothing of it was run. Load another file."
+                )
+            self.unknown[name] = type("Unknown", (Unknown,), {"name": name})
+            self.rehearsal.unknown_globals.add(name)
+        return self.unknown[name]
 
     def persistent_load(self, pid: Any, /) -> StorageSpec:
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):

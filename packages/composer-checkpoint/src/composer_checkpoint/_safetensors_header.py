@@ -16,6 +16,8 @@ LENGTH = struct.Struct("<Q")
 METADATA_KEY = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
+_MAX_DIMS = 64  # torch has no tensors of more
+
 # Each dtype's name in torch, and the bytes of one element.
 DTYPES: Mapping[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),
@@ -99,7 +101,7 @@ def _slot(name: str, value: Any, start: int) -> TensorSlot:
             torch_dtype, item_bytes = DTYPES[dtype]
         case _:
             torch_dtype, item_bytes, shape, begin, end = "", 0, [], 0, -1
-    is_shape = all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+    is_shape = len(shape) <= _MAX_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
     if not is_shape or not 0 <= begin <= end or math.prod(shape) * item_bytes != end - begin:
         _refuse(f"its tensor {name!r:.200} is described as {value!r:.200}, whose dtype, shape and bytes do not fit")
     return TensorSlot(torch_dtype, tuple(shape), start + begin, end - begin)

@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, overload
 
+from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import CorruptCheckpointError
 
-__all__ = ["map_tree", "named_leaves"]
+__all__ = ["Names", "children_of", "map_tree", "named_leaves", "text_of", "with_items"]
 
 T = TypeVar("T")
 
 # A pickle of torch's or Python's is written by a function that calls itself for each level, about a thousand times.
 _MAX_DEPTH = 10_000
 _MAX_NAME_CHARS = 1 << 29
+_MAX_ENTERED_AGAIN, _ITEMS_PER_ENTRY = 1 << 16, 64
 _MAX_KEY_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
+
+_CONTAINERS = (bytes, tuple, frozenset)
 
 
 @overload
@@ -38,11 +42,11 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
     """
     seen: set[int] = set()
     taken: dict[str, int] = {}
-    names = _Names()
+    names = Names()
     pending: list[tuple[str, object, Any, int]] = [("", "", root, 0)]
     while pending:
         parent, key, value, depth = pending.pop()
-        children = _children(value)
+        children = children_of(value)
         if children is None:
             if isinstance(value, kind):
                 name = names.join(parent, key, depth)
@@ -54,32 +58,53 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
             pending.extend((name, key, child, depth + 1) for key, child in reversed(children))
 
 
-def join(name: str, key: object) -> str:
-    """Return the name of a container's item."""
-    return f"{name}/{key}" if name else str(key)
+def text_of(key: object) -> str:
+    """Return how a key is told in a name; of what may unfold to endless, only what it begins with."""
+    return key if type(key) is str else shown(key) if isinstance(key, _CONTAINERS) else str(key)
 
 
-class _Names:
-    """Makes names as long as they do not take too much."""
+class Names:
+    """Makes the names of one walk, as long as neither they nor the walk take too much."""
 
-    __slots__ = ("_left",)
+    __slots__ = ("_entries_left", "_left")
 
     def __init__(self) -> None:
         self._left = _MAX_NAME_CHARS
+        self._entries_left = _MAX_ENTERED_AGAIN
 
     def join(self, name: str, key: object, depth: int) -> str:
-        self._left -= len(name) + 1
+        """Return the name of a container's item.
+
+        Raises:
+            CorruptCheckpointError: If it lies deeper, or names are longer, than in any checkpoint.
+        """
         is_huge = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
+        text = "" if is_huge else text_of(key)
+        self._left -= len(name) + 1 + len(text)
         if depth > _MAX_DEPTH or self._left < 0 or is_huge:
             raise CorruptCheckpointError(
                 f"what is in {name[:80]!r}, {depth} levels deep, has names of no checkpoint: no more than {_MAX_DEPTH} "
                 f"levels, keys of {_MAX_KEY_BITS} bits and {_MAX_NAME_CHARS} characters in all are read. Load another "
                 f"checkpoint."
             )
-        return join(name, key)
+        return f"{name}/{text}" if name else text
+
+    def enter_again(self, name: str, num_items: int) -> None:
+        """Count a container that was entered before, under another name.
+
+        Raises:
+            CorruptCheckpointError: If there were too many.
+        """
+        self._entries_left -= 1 + num_items // _ITEMS_PER_ENTRY
+        if self._entries_left < 0:
+            raise CorruptCheckpointError(
+                f"what is in {name[:80]!r} has the same containers in more than {_MAX_ENTERED_AGAIN} places: it was "
+                f"made to unfold to endless. Load another checkpoint."
+            )
 
 
-def _children(value: Any) -> list[tuple[object, Any]] | None:
+def children_of(value: Any) -> list[tuple[object, Any]] | None:
+    """Return a container's items with their keys or places, or `None` for what is none."""
     if isinstance(value, dict):
         return list(dict.items(cast("dict[object, Any]", value)))  # an instance's own `items` may be anything
     if isinstance(value, list | tuple):
@@ -100,7 +125,7 @@ class _Open:
     def result(self) -> Any:
         if all(new is old for new, (_, old) in zip(self.changed, self.children, strict=True)):
             return self.value
-        return _rebuilt(self.value, [(key, new) for (key, _), new in zip(self.children, self.changed, strict=True)])
+        return with_items(self.value, [(key, new) for (key, _), new in zip(self.children, self.changed, strict=True)])
 
 
 def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = False, inside_out: bool = False) -> Any:
@@ -120,7 +145,8 @@ def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = Fal
     """
     # What a container becomes, by its identity; with the container, so that nothing else gets its identity meanwhile.
     known: dict[int, tuple[Any, Any]] = {}
-    names = _Names()
+    entered: dict[int, Any] = {}
+    names = Names()
     outside = _Open("", None, None, [("", root)])
     opened = [outside]
     while not outside.changed:
@@ -139,18 +165,22 @@ def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = Fal
         if id(child) in known and (shared or inside_out):
             top.changed.append(known[id(child)][1])
             continue
-        is_deferred = inside_out and _children(child) is not None
+        is_deferred = inside_out and children_of(child) is not None
         value = child if is_deferred else change(name, child)
-        children = None if id(child) in known else _children(value)  # known while it is open, too: it holds itself
+        children = None if id(child) in known else children_of(value)  # known while it is open, too: it holds itself
         if children is None:
             top.changed.append(value)
         else:
+            if id(child) in entered:
+                names.enter_again(name, len(children))
+            entered[id(child)] = child
             known[id(child)] = child, value
             opened.append(_Open(name, child, value, children))
     return outside.changed[0]
 
 
-def _rebuilt(value: Any, items: list[tuple[Any, Any]]) -> Any:
+def with_items(value: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Return a container like another one, with other items in the places of its own."""
     if isinstance(value, dict):
         copied = value.copy()  # keeps the kind, such as OrderedDict, and its attributes
         copied.update(items)

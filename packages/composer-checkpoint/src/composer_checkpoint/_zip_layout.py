@@ -11,7 +11,16 @@ from typing import NoReturn, Protocol
 
 from composer_checkpoint.errors import CorruptCheckpointError
 
-__all__ = ["LOCAL_MAGIC", "Member", "Readable", "ZipLayout", "read_zip_layout"]
+__all__ = [
+    "LOCAL_MAGIC",
+    "Entry",
+    "Member",
+    "Readable",
+    "ZipLayout",
+    "offset_of_data",
+    "read_entries",
+    "read_zip_layout",
+]
 
 LOCAL_MAGIC = b"PK\x03\x04"
 _CENTRAL_MAGIC = b"PK\x01\x02"
@@ -27,6 +36,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED_FLAG = 1
+_WIDE_NUMBERS, _PADDING = 1, 0x4246
 MAX_DIRECTORY_BYTES = 1 << 29
 
 
@@ -38,6 +48,20 @@ class Readable(Protocol):
     def read(self, offset: int, size_bytes: int) -> bytes:
         """Return exactly that many bytes."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the directory says of one member; its own header comes before its bytes, and should say the same.
+
+    `fields` are the version, flags, method, time and date.
+    """
+
+    name: str
+    header_offset: int
+    size_bytes: int
+    crc32: int
+    fields: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +96,46 @@ def read_zip_layout(file: Readable) -> ZipLayout:
     Raises:
         CorruptCheckpointError: If there is anything that torch does not write.
     """
-    end_offset, comment = _find_end(file)
-    count, directory_bytes, directory_offset, directory_end = _read_end(file, end_offset)
-    if directory_offset + directory_bytes != directory_end or directory_bytes > MAX_DIRECTORY_BYTES:
-        _refuse(f"its directory of {directory_bytes} bytes does not lie before its end record at {end_offset}")
-    members = _read_directory(file, file.read(directory_offset, directory_bytes), count)
-    _check_no_overlap(members, directory_offset)
+    directory = _read_directory(file)
+    members = {
+        entry.name: Member(entry.name, entry.header_offset, offset_of_data(file, entry), entry.size_bytes, entry.crc32)
+        for entry in directory.entries
+    }
+    _check_no_overlap(members, directory.offset)
     folders = {name.partition("/")[0] for name in members}
     if len(folders) != 1 or not all("/" in name for name in members):
         _refuse(f"its members are in the folders {sorted(folders)!r:.200} rather than in one")
     folder = folders.pop()
     inside = {name.removeprefix(f"{folder}/"): member for name, member in members.items()}
-    if len({name.casefold() for name in inside}) < count:  # torch looks names up without regard to case
+    if len({name.casefold() for name in inside}) < len(
+        directory.entries
+    ):  # torch looks names up without regard to case
         _refuse("two of its members have one name")
-    return ZipLayout(folder, inside, directory_offset, comment)
+    return ZipLayout(folder, inside, directory.offset, directory.comment)
+
+
+def read_entries(file: Readable) -> list[Entry]:
+    """Read what the directory lists, without comparing it with the members' own headers.
+
+    Raises:
+        CorruptCheckpointError: If the directory is not one that torch writes.
+    """
+    return _read_directory(file).entries
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    entries: list[Entry]
+    offset: int
+    comment: bytes
+
+
+def _read_directory(file: Readable) -> _Directory:
+    end_offset, comment = _find_end(file)
+    count, size_bytes, offset, end = _read_end(file, end_offset)
+    if offset + size_bytes != end or size_bytes > MAX_DIRECTORY_BYTES:
+        _refuse(f"its directory of {size_bytes} bytes does not lie before its end record at {end_offset}")
+    return _Directory(_parse_directory(file.read(offset, size_bytes), count), offset, comment)
 
 
 def _find_end(file: Readable) -> tuple[int, bytes]:
@@ -117,14 +167,15 @@ def _read_end(file: Readable, end_offset: int) -> tuple[int, int, int, int]:
     return count, size_bytes, offset, end_offset
 
 
-def _read_directory(file: Readable, directory: bytes, count: int) -> dict[str, Member]:
-    members: dict[str, Member] = {}
+def _parse_directory(directory: bytes, count: int) -> list[Entry]:
+    entries: list[Entry] = []
     position = 0
     for _ in range(count):
         if position + _CENTRAL.size > len(directory):
             _refuse(f"its directory ends before the {count} members that it announces")
         fields = _CENTRAL.unpack_from(directory, position)
-        magic, _, _, flags, method, _, _, crc32, stored, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
+        magic, _, version, flags, method, time, date = fields[:7]
+        crc32, stored, size, name_bytes, extra_bytes, comment_bytes = fields[7:13]
         header_offset = fields[16]
         position += _CENTRAL.size
         name = _member_name(directory[position : position + name_bytes])
@@ -135,11 +186,10 @@ def _read_directory(file: Readable, directory: bytes, count: int) -> dict[str, M
         size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
         if method or stored != size or flags & _ENCRYPTED_FLAG:
             _refuse(f"its member {name!r:.200} is compressed or encrypted, which torch's never are")
-        offset = _offset_of_data(file, name, header_offset)
-        members[name] = Member(name, header_offset, offset, size, crc32)
-    if position != len(directory) or len(members) != count:
+        entries.append(Entry(name, header_offset, size, crc32, (version, flags, method, time, date)))
+    if position != len(directory) or len({entry.name for entry in entries}) != count:
         _refuse("its directory lists a member twice, or has bytes that are no member's")
-    return members
+    return entries
 
 
 def _member_name(raw: bytes) -> str:
@@ -166,22 +216,50 @@ def _wide_field(extra: bytes) -> tuple[int, ...]:
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)
         position += 4
-        if kind == 1:
+        if kind == _WIDE_NUMBERS:
             count = min(length, len(extra) - position) // 8
             return struct.unpack_from(f"<{count}Q", extra, position)
         position += length
     return ()
 
 
-def _offset_of_data(file: Readable, name: str, header_offset: int) -> int:
-    if header_offset + _LOCAL.size > file.size_bytes:
-        _refuse(f"its member {name!r:.200} starts at {header_offset}, past the end")
-    fields = _LOCAL.unpack(file.read(header_offset, _LOCAL.size))
-    magic, name_bytes, extra_bytes = fields[0], fields[9], fields[10]
-    start = header_offset + _LOCAL.size
-    if magic != LOCAL_MAGIC or file.read(start, name_bytes) != name.encode():
-        _refuse(f"its member {name!r:.200} has a damaged header at {header_offset}")
+def offset_of_data(file: Readable, entry: Entry, *, exactly: bool = False) -> int:
+    """Return where a member's bytes begin, after its own header.
+
+    Args:
+        file: The archive.
+        entry: The member.
+        exactly: Whether the header must have nothing that torch does not write.
+
+    Raises:
+        CorruptCheckpointError: If the header is not the member's.
+    """
+    if entry.header_offset + _LOCAL.size > file.size_bytes:
+        _refuse(f"its member {entry.name!r:.200} starts at {entry.header_offset}, past the end")
+    magic, *fields, crc32, stored, size, name_bytes, extra_bytes = _LOCAL.unpack(
+        file.read(entry.header_offset, _LOCAL.size)
+    )
+    start = entry.header_offset + _LOCAL.size
+    is_whole = magic == LOCAL_MAGIC and file.read(start, name_bytes) == entry.name.encode()
+    if is_whole and exactly:
+        extra = file.read(start + name_bytes, extra_bytes)
+        sizes = (0, _FULL32, entry.size_bytes)  # 0 where they follow the bytes
+        is_whole = tuple(fields) == entry.fields and crc32 in (0, entry.crc32) and stored in sizes and size in sizes
+        is_whole = is_whole and _is_padding(extra)
+    if not is_whole:
+        _refuse(f"its member {entry.name!r:.200} has a damaged header at {entry.header_offset}")
     return start + name_bytes + extra_bytes
+
+
+def _is_padding(extra: bytes) -> bool:
+    """Return whether there is nothing but wide numbers and what torch fills up with, so that storages are aligned."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        position += 4 + length
+        if kind != _WIDE_NUMBERS and (kind != _PADDING or extra[position - length : position].strip(b"Z")):
+            return False
+    return position == len(extra)
 
 
 def _check_no_overlap(members: dict[str, Member], directory_offset: int) -> None:

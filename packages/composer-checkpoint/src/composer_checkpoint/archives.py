@@ -56,6 +56,7 @@ _TAR_COMPRESSION: dict[str, Literal["", "gz", "bz2", "xz"]] = {
 _LARGEST_RATIO = 100
 _ALWAYS_ALLOWED_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
+_MOST_MEMBERS = 1000
 
 
 class CompressorNotFound(CheckpointError, FileNotFoundError):
@@ -247,7 +248,11 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
 def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:
     """Write the first member of the right name to a file, after each was looked at; return whether there is one."""
     found = False
-    for member in archive:
+    for number, member in enumerate(archive):
+        if number >= _MOST_MEMBERS:
+            raise CorruptCheckpointError(
+                f"{path!r} has more than {_MOST_MEMBERS} members, and a checkpoint is one. Load another checkpoint."
+            )
         _check_member(path, member)
         if PurePosixPath(member.name) == PurePosixPath(STATES_NAME) and not found:
             found = True

@@ -16,12 +16,25 @@ from composer_checkpoint.lock import LOCK_NAME
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.pointers import read_pointer
 
-__all__ = ["LINEAGE_KEY", "Found", "Skipped", "find_newest", "is_later", "look_through"]
+__all__ = [
+    "LINEAGE_KEY",
+    "WITHOUT_MANIFEST",
+    "Found",
+    "Skipped",
+    "find_newest",
+    "is_later",
+    "is_of_other_lineage",
+    "look_through",
+    "told_abandoned",
+]
 
 log = logging.getLogger(__name__)
 
 LINEAGE_KEY = "lineage"
 """In a manifest's information: what all checkpoints of a run, and of those that resume it by themselves, share."""
+
+WITHOUT_MANIFEST = "it has no manifest, and other checkpoints here have one"
+"""The reason for which a checkpoint is skipped that somebody else has put there."""
 
 _FILE_MANIFEST = ".manifest.json"
 _SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)$", re.IGNORECASE)
@@ -65,8 +78,7 @@ class _Candidate:
 
     def is_abandoned(self, latest: "_Candidate | None") -> bool:
         """Return whether this is a later one of a run to which the one that the pointer leads to does not belong."""
-        lineage = None if latest is None else latest.info.get(LINEAGE_KEY)
-        if latest is None or lineage is None or not self.is_sealed or self.info.get(LINEAGE_KEY) == lineage:
+        if latest is None or not self.is_sealed or not is_of_other_lineage(self.info, latest.info):
             return False
         return self.sorting_key()[:2] > latest.sorting_key()[:2]
 
@@ -121,10 +133,9 @@ def look_through(
     found: Found | None = None
     for candidate in sorted(candidates, key=_Candidate.sorting_key, reverse=True):
         if candidate.is_sealed is False and any_sealed:
-            skipped.append(Skipped(candidate.path, "it has no manifest, and other checkpoints here have one"))
+            skipped.append(Skipped(candidate.path, WITHOUT_MANIFEST))
         elif candidate.is_abandoned(pointed):
-            reason = f"it is of a run that somebody has gone back from: the latest one is {latest}"
-            skipped.append(Skipped(candidate.path, reason))
+            skipped.append(Skipped(candidate.path, told_abandoned(latest)))
         elif (reason := _fault_of(candidate.path, verify)) is not None:
             skipped.append(Skipped(candidate.path, reason))
         else:
@@ -132,6 +143,17 @@ def look_through(
             break
     _report(folder_or_pattern, found, skipped)
     return found, tuple(skipped)
+
+
+def is_of_other_lineage(info: Mapping[str, Any], latest: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint, by its manifest's information, is of another lineage than the latest one."""
+    lineage = latest.get(LINEAGE_KEY)
+    return lineage is not None and info.get(LINEAGE_KEY) != lineage
+
+
+def told_abandoned(latest: object) -> str:
+    """Return the reason for which a later checkpoint of another lineage is skipped."""
+    return f"it is of a run that somebody has gone back from: the latest one is {latest}"
 
 
 def is_later(path: Path, timestamp: Any) -> bool:

@@ -15,8 +15,19 @@ __all__ = [
 ]
 
 
+# What a file holds goes into messages, and they go into logs.
+_MAX_MESSAGE_CHARS = 10_000
+
+
 class CheckpointError(Exception):
     """A checkpoint could not be saved or loaded. All other errors of this package are kinds of it."""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        if len(message) <= _MAX_MESSAGE_CHARS:
+            return message
+        half = _MAX_MESSAGE_CHARS // 2
+        return f"{message[:half]} [... {len(message) - 2 * half} characters ...] {message[-half:]}"
 
 
 class CorruptCheckpointError(CheckpointError):

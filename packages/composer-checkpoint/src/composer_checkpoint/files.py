@@ -169,6 +169,26 @@ def load_file(
     return obj
 
 
+def load_open_weights(
+    reader: FileReader, source: str, *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
+) -> Any:
+    """Load a `.safetensors` file that is open already, as `load_file` does.
+
+    Args:
+        reader: The file.
+        source: What to call it.
+        map_location: As in `load_file`.
+        verify: As in `load_file`.
+        require_finite: As in `load_file`.
+    """
+    obj, finite = _load(
+        source, reader, "safetensors", map_location=map_location, mmap=True, verify=verify, trusted=False
+    )
+    if verify or require_finite:
+        _check_finite(obj, finite, source, require_finite)
+    return obj
+
+
 def safe_torch_load(
     composer_states_filepath: _PathLike,
     map_location: Any = "cpu",

@@ -3,10 +3,11 @@
 import re
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
 
-from composer_checkpoint._tree import join, map_tree
+from composer_checkpoint._tree import Names, children_of, map_tree
 
 __all__ = ["IgnoreKeys", "check_ignore_keys", "glob_filter", "without_keys"]
 
@@ -73,8 +74,7 @@ def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key")
     patterns = {pattern: re.compile(translate(pattern)) for pattern in exclude_globs}
 
     def delete(content: dict[str, Any]) -> None:
-        found: set[str] = set()
-        _prune("", content, patterns, found)
+        found = _prune(content, patterns)
         for pattern in patterns:
             if pattern not in found:
                 warnings.warn(
@@ -87,27 +87,73 @@ def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key")
     return delete
 
 
-def _prune(name: str, value: Any, patterns: dict[str, re.Pattern[str]], found: set[str]) -> Any:
-    """Delete what matches from a container in place, and return it; a tuple is made anew."""
-    if not isinstance(value, dict | list | tuple):
-        return value
-    items = list(value.items() if isinstance(value, dict) else enumerate(value))
-    kept: list[tuple[Any, Any]] = []
-    for key, child in items:
-        path = join(name, key)
+@dataclass(slots=True)
+class _Open:
+    """A container that is being gone through, and whether it goes itself."""
+
+    name: str
+    value: Any
+    items: list[tuple[Any, Any]]
+    is_left_out: bool = False
+    kept: list[tuple[Any, Any]] = field(default_factory=list)
+    num_seen: int = 0
+
+    def add(self, item: Any, *, is_left_out: bool) -> None:
+        """Take what has become of the item after those that were seen."""
+        if not is_left_out:
+            self.kept.append((self.items[self.num_seen][0], item))
+        self.num_seen += 1
+
+
+def _prune(content: dict[str, Any], patterns: dict[str, re.Pattern[str]]) -> set[str]:
+    """Delete what matches from a dict in place, and return the patterns that did.
+
+    What goes is gone through, too, since other patterns may match in there. It may come from a file that was made to be
+    a burden, so nothing here recurses, and what is in there by several names is not gone through endlessly.
+    """
+    found: set[str] = set()
+    names = Names()
+    entered: dict[int, Any] = {}
+    open_ids = {id(content)}
+    opened = [_Open("", content, children_of(content) or [])]
+    while opened:
+        top = opened[-1]
+        if top.num_seen == len(top.items):
+            opened.pop()
+            open_ids.discard(id(top.value))
+            result = _without_others(top)
+            if opened:
+                opened[-1].add(result, is_left_out=top.is_left_out)
+            continue
+        key, child = top.items[top.num_seen]
+        path = names.join(top.name, key, len(opened))
         matching = {pattern for pattern, expression in patterns.items() if expression.match(path)}
         found |= matching
-        pruned = _prune(path, child, patterns, found)  # also of what goes, since other patterns may match in there
-        if not matching:
-            kept.append((key, pruned))
+        items = children_of(child)
+        if items is None or id(child) in open_ids:  # it holds itself
+            top.add(child, is_left_out=bool(matching))
+            continue
+        if id(child) in entered:
+            names.enter_again(path, len(items))
+        entered[id(child)] = child
+        open_ids.add(id(child))
+        opened.append(_Open(path, child, items, bool(matching)))
+    return found
+
+
+def _without_others(seen: _Open) -> Any:
+    """Leave in a container what is kept; a tuple is made anew if anything changed."""
+    value = seen.value
     if isinstance(value, dict):
-        for key in {key for key, _ in items} - {key for key, _ in kept}:
+        for key in {key for key, _ in seen.items} - {key for key, _ in seen.kept}:
             del value[key]
-        value.update(kept)
+        value.update(seen.kept)
         return value
-    remaining = [child for _, child in kept]
+    remaining = [child for _, child in seen.kept]
     if isinstance(value, list):
         value[:] = remaining
         return value
-    unchanged = len(kept) == len(items) and all(new is old for (_, new), (_, old) in zip(kept, items, strict=True))
+    unchanged = len(seen.kept) == len(seen.items) and all(
+        new is old for new, (_, old) in zip(remaining, seen.items, strict=True)
+    )
     return value if unchanged else tuple(remaining)

@@ -9,6 +9,7 @@ from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._formats import Format, format_of, plain_file
 from composer_checkpoint._legacy_pt import read_legacy_pt
 from composer_checkpoint._rehearsal import Rehearsal, rehearse
+from composer_checkpoint._tree import text_of
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.pt_file import open_pt
 from composer_checkpoint.safetensors_file import read_safetensors
@@ -87,5 +88,5 @@ def _keys(tree: Any) -> tuple[str, ...]:
     if not isinstance(tree, dict):
         return ()
     below = tree.get("state")
-    inner = [f"state/{key}" for key in below] if isinstance(below, dict) else []
-    return (*map(str, tree), *inner)
+    inner = [f"state/{text_of(key)}" for key in below] if isinstance(below, dict) else []
+    return (*map(text_of, tree), *inner)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint._leftovers import discard
+from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.conflicts import is_name_of
 from composer_checkpoint.errors import CheckpointError
 from composer_checkpoint.files import read_manifest
@@ -145,7 +146,7 @@ def saved_checkpoints(saved: Any) -> Iterator[tuple[str, Timestamp, dict[str, fl
             timestamp.load_state_dict(time)
             yield str(name), timestamp, {metric: float(value) for metric, value in metrics.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            log.warning("The checkpoint that was loaded lists %.80r, which is no checkpoint.", entry)
+            log.warning("The checkpoint that was loaded lists %s, which is no checkpoint.", shown(entry))
 
 
 def _could_have_saved(name: str, folder: str, template: str) -> bool:

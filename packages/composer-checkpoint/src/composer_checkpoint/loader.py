@@ -130,16 +130,12 @@ def load_sharded_checkpoint(
     state: "State",
     logger: "Logger | None",
     object_store: Any = None,
-    load_weights_only: bool = False,
-    strict_model_weights: bool = True,
-    progress_bar: bool = True,
-    ignore_keys: IgnoreKeys | None = None,
-    exclude_algorithms: Sequence[str] | None = None,
-    algorithm_passes: Sequence[Any] | None = None,
+    *arguments: Any,
+    **settings: Any,
 ) -> list[dict[str, Any]] | None:
     """Load the folder of a sharded checkpoint into a training state, however that is spread.
 
-    The arguments, results and errors are those of `load_checkpoint`. Every rank must call this.
+    The further arguments, the results and the errors are those of `load_checkpoint`. Every rank must call this.
 
     Raises:
         ValueError: If `source_path` is a file.
@@ -150,18 +146,7 @@ def load_sharded_checkpoint(
             f"source_path={os.fspath(source_path)!r} is a file, and a sharded checkpoint is a folder. Name the folder, "
             f"or load the file with load_checkpoint()."
         )
-    return load_checkpoint(
-        source_path,
-        state,
-        logger,
-        object_store,
-        load_weights_only,
-        strict_model_weights,
-        progress_bar,
-        ignore_keys,
-        exclude_algorithms,
-        algorithm_passes,
-    )
+    return load_checkpoint(source_path, state, logger, object_store, *arguments, **settings)
 
 
 def _put_into(

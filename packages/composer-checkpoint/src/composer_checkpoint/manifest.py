@@ -119,17 +119,17 @@ def _check_version(raw: dict[str, Any]) -> None:
     version = raw.get("format_version")
     if not _is_count(version) or version < 1:
         raise CorruptCheckpointError(
-            f"the manifest's format_version is {version!r}, not a whole number from 1. Load another checkpoint."
+            f"the manifest's format_version is {version!r:.80}, not a whole number from 1. Load another checkpoint."
         )
     if version > FORMAT_VERSION:
         writer = _object(raw, "info").get("composer_version", "a newer composer-checkpoint")
         raise NewerCheckpointError(
-            f"the checkpoint has format version {version}, written by {writer}; this composer-checkpoint reads up to "
-            f"version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
+            f"the checkpoint has format version {version}, written by {writer!s:.80}; this composer-checkpoint reads "
+            f"up to version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
         )
     if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since JSON may hold what has no hash
         raise NewerCheckpointError(
-            f"the manifest's hashes are {raw.get('hash_name')!r}, and this composer-checkpoint knows "
+            f"the manifest's hashes are {raw.get('hash_name')!r:.80}, and this composer-checkpoint knows "
             f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
         )
 
@@ -150,8 +150,8 @@ def _entries(
         entry = make(value, digest)
         if entry is None:
             raise CorruptCheckpointError(
-                f"the manifest's entry of {name!r} in {kind} is {value!r:.200}, without a valid size, shape or hash. "
-                f"Load another checkpoint."
+                f"the manifest's entry of {name!r:.200} in {kind} is {value!r:.200}, without a valid size, shape or "
+                f"hash. Load another checkpoint."
             )
         entries[name] = entry
     return entries

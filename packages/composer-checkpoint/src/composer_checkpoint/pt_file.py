@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
+from composer_checkpoint._damaged_headers import naming_tensors
 from composer_checkpoint._encoding import decode, encode
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._finite import PassingWeights, weight_names
@@ -90,8 +91,9 @@ def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
         CorruptCheckpointError: If the file is not whole, or declares tensors that it has no bytes for.
         UnsafeCheckpointError: If its pickle asks for what checkpoints do not need.
     """
-    layout = read_zip_layout(reader)
-    manifest = check_seal(reader, layout)
+    with naming_tensors(reader):
+        layout = read_zip_layout(reader)
+        manifest = check_seal(reader, layout)
     if "constants.pkl" in layout.members:
         raise UnsafeCheckpointError(
             "the file is a TorchScript program, whose code would run. Load it with torch.jit.load if you trust it."

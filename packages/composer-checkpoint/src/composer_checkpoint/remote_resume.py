@@ -10,6 +10,7 @@ from logging import DEBUG, WARNING, getLogger
 from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.conflicts import literal_prefix, numbers_in_name
+from composer_checkpoint.discover import WITHOUT_MANIFEST, is_of_other_lineage, told_abandoned
 from composer_checkpoint.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -20,9 +21,10 @@ from composer_checkpoint.errors import (
     StorageError,
 )
 from composer_checkpoint.fetching import extract_path_from_symlink, get_file
+from composer_checkpoint.files import read_manifest as read_file_manifest
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
-from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.names import partial_format
 from composer_checkpoint.publish import SYMLINK_SUFFIX
 from composer_checkpoint.save_names import within_folder
@@ -50,10 +52,14 @@ _ORDER = ("batch", "sample", "token", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """What may be a checkpoint: which store has it, and its name there, with `{rank}` in that of per-rank files."""
+    """What may be a checkpoint: which store has it, and its name there, with `{rank}` in that of per-rank files.
+
+    `latest` is what the store's pointer leads to, if this is later.
+    """
 
     store: int
     name: str
+    latest: str | None = None
 
 
 @contextmanager
@@ -63,7 +69,8 @@ def fetched_from_stores(
     """Give the path of the newest whole checkpoint that loggers or the saver's store have. Every rank must call this.
 
     Each rank fetches what it needs of a candidate, once on each node, and compares it with its hashes. If it is not
-    what was written on any rank, all ranks log why, and go on to the next.
+    what was written on any rank, all ranks log why, and go on to the next. One that is later than what the pointer
+    leads to is compared with that, and left out if it is of another lineage.
 
     Args:
         saver: Has the names.
@@ -87,12 +94,14 @@ def fetched_from_stores(
     )
     unusable = list(unusable)
     for candidate in candidates:
+        store = stores[candidate.store]
         with ExitStack() as fetched:
-            path = _fetch(stores[candidate.store], candidate.name, state, layout, fetched, unusable)
-            if path is not None:
-                log.info("Resuming from %s, which was downloaded.", candidate.name)
-                yield path
-                return
+            path = _fetch(store, candidate.name, state, layout, fetched, unusable)
+            if path is None or _is_abandoned(candidate, path, store, layout):
+                continue
+            log.info("Resuming from %s, which was downloaded.", candidate.name)
+            yield path
+            return
     if unusable:
         raise CheckpointConflictError(
             f"autoresume found {len(unusable)} checkpoints, and none that this run could go on from: "
@@ -144,14 +153,18 @@ def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", lay
     assert saver.latest_remote_file_name is not None
     pointer = saver.latest_remote_file_name.format(state)
     for index, store in enumerate(stores):
-        for name in _names_in(store, pointer, saver, state, layout):
-            yield _Candidate(index, name)
+        pointed = _pointed_to(store, pointer)
+        names, num_later = _names_in(store, pointer, pointed, saver, state, layout)
+        for number, name in enumerate(names):
+            yield _Candidate(index, name, names[num_later] if number < num_later else None)
 
 
-def _names_in(store: Any, pointer: str, saver: "CheckpointSaver", state: "State", layout: Layout) -> list[str]:
-    pointed = _pointed_to(store, pointer)
+def _names_in(
+    store: Any, pointer: str, pointed: str | None, saver: "CheckpointSaver", state: "State", layout: Layout
+) -> tuple[list[str], int]:
+    """Return the names in a store, newest first, and how many are later than what the pointer leads to."""
     if saver.remote_file_name is None:
-        return [pointed or pointer]
+        return [pointed or pointer], 0
     template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
     template = partial_format(template, run_name=state.run_name)
     if layout is Layout.MONOLITHIC:
@@ -162,11 +175,17 @@ def _names_in(store: Any, pointer: str, saver: "CheckpointSaver", state: "State"
         # Folders also where a save did not finish, so that it is said.
         names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
     found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
-    newest_first = sorted(found, key=lambda name: [found[name].get(unit, 0) for unit in _ORDER], reverse=True)
+    times = {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
+    newest_first = sorted(times, key=times.__getitem__, reverse=True)
+    later = [] if pointed not in times else [name for name in newest_first if times[name] > times[pointed]]
     if layout is Layout.LOCAL:
-        return list(dict.fromkeys(shared_name(name, template, state.run_name) for name in newest_first))
+        shared = {name: shared_name(name, template, state.run_name) for name in newest_first}
+        return list(dict.fromkeys(shared.values())), len({shared[name] for name in later})
+    # The pointer's own comes right after those that are later.
+    rest = [pointed] if later and pointed is not None else []
     last = pointed or (pointer if layout is Layout.MONOLITHIC else None)
-    return list(dict.fromkeys([*newest_first, *([] if last is None else [last])]))
+    names = [*later, *rest, *newest_first, *([] if last is None else [last])]
+    return list(dict.fromkeys(names)), len(later)
 
 
 def _pointed_to(store: Any, pointer: str) -> str | None:
@@ -207,6 +226,59 @@ def _fetch(
     return None
 
 
+def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> bool:
+    """Log why a checkpoint that was fetched is left out, if it is, on all ranks. Every rank must call this."""
+    ranks = Ranks()
+    reason: str | None = ranks.exchange(
+        lambda: _abandoned(candidate, path, store, layout) if ranks.rank == 0 else None,
+        lambda found: [found[0]] * ranks.world_size,
+    )
+    if reason is not None:
+        log.warning("Skipped %s: %s", candidate.name, reason)
+    return reason is not None
+
+
+def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
+    """Say why a checkpoint that was fetched is of a run that somebody went back from, or `None` if it is not.
+
+    What the pointer leads to may be damaged, which does not speak against a later one.
+    """
+    if candidate.latest is None:
+        return None
+    try:
+        latest = _manifest_in(store, candidate.latest, layout)
+    except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
+        _raise_if_whole(error)
+        return None
+    if layout is Layout.SHARDED:
+        own = read_manifest(RemoteSource(path, {}))
+    else:
+        own = read_file_manifest(_of_this_rank(path))
+    if latest is None:
+        return None
+    if own is None:
+        return WITHOUT_MANIFEST
+    return told_abandoned(candidate.latest) if is_of_other_lineage(own.info, latest.info) else None
+
+
+def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
+    """Return the manifest of a checkpoint in a store, of per-rank files that of this rank's."""
+    with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
+        if layout is Layout.SHARDED:
+            place = os.path.join(folder, MANIFEST_NAME)
+            store.download_object(f"{name}/{MANIFEST_NAME}", place)
+            with open(place, "rb") as file:
+                return Manifest.from_json(file.read())
+        name = _of_this_rank(name)
+        place = os.path.join(folder, posixpath.basename(name))
+        get_file(name, place, store, overwrite=True, progress_bar=False)
+        return read_file_manifest(place)
+
+
+def _of_this_rank(name: str) -> str:
+    return name.replace("{rank}", str(dist.get_global_rank()))
+
+
 def _is_absent(error: Exception) -> bool:
     """Return whether nobody has said that there is such a checkpoint."""
     return isinstance(error, FileNotFoundError | NotImplementedError) and not isinstance(error, NoCheckpointError)
@@ -243,14 +315,13 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
 
 
 def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
-    rank = str(dist.get_global_rank())
-    here = path.replace("{rank}", rank)
+    here = _of_this_rank(path)
     try:
-        get_file(name.replace("{rank}", rank), here, store, overwrite=True, progress_bar=False)
+        get_file(_of_this_rank(name), here, store, overwrite=True, progress_bar=False)
     except FileNotFoundError as error:
         if "{rank}" not in name:
             raise
-        raise NoCheckpointError(f"there is no file of rank {rank}: {error}") from error
+        raise NoCheckpointError(f"there is no file of rank {dist.get_global_rank()}: {error}") from error
     manifest = verify(here)
     refuse_what_does_not_resume(manifest, here, name)
     return manifest

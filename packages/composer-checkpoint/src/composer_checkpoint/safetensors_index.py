@@ -2,19 +2,21 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer_checkpoint._file_reader import FileReader
-from composer_checkpoint._formats import INDEX_SUFFIX
+from composer_checkpoint._formats import INDEX_SUFFIX, plain_file
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
-from composer_checkpoint.files import load_file, read_manifest, save_file, verify_file
+from composer_checkpoint.files import load_open_weights, save_file
 from composer_checkpoint.hashing import HASH_NAME
-from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.manifest import Manifest, TensorEntry
+from composer_checkpoint.safetensors_file import read_safetensors, verify_safetensors
+from composer_checkpoint.validation import validate_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +73,7 @@ def save_weights_in_shards(
 
     Example:
         >>> import tempfile, torch
+        >>> from composer_checkpoint import load_file
         >>> path = save_weights_in_shards(
         ...     {"a": torch.ones(4), "b": torch.zeros(4)}, tempfile.mkdtemp() + "/model", max_shard_bytes=16
         ... )
@@ -132,10 +135,13 @@ def load_shards(path: str | os.PathLike[str], **options: Any) -> "dict[str, Tens
         CheckpointError: If the index or a file cannot be trusted to be what was written, with the file's name.
     """
     index = read_index(path)
-    _check(index)
     weights: dict[str, Any] = {}
-    for shard in index.shards:
-        weights.update(load_file(index.path.parent / shard, **options))
+    for shard in _checked_shards(index):
+        validate_file(index.path.parent / shard)
+        with _opened(index, shard) as reader:
+            loaded = load_open_weights(reader, reader.path, **options)
+        _refuse_in_two_shards(index, shard, loaded)  # of names that tensors have besides their own
+        weights.update(loaded)
     return weights
 
 
@@ -149,9 +155,9 @@ def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
         CorruptCheckpointError: If anything differs; the message names the file and the tensor.
     """
     index = read_index(path)
-    _check(index)
-    for shard in index.shards:
-        verify_file(index.path.parent / shard)
+    for shard in _checked_shards(index):
+        with _opened(index, shard) as reader:
+            verify_safetensors(reader)
     return index.manifest
 
 
@@ -203,27 +209,43 @@ def _check_name(index: Path, tensor: str, shard: object) -> None:
         )
 
 
-def _check(index: ShardIndex) -> None:
-    """Compare an index with the headers of its files, so that neither can say what the other does not."""
-    found: dict[str, str] = {}
+def _checked_shards(index: ShardIndex) -> Iterable[str]:
+    """Return the files that an index names, after comparing the headers of all of them with it."""
     for shard, listed in index.shards.items():
-        path = index.path.parent / shard
-        if not path.exists():
+        if not (index.path.parent / shard).exists():
             raise CorruptCheckpointError(
                 f"{index.path.parent} lacks the shard {shard}, in which {index.path.name} has {len(listed)} tensors "
                 f"({_some(listed)}). Bring the file back, or load another checkpoint."
             )
-        stored = inspect_file(path).tensors.keys()
-        for tensor in stored:
-            if tensor in found:
-                _refuse(index.path, f"the tensor {tensor!r:.200} is in two shards, {found[tensor]} and {shard}")
-            found[tensor] = shard
-        if listed != stored:
+        with _opened(index, shard):
+            pass
+    return index.shards
+
+
+@contextmanager
+def _opened(index: ShardIndex, shard: str) -> Iterator[FileReader]:
+    """Open a file and compare its header with the index, so that neither can say what the other does not.
+
+    That is done each time, since another file may get this name meanwhile.
+    """
+    with plain_file(os.fspath(index.path.parent / shard)) as path, FileReader(path) as reader:
+        header, manifest = read_safetensors(reader)
+        listed = index.shards[shard]
+        _refuse_in_two_shards(index, shard, header.tensors)
+        if listed != header.tensors.keys():
             _refuse(
                 index.path,
-                f"{shard} holds other tensors than it says: {_some(listed ^ stored)} is in one of them only",
+                f"{shard} holds other tensors than it says: {_some(listed ^ header.tensors.keys())} is in one of them "
+                f"only",
             )
-        _compare_manifests(index, shard, read_manifest(path))
+        _compare_manifests(index, shard, manifest)
+        yield reader
+
+
+def _refuse_in_two_shards(index: ShardIndex, shard: str, names: Iterable[str]) -> None:
+    for name in set(names) - index.shards[shard]:
+        if others := [other for other, listed in index.shards.items() if name in listed]:
+            _refuse(index.path, f"the tensor {name!r:.200} is in two shards, {others[0]} and {shard}")
 
 
 def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> None:

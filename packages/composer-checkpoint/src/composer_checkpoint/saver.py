@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import uuid
 import weakref
 from collections.abc import Callable
 from logging import getLogger
@@ -19,6 +18,7 @@ from composer_checkpoint.measured import Measured
 from composer_checkpoint.names import PartialFilePath, check_filename, format_name_with_dist, partial_format
 from composer_checkpoint.remote_retention import KeptRemotely, remote_policy
 from composer_checkpoint.retention import RetentionPolicy
+from composer_checkpoint.save_history import SaveHistory
 from composer_checkpoint.save_names import Save, name_save, to_path, within_folder
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stable_tensors import unchanged_until_step
@@ -26,7 +26,6 @@ from composer_checkpoint.state_io import Layout, collect, describe, layout_of, o
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.upload import RemoteUploader
 from composer_checkpoint.uploads import CheckpointUploads
-from composer_dist import dist
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
@@ -168,24 +167,25 @@ class CheckpointSaver(Callback):
         self.remote_file_name = to_path(remote_file_name)
         self.latest_remote_file_name = to_path(latest_remote_file_name)
 
-        self.all_saved_checkpoints_to_timestamp: dict[str, Timestamp] = {}
+        self._history = SaveHistory(self._kept, self._uploads)
         self.last_checkpoint_batch: Time[int] | None = None
         self.rank_saves_symlinks = False
         self.resumes = False
         self.before_save: Callable[[], object] | None = None
-        self._lineage: str | None = None
         self._folder = HeldFolder(folder)
         self._async: AsyncSaver | None = None
-        self._saving: Save | None = None
         self._committed: list[Save] = []
-        self._loaded_kept: Any = ()
-        self._loaded_kept_remotely: Any = None
         self._measured = Measured()
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """The paths of what this process has saved and not deleted, oldest first."""
         return self._kept.names
+
+    @property
+    def all_saved_checkpoints_to_timestamp(self) -> dict[str, Timestamp]:
+        """When in training each path was saved, also before a resumption."""
+        return self._history.timestamps
 
     def init(self, state: "State", logger: "Logger") -> None:
         """Find out whether the store lets us write."""
@@ -198,13 +198,8 @@ class CheckpointSaver(Callback):
         if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
             self.last_checkpoint_batch = None  # time was set back, and that batch comes a second time
         template, remote_template = (_names_of_run(state, name) for name in (self.filename, self.remote_file_name))
-        if self._loaded_kept:
-            folder = format_name_with_dist(self.folder, state.run_name)
-            self._kept.load_state_dict(self._loaded_kept, folder, template or "", state.run_name)
-            self._loaded_kept = ()
-        if self._loaded_kept_remotely is not None:
-            self._uploads.load_state_dict(self._loaded_kept_remotely, remote_template)
-            self._loaded_kept_remotely = None
+        folder = format_name_with_dist(self.folder, state.run_name)
+        self._history.take_over(folder, template, remote_template, state.run_name)
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
         self._folder.take(state, None if may_replace else template, self.latest_filename)
         if not may_replace and remote_template is not None:
@@ -293,28 +288,11 @@ class CheckpointSaver(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints there are, those of before a resumption included."""
-        stamps = self.all_saved_checkpoints_to_timestamp.items()
-        job = self._saving
-        own = [] if job is None else [(own_file(job.path), job.timestamp.state_dict(), job.metrics)]
-        saved = {
-            "all_saved_checkpoints_to_timestamp": [(name, stamp.state_dict()) for name, stamp in stamps],
-            "kept": [*self._kept.state_dict(), *own],
-            LINEAGE_KEY: self._lineage,
-        }
-        remotely = self._uploads.state_dict(job)
-        return saved if remotely is None else {**saved, "kept_remotely": remotely}
+        return self._history.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over which checkpoints there are."""
-        self.all_saved_checkpoints_to_timestamp = {}
-        for name, saved in state.get("all_saved_checkpoints_to_timestamp", ()):
-            timestamp = Timestamp()
-            timestamp.load_state_dict(saved)
-            self.all_saved_checkpoints_to_timestamp[name] = timestamp
-        if self.resumes:
-            self._lineage = state.get(LINEAGE_KEY)
-        self._loaded_kept = state.get("kept", ())
-        self._loaded_kept_remotely = state.get("kept_remotely")
+        self._history.load_state_dict(state, resumes=self.resumes)
 
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
@@ -327,22 +305,18 @@ class CheckpointSaver(Callback):
             return
         if self.before_save is not None:
             self.before_save()
-        if self._lineage is None:
-            drawn = [uuid.uuid4().hex]
-            dist.broadcast_object_list(drawn, src=0)
-            self._lineage = drawn[0]
+        lineage = self._history.lineage()
         job = self._name_save(state)
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
         self.last_checkpoint_batch = state.timestamp.batch
-        self.all_saved_checkpoints_to_timestamp[own_file(job.path)] = state.timestamp
-        self._saving = job  # so that the checkpoint lists itself
+        self._history.begin(job)
         if job.remote_name is not None:
             self._uploads.expect()
         try:
             content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
         finally:
-            self._saving = None
-        info = {**describe(state, weights_only=self.weights_only), LINEAGE_KEY: self._lineage}
+            self._history.end()
+        info = {**describe(state, weights_only=self.weights_only), LINEAGE_KEY: lineage}
         if self.async_save:
             self._save_in_background(state, content, job, layout, info)
             return

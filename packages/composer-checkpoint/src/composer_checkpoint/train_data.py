@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.sharded._ranks import Ranks
 
@@ -73,10 +74,11 @@ def _compare(saved: Mapping[str, Any], state: "State", path: str) -> None:
         return
     differing = [name for name, value in now.items() if name in before and before[name] != value]
     if differing:
-        told = " and ".join(f"{name}={before[name]!r} (now {now[name]!r})" for name in differing)
+        told = " and ".join(f"{name}={shown(before[name])} (now {now[name]!r})" for name in differing)
         raise IncompatibleCheckpointError(
-            f"{path} was saved inside epoch {timestamp.get('epoch')}, after {timestamp['batch_in_epoch']} batches of a "
-            f"train dataset with {told}: which samples are left in the epoch cannot be told. Train on the same data, "
+            f"{path} was saved inside epoch {shown(timestamp.get('epoch'))}, after "
+            f"{shown(timestamp['batch_in_epoch'])} batches of a train dataset with {told}: which "
+            f"samples are left in the epoch cannot be told. Train on the same data, "
             f"load a checkpoint from the end of an epoch, begin the epoch again with load_restart_epoch=True of the "
             f"Trainer or restart_epoch=True of load_checkpoint(), or go on after as many batches of the data of now "
             f"with load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from composer_checkpoint._pickle_calls import Budget, Call, shown
+from composer_checkpoint._pickle_calls import Budget, Call, Unchangeable, shown
 from composer_checkpoint._pickled_keys import LENGTH_BYTES, check_keys
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
@@ -29,6 +29,7 @@ from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointE
 __all__ = [
     "PLAIN_GLOBALS",
     "PickledOrderedDict",
+    "PickledSlice",
     "PickledText",
     "RestrictedUnpickler",
     "refuse_global",
@@ -164,6 +165,19 @@ class _PickledCounter(Counter[Any]):
         raise ValueError("a dict has no attributes")
 
 
+class PickledSlice(Unchangeable):
+    """Stands for a `slice`, with which a pickle could put a list into itself, again and again."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def itself(self) -> slice:
+        """Return the slice."""
+        return slice(*self.parts)
+
+
 class PickledText(str):
     """Stands for a `TorchVersion`, which older files have in their metadata: the text alone."""
 
@@ -182,7 +196,7 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
     "builtins.complex": complex,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
-    "builtins.slice": slice,
+    "builtins.slice": PickledSlice,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytearray,
     "builtins.int": int,  # these are what a defaultdict starts from
@@ -203,9 +217,10 @@ _COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that finds names in a table."""
+    """An unpickler that finds names in a table, for a pickle that has passed `scan`."""
 
     def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
+        check_keys(data)
         super().__init__(io.BytesIO(data))
         self.table = table
         self.budget = Budget(len(data))
@@ -286,7 +301,6 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
         source = source.read()
     data: bytes | memoryview = memoryview(source)
     scan(data)
-    check_keys(data)
     table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
     return map_tree(run_restricted(RestrictedUnpickler(data, table)), _itself, shared=True)
 
@@ -302,5 +316,7 @@ def _itself(_: str, value: Any) -> Any:
             return ordered
         case _PickledCounter():
             return Counter(value)
+        case deque():
+            return deque(map(plain_array, value), value.maxlen)
         case _:
             return Call.itself(plain_array(value))

@@ -2,9 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
+import signal
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from composer_checkpoint.modular import (
     checkpoint_folder,
     get_model_state_dict,
     load_checkpoint,
+    save,
     save_checkpoint_to_disk,
     save_composer_metadata_to_disk,
     save_model_to_disk,
@@ -96,16 +95,16 @@ def test_the_resumption_state_goes_to_a_file_or_into_a_folder(name, tmp_path):
 def test_what_exists_is_not_replaced_unless_one_says_so(tmp_path):
     state = run()
     save_checkpoint_to_disk(tmp_path, state)
-    for save in (
+    for call in (
         lambda **more: save_checkpoint_to_disk(tmp_path, state, CheckpointSaveOptions(**more)),
         lambda **more: save_model_to_disk(state.model, tmp_path / "ep0-ba0", **more),
         lambda **more: save_optim_to_disk(state.model, state.optimizers[0], tmp_path / "ep0-ba0", **more),
         lambda **more: save_state_dict_to_disk({"w": torch.ones(1)}, tmp_path / "ep0-ba0/model/model.pt", **more),
     ):
         with pytest.raises(ValueError, match=r"already exists. Set overwrite=True") as caught:
-            save()
+            call()
         assert isinstance(caught.value, CheckpointConflictError)
-        save(overwrite=True)
+        call(overwrite=True)
 
 
 def test_weights_are_saved_as_safetensors_on_request(tmp_path):
@@ -157,29 +156,22 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-KILLED = """
-    import os, signal, sys
-    import torch
-    from torch import nn
-    from composer_checkpoint.modular import save, save_checkpoint_to_disk
-    from composer_events import State
+def save_and_die(folder, at):
+    """Save, and be killed before one of the parts is written."""
 
-    def die(*args, **kwargs):
+    def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(save, sys.argv[2], die)
-    model = nn.Linear(3, 2)
-    state = State(model, 7, "blue-fox", optimizers=torch.optim.SGD(model.parameters()))
-    save_checkpoint_to_disk(sys.argv[1], state)
-"""
+    setattr(save, at, die)
+    save_checkpoint_to_disk(folder, run())
 
 
 @pytest.mark.parametrize("part", ["optim", "resumption_state", "composer_metadata"])
 def test_a_process_killed_between_two_parts_leaves_no_checkpoint(part, tmp_path):
     save_checkpoint_to_disk(tmp_path / "run", run(), CheckpointSaveOptions(dir_prefix="ba0"))
-    script, at = textwrap.dedent(KILLED), f"save_{part}_to_disk"
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run"), at], check=False)
-    assert done.returncode == -9
+    with pytest.raises(AssertionError, match="rank 0"):
+        run_ranks(save_and_die, tmp_path / "run", f"save_{part}_to_disk", store=tmp_path / "store", world_size=1)
+    assert list((tmp_path / "run").glob("ep0-ba0.tmp-*"))  # it had begun
     assert not (tmp_path / "run/ep0-ba0").exists()
     assert find_newest(tmp_path / "run").path.name == "ba0"
 

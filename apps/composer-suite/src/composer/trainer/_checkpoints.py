@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer.trainer._caller import level_of_user
@@ -32,70 +32,49 @@ __all__ = ["Loading", "Saving", "check_load_path", "check_uploaders", "choose_sa
 class Saving:
     """The arguments `save_*`."""
 
-    folder: str | os.PathLike[str] | None
-    filename: str
-    latest_filename: str | None
-    overwrite: bool
-    interval: Time[Any] | str | int | Callable[[State, Event], bool]
-    weights_only: bool
-    ignore_keys: IgnoreKeys | None
-    num_checkpoints_to_keep: int
-    keep: Any
-    is_async: bool
-    async_policy: Literal["wait", "skip"]
-    remote_filename: str | None = None
-    latest_remote_filename: str | None = None
+    save_folder: str | os.PathLike[str] | None
+    save_filename: str
+    save_latest_filename: str | None
+    save_overwrite: bool
+    save_interval: Time[Any] | str | int | Callable[[State, Event], bool]
+    save_weights_only: bool
+    save_ignore_keys: IgnoreKeys | None
+    save_num_checkpoints_to_keep: int
+    save_keep: Any
+    save_async: bool
+    save_async_policy: Literal["wait", "skip"]
+    save_artifact_name: str | None
+    save_latest_artifact_name: str | None
 
     @classmethod
     def of(cls, given: Given) -> Saving:
         """Return what the arguments say, unchecked."""
-        return cls(
-            folder=given.save_folder,
-            filename=given.save_filename,
-            latest_filename=given.save_latest_filename,
-            overwrite=given.save_overwrite,
-            interval=given.save_interval,
-            weights_only=given.save_weights_only,
-            ignore_keys=given.save_ignore_keys,
-            num_checkpoints_to_keep=given.save_num_checkpoints_to_keep,
-            keep=given.save_keep,
-            is_async=given.save_async,
-            async_policy=given.save_async_policy,
-            remote_filename=given.save_artifact_name,
-            latest_remote_filename=given.save_latest_artifact_name,
-        )
+        return cls(**_named_as_in(cls, given))
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
     """The arguments `load_*`, and whether a run that was started again goes on by itself."""
 
-    path: str | os.PathLike[str] | None
-    object_store: Any
-    weights_only: bool
-    is_strict: bool
-    progress_bar: bool
-    ignore_keys: IgnoreKeys | None
-    exclude_algorithms: Sequence[str] | None
-    is_trusted: bool
-    restarts_epoch: bool
+    load_path: str | os.PathLike[str] | None
+    load_object_store: Any
+    load_weights_only: bool
+    load_strict_model_weights: bool
+    load_progress_bar: bool
+    load_ignore_keys: IgnoreKeys | None
+    load_exclude_algorithms: Sequence[str] | None
+    load_trusted: bool
+    load_restart_epoch: bool
     autoresume: bool
 
     @classmethod
     def of(cls, given: Given) -> Loading:
         """Return what the arguments say, unchecked."""
-        return cls(
-            path=given.load_path,
-            object_store=given.load_object_store,
-            weights_only=given.load_weights_only,
-            is_strict=given.load_strict_model_weights,
-            progress_bar=given.load_progress_bar,
-            ignore_keys=given.load_ignore_keys,
-            exclude_algorithms=given.load_exclude_algorithms,
-            is_trusted=given.load_trusted,
-            restarts_epoch=given.load_restart_epoch,
-            autoresume=given.autoresume,
-        )
+        return cls(**_named_as_in(cls, given))
+
+
+def _named_as_in(arguments: type[Saving | Loading], given: Given) -> dict[str, Any]:
+    return {field.name: getattr(given, field.name) for field in fields(arguments)}
 
 
 def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callback]) -> None:
@@ -115,12 +94,12 @@ def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callba
                 f"RemoteUploaderDownloader has num_concurrent_uploads={listener.num_concurrent_uploads!r}: the latest "
                 "checkpoint could be named before it has arrived. Set it to 1."
             )
-        if saving.latest_filename is not None and not listener.has_default_names:
+        if saving.save_latest_filename is not None and not listener.has_default_names:
             raise ValueError(
                 "Specifying a `file_path_format_string` to a `RemoteUploaderDownloader` is not currently supported "
-                f"while save_latest_filename={saving.latest_filename!r}: it is {listener.file_path_format_string!r}, "
-                "and what the latest one points to would have another name. Leave it out, or pass "
-                "save_latest_filename=None."
+                f"while save_latest_filename={saving.save_latest_filename!r}: it is "
+                f"{listener.file_path_format_string!r}, and what the latest one points to would have another name. "
+                "Leave it out, or pass save_latest_filename=None."
             )
 
 
@@ -130,30 +109,30 @@ def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback]
     Raises:
         ValueError, TypeError: If an argument cannot be used, or contradicts another.
     """
-    check_ignore_keys("load_ignore_keys", loading.ignore_keys)
+    check_ignore_keys("load_ignore_keys", loading.load_ignore_keys)
     saver = find_saver(callbacks) or _make_saver(saving)
     if loading.autoresume:
         _check_autoresume(saving, saver, run_name)
     if saver is None:
         _check_without_folder(saving)
-    if loading.weights_only and loading.path is None:
+    if loading.load_weights_only and loading.load_path is None:
         _warn_of_no_effect("load_weights_only=True", "load_path")
     return saver
 
 
 def _check_without_folder(saving: Saving) -> None:
     """Check what nothing is made of, so that a mistake does not wait for the run that saves."""
-    if saving.is_async:
+    if saving.save_async:
         raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
-    if not callable(saving.interval):
-        create_interval_scheduler(saving.interval)
-    if saving.num_checkpoints_to_keep != -1 or saving.keep is not None:
+    if not callable(saving.save_interval):
+        create_interval_scheduler(saving.save_interval)
+    if saving.save_num_checkpoints_to_keep != -1 or saving.save_keep is not None:
         from composer_checkpoint.kept_files import combine_policies  # here, since not every run saves
 
-        combine_policies(saving.num_checkpoints_to_keep, saving.keep)
+        combine_policies(saving.save_num_checkpoints_to_keep, saving.save_keep)
     names = {
-        "save_artifact_name": saving.remote_filename,
-        "save_latest_artifact_name": saving.latest_remote_filename,
+        "save_artifact_name": saving.save_artifact_name,
+        "save_latest_artifact_name": saving.save_latest_artifact_name,
     }
     for name, value in names.items():
         if value is not None:
@@ -177,33 +156,33 @@ def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
 
 
 def _make_saver(saving: Saving) -> CheckpointSaver | None:
-    if saving.folder is None:
+    if saving.save_folder is None:
         return None
     # Here, since it takes as long to load as the rest of the Trainer, and not every run saves.
     from composer_checkpoint.saver import CheckpointSaver
     from composer_checkpoint.stores.addresses import parse_uri
 
-    folder = os.fspath(saving.folder)
+    folder = os.fspath(saving.save_folder)
     inside = parse_uri(folder).path.strip("/")
-    remote, latest = saving.remote_filename, saving.latest_remote_filename
+    remote, latest = saving.save_artifact_name, saving.save_latest_artifact_name
     if remote is None:
-        remote = _join(inside, saving.filename)
-    if latest is None and saving.latest_filename is not None:
-        latest = _join(inside, saving.latest_filename)
+        remote = _join(inside, saving.save_filename)
+    if latest is None and saving.save_latest_filename is not None:
+        latest = _join(inside, saving.save_latest_filename)
     return CheckpointSaver(
         folder,
-        saving.filename,
+        saving.save_filename,
         remote,
-        saving.latest_filename,
+        saving.save_latest_filename,
         latest,
-        saving.interval,
-        overwrite=saving.overwrite,
-        num_checkpoints_to_keep=saving.num_checkpoints_to_keep,
-        weights_only=saving.weights_only,
-        ignore_keys=saving.ignore_keys,
-        async_save=saving.is_async,
-        save_async_policy=saving.async_policy,
-        keep=saving.keep,
+        saving.save_interval,
+        overwrite=saving.save_overwrite,
+        num_checkpoints_to_keep=saving.save_num_checkpoints_to_keep,
+        weights_only=saving.save_weights_only,
+        ignore_keys=saving.save_ignore_keys,
+        async_save=saving.save_async,
+        save_async_policy=saving.save_async_policy,
+        keep=saving.save_keep,
     )
 
 
@@ -219,8 +198,8 @@ def _check_autoresume(saving: Saving, saver: CheckpointSaver | None, run_name: s
         )
     if saver is None:
         raise ValueError(
-            f"The `save_folder` must be specified when autoresume is enabled, and it is {saving.folder!r}: it is where "
-            "the checkpoints are looked for."
+            f"The `save_folder` must be specified when autoresume is enabled, and it is {saving.save_folder!r}: it is "
+            "where the checkpoints are looked for."
         )
     if saver.latest_filename is None:
         raise ValueError(
@@ -247,10 +226,10 @@ def check_load_path(loading: Loading, state: State) -> None:
     Raises:
         NoCheckpointError: Then.
     """
-    if loading.path is not None and loading.object_store is None and not loading.autoresume:
+    if loading.load_path is not None and loading.load_object_store is None and not loading.autoresume:
         from composer_checkpoint.loader import check_local_path  # here, since not every run loads
 
-        check_local_path(os.fspath(loading.path), state)
+        check_local_path(os.fspath(loading.load_path), state)
 
 
 def load(
@@ -267,32 +246,37 @@ def load(
     with checkpoint_to_resume(saver, state, logger) as path:
         if path is not None:
             loading = replace(
-                loading, path=path, object_store=None, weights_only=False, ignore_keys=None, exclude_algorithms=None
+                loading,
+                load_path=path,
+                load_object_store=None,
+                load_weights_only=False,
+                load_ignore_keys=None,
+                load_exclude_algorithms=None,
             )
         return _load(loading, state, logger, engine)
 
 
 def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> list[dict[str, Any]] | None:
-    if loading.path is None:
+    if loading.load_path is None:
         return None
     from composer_checkpoint.stores.addresses import parse_uri  # here, since not every run loads
 
-    path, store = os.fspath(loading.path), loading.object_store
+    path, store = os.fspath(loading.load_path), loading.load_object_store
     if store is not None and parse_uri(path).backend:
         path = parse_uri(path).path
     # Only where they say something: who puts a function of their own there may have Composer's arguments alone.
-    chosen = {"trusted": loading.is_trusted, "restart_epoch": loading.restarts_epoch}
+    chosen = {"trusted": loading.load_trusted, "restart_epoch": loading.load_restart_epoch}
     # Through the module, where users' suites put one of their own.
     rng = checkpoint.load_checkpoint(
         state=state,
         logger=logger,
         path=path,
         object_store=store,
-        load_weights_only=loading.weights_only,
-        strict_model_weights=loading.is_strict,
-        progress_bar=loading.progress_bar,
-        ignore_keys=loading.ignore_keys,
-        exclude_algorithms=loading.exclude_algorithms,
+        load_weights_only=loading.load_weights_only,
+        strict_model_weights=loading.load_strict_model_weights,
+        progress_bar=loading.load_progress_bar,
+        ignore_keys=loading.load_ignore_keys,
+        exclude_algorithms=loading.load_exclude_algorithms,
         algorithm_passes=engine.algorithm_passes,
         **{name: True for name, is_chosen in chosen.items() if is_chosen},
     )

@@ -93,7 +93,7 @@ class _Checker:
         storage_data: dict[MetadataIndex, StorageInfo] = {}
         for fqn, entry in entries.items():
             if not _is_name(fqn):
-                self._refuse("a name", f"is {_told(fqn)}", f"a text of up to {_MAX_NAME_CHARS} characters")
+                self._refuse("a name", f"is {_told(fqn)}", f"a string of up to {_MAX_NAME_CHARS} characters")
             if _is(entry, "BytesStorageMetadata"):
                 state_dict_metadata[fqn] = BytesStorageMetadata()
                 storage_data[MetadataIndex(fqn)] = self._location(stored, MetadataIndex(fqn), fqn, 0)
@@ -151,7 +151,7 @@ class _Checker:
         return torch.Size(dims)
 
     def _location(self, stored: Mapping[Any, Any], index: MetadataIndex, name: str, need_bytes: int) -> StorageInfo:
-        info = stored.get((index.fqn, index.offset))
+        info = stored.get(_place(index.fqn, index.offset))
         file, offset, length = (_get(info, field) for field in ("relative_path", "offset", "length"))
         if not _is_name(file) or not file or file in (".", "..") or any(mark in file for mark in "/\\\0"):
             self._refuse(repr(name), f"is stored in the file {_told(file)}", "the name of a file of the same folder")
@@ -223,12 +223,7 @@ class _Record:
         return isinstance(other, _Record) and _key(self) == _key(other)
 
     def __hash__(self) -> int:  # the keys of `storage_data` are such objects
-        fqn, offset = _key(self)
-        offsets = offset if isinstance(offset, tuple) and len(offset) <= _MAX_DIMS else ()
-        is_index = offset is None or offset is offsets
-        if not _is_name(fqn) or not is_index or not all(type(dim) is int and 0 <= dim < _MAX_COUNT for dim in offsets):
-            raise ValueError("an index has a name and the offsets of a part")
-        return hash((fqn, ",".join(map(str, offsets))))  # as text, since numbers of one hash can be looked for
+        return hash(_key(self))
 
 
 def _stand_ins() -> dict[str, Any]:
@@ -283,8 +278,20 @@ def _dtype(properties: object) -> object:
     return state[0] if isinstance(state, tuple) and state else None
 
 
-def _key(index: _Record) -> tuple[object, object]:
-    return _get(index, "fqn"), _get(index, "offset")
+def _key(index: _Record) -> tuple[str, str | None]:
+    """Return what tells an index from others."""
+    fqn, offset = _get(index, "fqn"), _get(index, "offset")
+    offsets = () if offset is None else offset
+    if not _is_name(fqn) or not isinstance(offsets, tuple) or len(offsets) > _MAX_DIMS:
+        raise ValueError("an index has a name and the offsets of a part")
+    if not all(type(dim) is int and 0 <= dim < _MAX_COUNT for dim in offsets):
+        raise ValueError("offsets are counts")
+    return _place(fqn, offset)
+
+
+def _place(fqn: str, offset: tuple[int, ...] | None) -> tuple[str, str | None]:
+    """Return a key of text only: numbers of one hash can be looked for, so that a dict of them takes endless time."""
+    return fqn, None if offset is None else ",".join(map(str, offset))
 
 
 def _is_name(value: object) -> TypeGuard[str]:

@@ -2,10 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from operator import lt
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 __all__ = ["covers_exactly"]
+
+# Of a grid, as meshes make them, a part is compared with those of its row; of parts that were laid out to be a burden,
+# with all.
+_MOST_NEIGHBOURS = 128
 
 
 def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
@@ -20,30 +25,42 @@ def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) 
     for chunk in chunks:
         if any(start + length > whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             return f"has a part at {tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)} that leaves it"
-    if pair := _overlap(filled):
+    try:
+        pair = _overlap(filled)
+    except _TooManyNeighboursError:
+        return f"has {len(filled)} parts in no order, such as no mesh of devices makes"
+    if pair:
         first, second = (f"{tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)}" for chunk in pair)
         return f"has overlapping parts, at {first} and at {second}"
     covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(size)
     return None if covered == whole else f"is covered by its parts in {covered} of {whole} elements"
 
 
+class _TooManyNeighboursError(Exception):
+    """To compare all parts that lie beside each other would take too long."""
+
+
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
     """Return two parts that share an element: a sweep along the dim that separates most of them."""
     if len(chunks) < 2:
         return None
+    # As plain tuples, whose numbers are at hand.
+    boxes = [
+        (tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))), chunk) for chunk in chunks
+    ]
     num_dims = len(chunks[0].sizes)
     if num_dims == 0:
         return chunks[0], chunks[1]
-    dim = max(range(num_dims), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
-    active: list[ChunkStorageMetadata] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
-        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
-        for other in active:
-            if all(_meet(chunk, other, d) for d in range(num_dims)):
+    dim = max(range(num_dims), key=lambda d: len({starts[d] for starts, _, _ in boxes}))
+    active: list[tuple[tuple[int, ...], tuple[int, ...], ChunkStorageMetadata]] = []
+    comparisons_left = _MOST_NEIGHBOURS * len(chunks)
+    for starts, ends, chunk in sorted(boxes, key=lambda box: box[0][dim]):
+        active = [box for box in active if box[1][dim] > starts[dim]]
+        comparisons_left -= len(active)
+        if comparisons_left < 0:
+            raise _TooManyNeighboursError
+        for other_starts, other_ends, other in active:
+            if all(map(lt, starts, other_ends)) and all(map(lt, other_starts, ends)):
                 return other, chunk
-        active.append(chunk)
+        active.append((starts, ends, chunk))
     return None
-
-
-def _meet(a: ChunkStorageMetadata, b: ChunkStorageMetadata, dim: int) -> bool:
-    return a.offsets[dim] < b.offsets[dim] + b.sizes[dim] and b.offsets[dim] < a.offsets[dim] + a.sizes[dim]

@@ -109,10 +109,11 @@ def _whole(name: str, sources: Sequence[TensorSource], layouts: Sequence[Mapping
             region.copy_(part.read())
         return whole
 
-    merged = StoredTensor(dtype, shape, fetch)
+    same = tuple(part.storage for part in parts.values())  # all parts of two names are one, or they are no one tensor
+    merged = StoredTensor(dtype, shape, fetch, None if None in same else same)
     if covered != merged.numel:
         raise CorruptCheckpointError(
-            f"the files hold {covered} of the {merged.numel} elements of {name!r:.200}. Bring together the files of one "
-            f"save."
+            f"the files hold {covered} of the {merged.numel} elements of {name!r:.200}. Bring together the files of "
+            f"one save."
         )
     return merged

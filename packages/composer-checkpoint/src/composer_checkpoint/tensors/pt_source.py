@@ -3,9 +3,9 @@
 import mmap
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.pt_file import open_pt
+from composer_checkpoint.tensors._parameter_pickles import rehearse_with_attributes
 from composer_checkpoint.tensors.source import StoredTensor, TensorSource, as_stored
 from composer_checkpoint.unpickler import PickledOrderedDict, safe_unpickle, scan
 
@@ -28,13 +29,14 @@ __all__ = ["open_pt_source", "read_bytes"]
 _LEGACY_LEADING_PICKLES = 3  # the magic number, the version, and the writer's byte order and sizes
 
 
-def open_pt_source(path: str, *, record_unknown: bool = False) -> TensorSource:
+def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
     """Open what `torch.save` wrote, of any version, or a plain pickle of arrays.
 
     Args:
         path: The file, not packed.
         record_unknown: Open also a file that asks for more than data, with inert objects in the places of what it asks
             for; `unsafe_globals` lists them.
+        drop_attributes: Read tensors that have attributes of their own without these.
 
     Raises:
         CorruptCheckpointError: If it is not whole.
@@ -45,9 +47,13 @@ def open_pt_source(path: str, *, record_unknown: bool = False) -> TensorSource:
         match format_of(reader):
             case "pt":
                 contents = open_pt(reader, record_unknown=record_unknown)
-                _check_byteorder(reader, contents.layout.members.get("byteorder"))
-                offsets = {key: contents.layout.members[f"data/{key}"].offset for key in contents.rehearsal.storages}
-                return _source(reader, contents.rehearsal, offsets, contents.manifest)
+                members, rehearsal = contents.layout.members, contents.rehearsal
+                _check_byteorder(reader, members.get("byteorder"))
+                if drop_attributes:
+                    pickled = members["data.pkl"]
+                    rehearsal = rehearse_with_attributes(reader.read(pickled.offset, pickled.size_bytes))
+                offsets = {key: members[f"data/{key}"].offset for key in rehearsal.storages}
+                return _source(reader, rehearsal, offsets, contents.manifest)
             case "legacy pt":
                 return _source(reader, *_read_legacy(reader, record_unknown), None)
             case _:
@@ -61,7 +67,7 @@ def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> torch.Tensor
     """Return bytes of a file as a tensor of bytes, read straight into its memory."""
     buffer = torch.empty(size_bytes, dtype=torch.uint8)
     if size_bytes:
-        reader.read_into(memoryview(buffer.numpy()), offset)
+        reader.read_into(memoryview(cast(Any, buffer.numpy())), offset)
     return buffer
 
 
@@ -93,7 +99,16 @@ def _arrays_back(tree: Any, encoded: Any) -> Any:
 def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) -> StoredTensor:
     dtype = getattr(torch, spec.dtype.name)
     where = (spec.storage.key, spec.offset, spec.stride)
-    return StoredTensor(dtype, spec.shape, lambda: _read(reader, offsets[spec.storage.key], spec, dtype), where)
+    offset, in_a_row = offsets[spec.storage.key], spec.byte_range
+
+    def fetch_range(start: int, count: int) -> torch.Tensor:
+        assert in_a_row is not None
+        size = spec.dtype.item_bytes
+        return read_bytes(reader, offset + in_a_row[0] + start * size, count * size).view(dtype)
+
+    return StoredTensor(
+        dtype, spec.shape, lambda: _read(reader, offset, spec, dtype), where, fetch_range if in_a_row else None
+    )
 
 
 def _read(reader: FileReader, storage_offset: int, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -128,6 +143,8 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
                 return ordered
             case Counter():
                 return Counter(value)
+            case deque():
+                return deque(map(plain_array, value), value.maxlen)
             case _:
                 return Call.itself(plain_array(value))
 
@@ -170,7 +187,9 @@ def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
 
 
 def _check_byteorder(reader: FileReader, member: Any) -> None:
-    written = sys.byteorder if member is None else reader.read(member.offset, member.size_bytes).decode(errors="replace")
+    written = (
+        sys.byteorder if member is None else reader.read(member.offset, member.size_bytes).decode(errors="replace")
+    )
     if written != sys.byteorder:
         raise IncompatibleCheckpointError(
             f"the file was written on a machine with {written!r:.20}-endian numbers, and this one has {sys.byteorder}. "

@@ -54,8 +54,8 @@ def open_index_source(path: str) -> TensorSource:
             file = Path(path).parent / shard
             if not file.exists():
                 raise CorruptCheckpointError(
-                    f"{file.parent} lacks the shard {shard}, in which {index.path.name} has {len(names)} tensors. Bring "
-                    f"the file back, or use another checkpoint."
+                    f"{file.parent} lacks the shard {shard}, in which {index.path.name} has {len(names)} tensors. "
+                    f"Bring the file back, or use another checkpoint."
                 )
             reader = FileReader(file)
             source.on_close(reader)
@@ -91,4 +91,8 @@ def _stored(reader: FileReader, name: str, slot: TensorSlot) -> StoredTensor:
     def fetch() -> torch.Tensor:
         return read_bytes(reader, slot.offset, slot.size_bytes).view(dtype).reshape(slot.shape)
 
-    return StoredTensor(dtype, slot.shape, fetch, (reader.path, name))
+    def fetch_range(start: int, count: int) -> torch.Tensor:
+        size = dtype.itemsize
+        return read_bytes(reader, slot.offset + start * size, count * size).view(dtype)
+
+    return StoredTensor(dtype, slot.shape, fetch, (reader.path, name), fetch_range)

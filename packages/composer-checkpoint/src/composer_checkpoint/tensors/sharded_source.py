@@ -1,6 +1,7 @@
 """Reading the folder of a sharded checkpoint tensor by tensor, each put together from its parts."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,12 @@ class _List(dict[int, Any]):
 
 def _put(root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
     here: Any = root
-    for step, following in zip(path, path[1:], strict=False):
+    for step, following in pairwise(path):
         here = here.setdefault(step, _List() if isinstance(following, int) else {}) if isinstance(here, dict) else None
     if not isinstance(here, dict) or path[-1] in here or len(path) > _MAX_DEPTH:
         raise CorruptCheckpointError(
-            f"`.metadata` has an entry at {'/'.join(map(str, path[:10]))!r:.200}, {len(path)} levels deep, where another "
-            f"one is, or deeper than in any checkpoint. Load another checkpoint."
+            f"`.metadata` has an entry at {'/'.join(map(str, path[:10]))!r:.200}, {len(path)} levels deep, where "
+            f"another one is, or deeper than in any checkpoint. Load another checkpoint."
         )
     here[path[-1]] = value
 

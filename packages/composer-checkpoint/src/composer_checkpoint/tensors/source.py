@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from composer_checkpoint._tree import map_tree, named_leaves
 from composer_checkpoint.manifest import Manifest
 
-__all__ = ["StoredTensor", "TensorSource", "as_stored", "tensors_in"]
+__all__ = ["StoredTensor", "TensorSource", "aliases_of", "as_stored", "replace_tensors", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +24,8 @@ class StoredTensor:
         fetch: Returns it, on the CPU, its elements in row-major order; anew each time it is called.
         storage: Equal for all that are one and the same tensor, such as tied weights. `None` where the checkpoint does
             not say.
+        fetch_range: Returns a number of its elements from one on, in row-major order, where that needs less memory
+            than all of them.
 
     Example:
         >>> stored = as_stored(torch.ones(2, 3))
@@ -37,6 +39,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     fetch: Callable[[], torch.Tensor]
     storage: Hashable | None = None
+    fetch_range: Callable[[int, int], torch.Tensor] | None = None
 
     @property
     def numel(self) -> int:
@@ -56,14 +59,23 @@ class StoredTensor:
         """
         return self.fetch()
 
+    def read_range(self, start: int, count: int) -> torch.Tensor:
+        """Return `count` of its elements, counted in row-major order, from `start` on."""
+        if self.fetch_range is not None:
+            return self.fetch_range(start, count)
+        return self.fetch().reshape(-1)[start : start + count]
+
     def to(self, dtype: torch.dtype) -> "StoredTensor":
         """Return the same tensor in another dtype, rounded once, straight from the one it has."""
         if dtype == self.dtype:
             return self
-        return replace(self, dtype=dtype, fetch=lambda: self.fetch().to(dtype), storage=self._with(dtype))
-
-    def _with(self, detail: Hashable) -> Hashable | None:
-        return None if self.storage is None else (self.storage, detail)
+        return StoredTensor(
+            dtype,
+            self.shape,
+            lambda: self.fetch().to(dtype),
+            None if self.storage is None else (self.storage, dtype),
+            lambda start, count: self.read_range(start, count).to(dtype),
+        )
 
 
 def as_stored(tensor: torch.Tensor) -> StoredTensor:
@@ -113,9 +125,14 @@ class TensorSource:
     @property
     def weights(self) -> Mapping[str, StoredTensor]:
         """The model's tensors by the names that the model has for them, wherever they lie in the tree."""
-        tensors = tensors_in(self._model())
-        # Where DCP, or somebody, has nested what state_dict() has flat.
-        return {name.replace("/", "."): tensor for name, tensor in tensors.items()}
+        found: dict[str, StoredTensor] = {}
+        model = self._model()
+        for key, value in model.items() if isinstance(model, dict) else ():
+            if isinstance(value, StoredTensor):
+                found[str(key)] = value
+            else:  # nested, where state_dict() is flat
+                found |= {f"{key}.{name.replace('/', '.')}": tensor for name, tensor in tensors_in(value).items()}
+        return found
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -17,18 +17,20 @@ import torch
 
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.tensors.pt_source import open_pt_source
-from composer_checkpoint.tensors.source import StoredTensor, TensorSource, as_stored
+from composer_checkpoint.tensors.source import StoredTensor, TensorSource
 
 __all__ = ["find_zero_folder", "open_zero_source"]
 
 Weights = Literal["fp32", "16bit"]
 
 _LATEST = "latest"
+_FLAT = "fp32_flat_groups"  # of stage 3
+_PARTITION = "single_partition_of_fp32_groups"  # of stages 1 and 2
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # What the pickles name besides data: classes and functions of DeepSpeed's own, and of torch's, that say nothing about
 # weights. Nothing of it is made; an inert object stands for each.
-_INERT = re.compile(r"(?:deepspeed|composer|torch\.optim)\..*|torch\.(?:nn\.parameter\.)?Parameter|builtins\.getattr")
+_INERT = re.compile(r"deepspeed\..*")
 
 
 def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
@@ -65,7 +67,9 @@ def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32
     """
     found = find_zero_folder(folder)
     if found is None:
-        raise NoCheckpointError(f"{os.fspath(folder)!r} has no files of DeepSpeed's such as mp_rank_00_model_states.pt.")
+        raise NoCheckpointError(
+            f"{os.fspath(folder)!r} has no files of DeepSpeed's such as mp_rank_00_model_states.pt."
+        )
     ranks = _Ranks.open(found)
     try:
         tree = {"module": _weights(ranks, weights), **ranks.rest()}
@@ -103,7 +107,10 @@ class _Ranks:
 
     @property
     def stage(self) -> int:
-        return int(self.partitions(0).get("zero_stage", 0)) if self.optimizers else 0
+        """Return the ZeRO stage; 1 stands for 2 as well. What the files say of it is an enumeration of DeepSpeed's."""
+        if not self.optimizers or self.model().get("param_shapes") is None:
+            return 0
+        return 3 if _FLAT in self.partitions(0) else 1
 
     def partitions(self, rank: int) -> Mapping[str, Any]:
         """Return what a rank's optimizer file says of the parameters."""
@@ -147,7 +154,7 @@ def _open_all(folder: Path, pattern: re.Pattern[str], opened: list[TensorSource]
         raise NoCheckpointError(f"{folder} lacks the files of ranks {missing}. Bring all ranks' files together.")
     sources: list[TensorSource] = []
     for rank in sorted(ranks):
-        sources.append(source := open_pt_source(os.fspath(ranks[rank]), record_unknown=True))
+        sources.append(source := open_pt_source(os.fspath(ranks[rank]), record_unknown=True, drop_attributes=True))
         opened.append(source)
         wanted = [name for name in source.unsafe_globals if not _INERT.fullmatch(name)]
         if wanted:
@@ -173,14 +180,19 @@ def _weights(ranks: _Ranks, weights: Weights) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name in model.get("buffer_names") or ():
         if name in whole:
-            is_float = whole[name].dtype.is_floating_point
-            found[name] = whole[name].to(torch.float32) if is_float else whole[name]
+            found[name] = _in_fp32(whole[name])
     found |= _frozen(ranks)
     found |= _of_stage_3(ranks) if ranks.stage == 3 else _of_stage_1(ranks)
     for alias, name in dict(model.get("shared_params") or {}).items():
         if name in found:
             found[alias] = found[name]
+    if ranks.stage < 3:  # what is not trained, and stage 1 says nothing of, is whole in the module
+        found |= {name: _in_fp32(tensor) for name, tensor in whole.items() if name not in found}
     return {name: found[name] for name in [*(key for key in module or () if key in found), *found]}
+
+
+def _in_fp32(tensor: StoredTensor) -> StoredTensor:
+    return tensor.to(torch.float32) if tensor.dtype.is_floating_point else tensor
 
 
 def _shapes(ranks: _Ranks) -> list[dict[str, tuple[int, ...]]]:
@@ -193,7 +205,7 @@ def _shapes(ranks: _Ranks) -> list[dict[str, tuple[int, ...]]]:
 
 def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
     """Cut the parameters of stages 1 and 2 out of the ranks' parts."""
-    groups = [_flat(ranks, rank, "single_partition_of_fp32_groups") for rank in range(len(ranks.optimizers))]
+    groups = [_flat(ranks, rank, _PARTITION) for rank in range(len(ranks.optimizers))]
     _check_count(ranks)
     paddings = ranks.partitions(0).get("param_alignment_paddings")
     found: dict[str, StoredTensor] = {}
@@ -209,7 +221,7 @@ def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
 
 def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
     """Put the parameters of stage 3 together from a piece of each rank."""
-    parts = [_flat(ranks, rank, "fp32_flat_groups") for rank in range(len(ranks.optimizers))]
+    parts = [_flat(ranks, rank, _FLAT) for rank in range(len(ranks.optimizers))]
     _check_count(ranks)
     lengths = [sum(part.numel for part in of_rank) for of_rank in parts]
     starts = [sum(lengths[:rank]) for rank in range(len(parts))]
@@ -246,8 +258,9 @@ def _frozen(ranks: _Ranks) -> dict[str, StoredTensor]:
 
 def _flat(ranks: _Ranks, rank: int, key: str) -> list[StoredTensor]:
     raw = ranks.partitions(rank).get(key)
-    parts = raw if isinstance(raw, list) else [raw]
-    if not parts or not all(isinstance(part, StoredTensor) for part in parts):
+    listed: list[Any] = raw if isinstance(raw, list) else [raw]
+    parts = [part for part in listed if isinstance(part, StoredTensor)]
+    if not parts or len(parts) < len(listed):
         ranks.refuse(f"the optimizer's file of rank {rank} has no {key}")
     return parts
 

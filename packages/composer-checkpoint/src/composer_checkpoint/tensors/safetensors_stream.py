@@ -1,0 +1,157 @@
+"""Writing `.safetensors` files with never more than one tensor in memory."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_checkpoint._early_flush import FlushedFile
+from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS, new_hasher, tensor_bytes
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.safetensors_file import (
+    # What `save_safetensors` begins a file with; both must write the same.
+    _FORMAT_NAMES as FORMAT_NAMES,  # pyright: ignore[reportPrivateUsage]
+)
+from composer_checkpoint.safetensors_file import (
+    _header as header_of,  # pyright: ignore[reportPrivateUsage]
+)
+from composer_checkpoint.safetensors_index import (
+    INDEX_SUFFIX,
+)
+from composer_checkpoint.safetensors_index import (
+    _index_text as index_text,  # pyright: ignore[reportPrivateUsage]  # the same for the index
+)
+from composer_checkpoint.tensors.source import StoredTensor
+
+__all__ = ["plan_shards", "stream_safetensors", "stream_shards"]
+
+Progress = Callable[[int], object]
+
+
+def stream_safetensors(
+    tensors: Mapping[str, StoredTensor],
+    path: str | os.PathLike[str],
+    *,
+    info: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    hash_name: str = HASH_NAME,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write tensors to one file, reading each when its turn comes; flush it to the disk.
+
+    The file is what `save_file` would write of them, with its manifest. It is written in place, as `save_file` does.
+
+    Args:
+        tensors: By name.
+        path: Where to.
+        info: What else the manifest should say.
+        aliases: Further names of tensors, which `load_file` gives back.
+        hash_name: As for `save_file`.
+        progress: Called with the number of bytes after each tensor.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        TypeError: If safetensors has no form for a dtype.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint import load_file
+        >>> from composer_checkpoint.tensors import as_stored
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> manifest = stream_safetensors({"w": as_stored(torch.ones(2))}, path)
+        >>> load_file(path)["w"]
+        tensor([1., 1.])
+    """
+    for name, tensor in tensors.items():
+        if str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
+            raise TypeError(f"{name} is {tensor.dtype}, which safetensors has no form for. Cast it, or write .pt.")
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that all are aligned
+    described = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
+    notes: dict[str, Any] = {"torch_version": str(torch.__version__), **(info or {})}
+    if aliases:
+        notes["aliases"] = dict(aliases)
+    placeholder, _ = header_of(described, dict.fromkeys(names, "0" * NUM_DIGITS[hash_name]), notes, hash_name)
+    hashes: dict[str, str] = {}
+    with open(path, "wb", buffering=0) as file:
+        disk = FlushedFile(file)
+        disk.write(memoryview(placeholder))
+        for name in names:
+            hasher = new_hasher(hash_name)
+            disk.write(tensor_bytes(tensors[name].read()), hasher)
+            hashes[name] = hasher.hexdigest()
+            if progress is not None:
+                progress(tensors[name].size_bytes)
+        header, manifest = header_of(described, hashes, notes, hash_name)
+        disk.rewrite(memoryview(header), 0)
+        disk.finish()
+    return manifest
+
+
+def plan_shards(
+    tensors: Mapping[str, StoredTensor], max_shard_bytes: int, name: str = "model"
+) -> dict[str, dict[str, StoredTensor]]:
+    """Say which tensors go into which file: in order, as many as fit, and a larger one alone.
+
+    Raises:
+        ValueError: If `max_shard_bytes` is less than 1.
+
+    Example:
+        >>> from composer_checkpoint.tensors import as_stored
+        >>> plan_shards({"a": as_stored(torch.ones(4)), "b": as_stored(torch.ones(4))}, 16).keys()
+        dict_keys(['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} is no size. Give 1 or more, such as 5_000_000_000.")
+    groups = list(_groups(tensors, max_shard_bytes))
+    if len(groups) == 1:
+        return {f"{name}.safetensors": groups[0]}
+    return {f"{name}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def stream_shards(
+    shards: Mapping[str, Mapping[str, StoredTensor]],
+    folder: str | os.PathLike[str],
+    *,
+    name: str = "model",
+    info: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write planned files, and their index if there are several, to a folder that is there.
+
+    Args:
+        shards: From `plan_shards`.
+        folder: Where to; see `write_atomically(folder=True)`.
+        name: What the index's name begins with.
+        info: What the manifests should say.
+        aliases: Further names of tensors, which `load_file` gives back.
+        progress: Called with the number of bytes after each tensor.
+    """
+    manifests = {
+        shard: stream_safetensors(
+            tensors,
+            Path(folder, shard),
+            info=info,
+            aliases={alias: kept for alias, kept in (aliases or {}).items() if kept in tensors},
+            progress=progress,
+        )
+        for shard, tensors in shards.items()
+    }
+    if len(manifests) > 1:
+        Path(folder, name + INDEX_SUFFIX).write_text(index_text(manifests))
+
+
+def _groups(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> Iterator[dict[str, StoredTensor]]:
+    group: dict[str, StoredTensor] = {}
+    size_bytes = 0
+    for name, tensor in tensors.items():
+        if group and size_bytes + tensor.size_bytes > max_shard_bytes:
+            yield group
+            group, size_bytes = {}, 0
+        group[name] = tensor
+        size_bytes += tensor.size_bytes
+    yield group
