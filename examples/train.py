@@ -20,6 +20,7 @@ from composer import Trainer
 from composer.algorithms import EMA, LabelSmoothing, MixUp
 from composer.models import ComposerClassifier
 from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
+from composer.report import RunRecorder, write_page
 from composer.utils import dist
 
 NUM_TRAIN, NUM_HELD_OUT = 1297, 500
@@ -73,6 +74,7 @@ def train(seed: int, duration: str, folder: Path) -> float:
         optimizers=DecoupledAdamW(model.parameters(), lr=4e-3),
         schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="1ep"),
         algorithms=[MixUp(alpha=0.2), LabelSmoothing(0.1), ema],
+        loggers=RunRecorder(folder, overwrite=True, page=False),
         run_name=f"digits-{seed}",
         device="cpu",
         seed=seed,
@@ -105,6 +107,11 @@ def main() -> int:
             print(
                 f"seed {seed}: {accuracies[-1]:.1%} of {NUM_HELD_OUT} held-out digits read right; results in {folder}"
             )
+    if dist.get_global_rank() == 0:
+        page = write_page(
+            [arguments.folder / f"seed-{seed}" for seed in arguments.seeds], arguments.folder / "report.html"
+        )
+        print(f"Curves, timings and settings of all runs: {page}")
     return 0 if min(accuracies) >= ENOUGH else 1
 
 

@@ -1,12 +1,13 @@
 """What was measured, as lines of text: for runs whose output goes to a file."""
 
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from composer.loggers._config_block import format_config
+from composer.loggers._tables import table_as_json, table_as_text
+from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
-from composer_events.hparams import convert_flat_dict_to_nested_dict
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
@@ -19,14 +20,14 @@ NUM_EVAL_LOGGING_EVENTS = 11
 """How many lines at most say how far one evaluation is."""
 
 _STREAMS = ("stdout", "stderr")
-_RULE = "*" * 30
 
 
 class ConsoleLogger(LoggerDestination):
     """Writes the metrics of training at intervals and those of each evaluation at its end, as text.
 
-    What was measured between two blocks appears in the next one, with its latest value. Every rank writes; the
-    settings of the run are written once, by local rank 0.
+    What was measured between two blocks appears in the next one, with its latest value. Tables have rows and columns on
+    a terminal and in a notebook; in a file or a pipe each is a line of JSON. Every rank writes; the settings of the run
+    are written once, by local rank 0.
 
     Args:
         log_interval: How often: epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). The first one is always
@@ -68,6 +69,7 @@ class ConsoleLogger(LoggerDestination):
         self.hparams: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.tables: dict[str, str] = {}
+        self._tables_as_text: dict[str, str] = {}
         self.eval_batch_idxs_to_log: list[int] = []
         self._stream = stream
         self._has_shown_hparams = False
@@ -85,7 +87,8 @@ class ConsoleLogger(LoggerDestination):
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
         """Keep the table, which is written with every block from now on."""
-        self.tables[name] = json.dumps({"columns": columns, "data": rows}, separators=(",", ":"), default=str)
+        self.tables[name] = table_as_json(columns, rows)
+        self._tables_as_text[name] = table_as_text(columns, rows, indent="\t   ")
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         """Write which algorithms acted, if that is wanted."""
@@ -148,7 +151,9 @@ class ConsoleLogger(LoggerDestination):
         """
         progress = _progress_of_training(state) if is_train else _progress_of_evaluation(state)
         lines = [f"\n\t {prefix}{name}: {format_log_data_value(value)}" for name, value in data.items()]
-        lines += [f"\n\t {prefix}{name}: {table}" for name, table in self.tables.items()]
+        # Where a person reads, a table has rows; elsewhere it is one line for programs.
+        tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if self._is_read() else self.tables
+        lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
         self._write(progress + (":" if progress and data else "") + "".join(lines))
 
     def _show_at(self, unit: TimeUnit, count: int, state: State) -> None:
@@ -165,14 +170,19 @@ class ConsoleLogger(LoggerDestination):
         if self._has_shown_hparams or get_local_rank() != 0:
             return
         self._has_shown_hparams = True
-        lines = _to_yaml(convert_flat_dict_to_nested_dict(self.hparams))
-        self._write("\n".join([_RULE, "Config:", *lines, _RULE]))
+        self._write(format_config(self.hparams))
 
     def _write(self, text: str) -> None:
-        # Looked up late, so that a stream that was redirected meanwhile is the one written to.
-        stream: TextIO = getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
+        stream = self._file()
         stream.write(text + "\n")
         stream.flush()
+
+    def _is_read(self) -> bool:
+        return is_notebook() or getattr(self._file(), "isatty", lambda: False)()
+
+    def _file(self) -> TextIO:
+        # Looked up late, so that a stream that was redirected meanwhile is the one written to.
+        return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
 
 
 def _progress_of_training(state: State) -> str:
@@ -194,14 +204,3 @@ def _progress_of_evaluation(state: State) -> str:
     length = state.dataloader_len
     batch = int(state.eval_timestamp.batch)
     return f"[Eval batch={batch}{'' if length is None else f'/{int(length)}'}] Eval on {state.dataloader_label} data"
-
-
-def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Return nested settings as lines of YAML: every scalar and list of JSON is one of YAML."""
-    lines: list[str] = []
-    for name, value in sorted(values.items()):
-        if isinstance(value, Mapping) and value:
-            lines += [f"{indent}{name}:", *_to_yaml(value, indent + "  ")]
-        else:
-            lines.append(f"{indent}{name}: {value if isinstance(value, str) else json.dumps(value, default=str)}")
-    return lines

@@ -1,10 +1,10 @@
 """Everything that was logged, kept in memory."""
 
-import copy
 import datetime
-import json
 from typing import TYPE_CHECKING, Any
 
+from composer.loggers._snapshot import detached_copy
+from composer.loggers._tables import table_as_json
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
@@ -48,7 +48,7 @@ class InMemoryLogger(LoggerDestination):
         """Keep values, with the timestamp of now; tensors stay on their device."""
         assert self.state is not None, "Event.INIT comes first"
         now = self.state.timestamp.copy()
-        values = copy.deepcopy(metrics)
+        values: dict[str, Any] = {name: detached_copy(value) for name, value in metrics.items()}
         for name, value in values.items():
             self.data.setdefault(name, []).append((now, value))
             self.most_recent_timestamps[name] = now
@@ -58,9 +58,7 @@ class InMemoryLogger(LoggerDestination):
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
         """Keep the table as JSON."""
-        self.tables[name] = json.dumps(
-            {"columns": columns, "data": rows}, separators=(",", ":"), ensure_ascii=False, default=str
-        )
+        self.tables[name] = table_as_json(columns, rows)
 
     def get_timeseries(self, metric: str) -> "dict[str, NDArray[Any]]":
         """Return the values of one metric, and beside them each field of their timestamps.

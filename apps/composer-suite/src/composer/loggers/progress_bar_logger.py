@@ -6,6 +6,8 @@ from typing import Any, TextIO
 
 import tqdm.auto
 
+from composer.loggers._config_block import format_config
+from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
@@ -21,7 +23,8 @@ _STREAMS = ("stdout", "stderr")
 class ProgressBarLogger(LoggerDestination):
     """Shows how far training and evaluation are, with the loss and the evaluation's metrics beside it.
 
-    Only local rank 0 shows bars. A training counted in epochs has one bar for each epoch, any other one for all.
+    The bars are lines of a terminal or widgets of a notebook. Only local rank 0 shows them, and the settings of the run
+    before the first one. A training counted in epochs has one bar for each epoch, any other one for all.
 
     Args:
         stream: `'stderr'`, `'stdout'` or a text stream.
@@ -32,13 +35,21 @@ class ProgressBarLogger(LoggerDestination):
     """
 
     def __init__(self, stream: str | TextIO = "stderr", log_traces: bool = False) -> None:
-        if isinstance(stream, str) and stream not in _STREAMS:
-            raise ValueError(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
+        if isinstance(stream, str):
+            if stream.lower() not in _STREAMS:
+                raise ValueError(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
+            stream = stream.lower()
         self.should_log_traces = log_traces
+        self.hparams: dict[str, Any] = {}
+        self._has_shown_hparams = False
         self._stream = stream
         self._shows = get_local_rank() == 0
         self._train: _Bar | None = None
         self._eval: _Bar | None = None
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Keep the settings of the run, which are written when it begins."""
+        self.hparams.update(hyperparameters)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep the values that a bar shows; they are read when it is drawn anew."""
@@ -51,6 +62,14 @@ class ProgressBarLogger(LoggerDestination):
         if self.should_log_traces and self._shows:
             for name, trace in traces.items():
                 tqdm.auto.tqdm.write(f"[trace]: {name}: {format_log_data_value(trace)}", file=self._file())
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Write the settings of the run."""
+        self._show_hparams()
+
+    def predict_start(self, state: State, logger: Logger) -> None:
+        """Write the settings of the run."""
+        self._show_hparams()
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Open the training bar: of this epoch, or of the whole training."""
@@ -79,6 +98,7 @@ class ProgressBarLogger(LoggerDestination):
 
     def eval_start(self, state: State, logger: Logger) -> None:
         """Open the bar of one evaluation."""
+        self._show_hparams()
         if self._shows:
             self._eval = self._open_evaluation(state)
 
@@ -117,6 +137,11 @@ class ProgressBarLogger(LoggerDestination):
         total = None if length is None else int(length)
         return _Bar(self._file(), label + where, total, TimeUnit.BATCH, state.eval_timestamp, ("metrics/",))
 
+    def _show_hparams(self) -> None:
+        if self._shows and not self._has_shown_hparams:
+            self._has_shown_hparams = True
+            tqdm.auto.tqdm.write(format_config(self.hparams), file=self._file())
+
     def _file(self) -> TextIO:
         # Looked up late, so that a stream that was redirected meanwhile is the one written to.
         return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
@@ -142,14 +167,17 @@ class _Bar:
         self._values: dict[str, Any] = {}
         self._position = self._count(start)
         is_terminal = hasattr(stream, "isatty") and stream.isatty()
+        # In a notebook the bar is a widget, as wide as it likes; elsewhere it is 25 characters between the numbers.
+        is_widget = is_notebook()
+        bar_format = " {l_bar}{bar}{r_bar}" if is_widget else " {l_bar}{bar:25}{r_bar}"
         self._bar = tqdm.auto.tqdm(
             total=total,
             initial=self._position,
-            bar_format=title + " {l_bar}{bar:25}{r_bar}" + ("{bar:-1b}" if is_terminal else ""),
+            bar_format=title + bar_format + ("{bar:-1b}" if is_terminal else ""),
             unit=unit.value,
             file=stream,
             dynamic_ncols=is_terminal,
-            ncols=None if is_terminal else _FILE_WIDTH,
+            ncols=None if is_terminal or is_widget else _FILE_WIDTH,
         )
 
     def keep(self, metrics: Mapping[str, Any]) -> None:

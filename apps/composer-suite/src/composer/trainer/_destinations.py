@@ -6,7 +6,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from composer.loggers.console_logger import ConsoleLogger
+from composer.loggers.file_logger import FileLogger
 from composer.loggers.progress_bar_logger import ProgressBarLogger
+from composer.report.recorder import RunRecorder
 from composer.trainer._caller import level_of_user
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.logger_destination import LoggerDestination
@@ -29,6 +31,8 @@ def choose_destinations(given: Given) -> list[LoggerDestination]:
         if not isinstance(destination, LoggerDestination):
             hint = f" Call it: {destination.__name__}()." if isinstance(destination, type) else ""
             raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination.{hint}")
+        if isinstance(destination, FileLogger | RunRecorder):
+            destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
         destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
     # Made even where it is not wanted, so that a wrong interval is an error wherever the script runs.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from composer_dist.launch.args import Options, parse_options
+from composer_dist.launch.commands import find_command
 from composer_dist.launch.console import open_console, release_console, say
 from composer_dist.launch.explain import explain, explain_elastic
 from composer_dist.launch.preflight import CannotStartError, check_command, check_meeting_point, check_rendezvous
@@ -24,9 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The command line after the command's name. That of this process when `None`.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     open_console()
     try:
-        return _launch(sys.argv[1:] if arguments is None else arguments)
+        command = find_command(arguments)
+        return _launch(arguments) if command is None else command(arguments[1:])
     except CannotStartError as error:
         say(f"composer: error: {error}", "stderr")
         return _USAGE_ERROR

@@ -1,0 +1,101 @@
+"""Images of every layout that is logged, one by one, with their masks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from composer.loggers._snapshot import Snapshot
+
+__all__ = ["LoggedImages", "to_8_bits"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    pixels: torch.Tensor  # height, width, channels
+    masks: dict[str, torch.Tensor]  # height, width
+
+
+class LoggedImages:
+    """Images as they were when they were logged, whose shapes are checked at once and whose pixels are read later.
+
+    Args:
+        images: One image or a stack of them, or a sequence of images.
+        channels_last: Whether channels are the last axis, not the first.
+        masks: Segmentation masks by name, as many of each as there are images.
+
+    Raises:
+        ValueError: If an axis is empty, an image has more than three axes or less than two, or masks are not as many
+            or have other axes than height and width.
+    """
+
+    def __init__(self, images: Any, channels_last: bool = False, masks: Mapping[str, Any] | None = None) -> None:
+        self._snapshot = Snapshot({"images": images, "masks": dict(masks or {})})
+        pixels = [_to_hwc(image, channels_last) for image in _one_by_one(self._snapshot.values["images"], 3)]
+        by_name = {name: _masks(name, stack, len(pixels)) for name, stack in self._snapshot.values["masks"].items()}
+        self._images = [
+            _Image(image, {name: masks[index] for name, masks in by_name.items()}) for index, image in enumerate(pixels)
+        ]
+
+    @property
+    def size_bytes(self) -> int:
+        """How much memory they take."""
+        return self._snapshot.size_bytes
+
+    @property
+    def num_channels(self) -> set[int]:
+        """How many channels they have, without repetitions."""
+        return {image.pixels.shape[2] for image in self._images}
+
+    def read(self) -> Iterator[tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]]:
+        """Wait until they are on the host, and go through them: pixels from 0 to 255, and masks."""
+        self._snapshot.wait()
+        for image in self._images:
+            yield to_8_bits(_to_numpy(image.pixels)), {name: _to_numpy(mask) for name, mask in image.masks.items()}
+
+
+def to_8_bits(image: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return an image with values from 0 to 255: booleans and floats in [0, 1] are scaled, others cut off there."""
+    if image.dtype == bool or (np.issubdtype(image.dtype, np.floating) and image.min() >= 0 and image.max() <= 1):
+        image = np.round(image * 255.0)
+    return image.clip(0, 255).astype(np.uint8)
+
+
+def _one_by_one(images: Any, max_axes: int) -> list[torch.Tensor]:
+    if isinstance(images, Sequence):
+        return [torch.as_tensor(image) for image in images]
+    stack = torch.as_tensor(images)
+    return [stack] if stack.ndim <= max_axes else list(stack)
+
+
+def _to_hwc(image: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    squeezed = image.squeeze()
+    if image.numel() == 0 or image.ndim < 2 or squeezed.ndim > 3:
+        raise ValueError(
+            f"an image of shape {tuple(image.shape)} cannot be shown. An image has a height, a width and perhaps "
+            f"channels, none of them 0; several images go into a list, or into one array along its first axis."
+        )
+    if squeezed.ndim < 3:
+        return squeezed.reshape(*squeezed.shape, *[1] * (3 - squeezed.ndim))
+    return squeezed if channels_last else squeezed.movedim(0, -1)
+
+
+def _masks(name: str, stack: Any, num_images: int) -> list[torch.Tensor]:
+    masks = [mask.squeeze() for mask in _one_by_one(stack, 2)]
+    if len(masks) != num_images:
+        raise ValueError(f"masks[{name!r}] has {len(masks)} masks for {num_images} images. Give one for each image.")
+    for mask in masks:
+        if mask.ndim != 2:
+            raise ValueError(
+                f"masks[{name!r}] has a mask of shape {tuple(mask.shape)}. A mask has a height and a width, and says "
+                f"for each pixel the number of its class."
+            )
+    return masks
+
+
+def _to_numpy(values: torch.Tensor) -> NDArray[Any]:
+    # NumPy has no bfloat16, and half precision is too coarse to scale.
+    return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()

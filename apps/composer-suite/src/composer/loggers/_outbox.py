@@ -1,0 +1,217 @@
+"""What stands between training and a service: a queue with a bound, and a thread that owns the service's calls."""
+
+import atexit
+import logging
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+__all__ = ["PATIENCE_S", "Outbox"]
+
+PATIENCE_S = 120.0
+"""How many seconds the beginning and the end of a run wait for a service."""
+
+_CAPACITY_BYTES = 64 * 2**20
+
+_log = logging.getLogger("composer.loggers")
+
+TResult = TypeVar("TResult")
+
+
+class Outbox:
+    """Make the calls to a service in order, on a thread of its own, so that training never waits for them.
+
+    - What waits is bounded by its size in memory. When there is no room, what is handed over is dropped, so that what
+      went before stays without gaps; calls that are kept, such as hyperparameters and the end of the run, are never
+      dropped.
+    - A call that raises costs itself alone. The first one is a `RuntimeWarning`, later ones are lines of Python's log
+      at the level DEBUG, and all are counted. The first call that is dropped warns likewise.
+    - `drain` and `close` wait for what is left, but no longer than `patience_s`, and then warn how much that is. The
+      thread is a daemon: a service that hangs keeps no process alive.
+
+    Before `open`, calls are kept and not made. After `close` it can be opened again.
+
+    Args:
+        service: Who the warnings are about.
+        patience_s: See above.
+        capacity_bytes: The bound.
+    """
+
+    def __init__(self, service: str, *, patience_s: float = PATIENCE_S, capacity_bytes: int = _CAPACITY_BYTES) -> None:
+        self.service, self.patience_s, self.capacity_bytes = service, patience_s, capacity_bytes
+        self._line = _Line()
+
+    @property
+    def num_errors(self) -> int:
+        """How many calls have raised."""
+        return self._line.num_errors
+
+    @property
+    def num_dropped(self) -> int:
+        """How many calls were dropped."""
+        return self._line.num_dropped
+
+    def open(self, connect: Callable[[], TResult], *raised: type[Exception]) -> TResult | None:
+        """Make the first call, wait for it, and begin with those that are kept.
+
+        Args:
+            connect: The first call.
+            *raised: Errors that are the user's to mend, such as a wrong argument. They are raised here.
+
+        Returns:
+            What `connect` returned. `None`, with a warning, if it raised, so that nothing will be sent; or if it takes
+            too long, so that all that follows waits for it.
+        """
+        line, answer = self._line, Future[TResult]()
+        line.waiting.appendleft((lambda: _connect(line, connect, answer), 0))
+        line.thread = threading.Thread(target=self._work, args=(line,), name=f"composer-{self.service}", daemon=True)
+        line.thread.start()
+        wait([answer], self.patience_s)
+        # Registered after what the service's client has registered, hence called before that client goes.
+        atexit.register(self.drain)
+        if not answer.done():
+            self._warn(f"has not answered within {self.patience_s:g} s. Training goes on, and what is logged waits.")
+            return None
+        error = answer.exception()
+        if error is None:
+            return answer.result()
+        if isinstance(error, raised):
+            raise error
+        self._warn(f"cannot be reached, so nothing is logged there: {_named(error)}")
+        return None
+
+    def post(self, call: Callable[[], Any], *, size_bytes: int = 0, is_kept: bool = False) -> None:
+        """Hand over a call, and return at once.
+
+        Args:
+            call: What to do. Nobody sees what it returns.
+            size_bytes: How much memory it takes while it waits, roughly.
+            is_kept: Whether it must not be dropped.
+        """
+        line = self._line
+        with line.changed:
+            if not line.is_down and (is_kept or line.size_bytes + size_bytes <= self.capacity_bytes):
+                line.waiting.append((call, size_bytes))
+                line.size_bytes += size_bytes
+                line.changed.notify_all()
+                return
+            line.num_dropped += 1
+            is_first = line.num_dropped == 1 and not line.is_down
+        if is_first:
+            self._warn(
+                f"is slower than what is logged: {len(line.waiting)} calls wait and fill the "
+                f"{self.capacity_bytes / 2**20:g} MiB that there are. What is logged is dropped meanwhile. Log less."
+            )
+
+    def drain(self) -> bool:
+        """Wait until all calls are done, and return whether they are."""
+        line = self._line
+        if line.thread is None:
+            return not line.waiting
+        patience_s = 0.0 if line.has_given_up else self.patience_s  # who has hung for so long does so still
+        with line.changed:
+            line.changed.wait_for(lambda: not line.num_left, patience_s)
+            num_left = line.num_left
+        if num_left and not line.has_given_up:
+            line.has_given_up = True
+            self._warn(f"is not done after {patience_s:g} s: the last {num_left} calls to it may be lost.")
+        return not num_left
+
+    def close(self, finish: Callable[[], Any] | None = None) -> None:
+        """Make the last call, wait until all are done, and let the thread end.
+
+        Args:
+            finish: The last call, made if the first one was made well.
+        """
+        line = self._line
+        if line.thread is None:
+            return
+        if finish is not None:
+            self.post(finish, is_kept=True)
+        with line.changed:
+            line.is_closing = True
+            line.changed.notify_all()
+        if self.drain():
+            line.thread.join()
+        atexit.unregister(self.drain)
+        if line.num_errors > 1 or line.num_dropped > 1:
+            _log.info("%s: %d calls failed and %d were dropped.", self.service, line.num_errors, line.num_dropped)
+        self._line = _Line()  # a thread that hangs keeps the old one
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("service", "patience_s", "capacity_bytes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def _work(self, line: "_Line") -> None:
+        while True:
+            with line.changed:
+                while not line.waiting:
+                    if line.is_closing:
+                        return
+                    line.changed.wait()
+                call, size_bytes = line.waiting.popleft()
+                line.is_busy = True
+            try:
+                call()
+            except Exception as error:
+                self._take_error(line, error)
+            with line.changed:
+                line.is_busy = False
+                line.size_bytes -= size_bytes
+                line.changed.notify_all()
+
+    def _take_error(self, line: "_Line", error: Exception) -> None:
+        line.num_errors += 1
+        if line.num_errors == 1:
+            self._warn(f"did not take what was logged, and training goes on: {_named(error)}")
+        _log.debug("%s did not take what was logged.", self.service, exc_info=error)
+
+    def _warn(self, text: str) -> None:
+        message = f"{self.service} {text}"
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # where warnings are errors: a service is no reason to end a training
+            _log.warning(message)
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """What waits for a service, and how far its thread is. Changed under `changed` only."""
+
+    waiting: deque[tuple[Callable[[], Any], int]] = field(default_factory=deque)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    thread: threading.Thread | None = None
+    size_bytes: int = 0
+    num_errors: int = 0
+    num_dropped: int = 0
+    is_busy: bool = False
+    is_closing: bool = False
+    is_down: bool = False
+    has_given_up: bool = False
+
+    @property
+    def num_left(self) -> int:
+        return len(self.waiting) + self.is_busy
+
+
+def _connect(line: _Line, connect: Callable[[], TResult], answer: Future[TResult]) -> None:
+    try:
+        result = connect()
+    except Exception as error:
+        with line.changed:
+            line.is_down = True
+            line.waiting.clear()
+            line.size_bytes = 0
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

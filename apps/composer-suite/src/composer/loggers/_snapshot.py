@@ -1,0 +1,88 @@
+"""Logged values as they were when they were logged, read when somebody needs numbers: logging waits for no device."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["Snapshot", "as_number", "detached_copy"]
+
+_BYTES_OF_A_NUMBER = 128  # roughly what a name and a number take in Python
+
+
+class Snapshot:
+    """Values by name that change no more.
+
+    Tensors of an accelerator are on their way to the host when this returns: the copy is enqueued behind the work that
+    computes them, and only who reads waits for it.
+
+    Args:
+        values: Numbers, tensors, arrays, text, or containers of these. Later changes to them do not show here.
+
+    Attributes:
+        values: The copies. Kinds and shapes are right at once, what is in a tensor only after `wait`.
+        size_bytes: Roughly how much memory it takes.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._arrivals: dict[torch.device, torch.Event] = {}
+        self.size_bytes = 0
+        self.values: dict[str, Any] = {name: _mapped(self._take, value) for name, value in values.items()}
+        for device, arrival in self._arrivals.items():
+            arrival.record(torch.accelerator.current_stream(device))
+
+    def is_ready(self) -> bool:
+        """Answer whether waiting would take no time."""
+        return all(arrival.query() for arrival in self._arrivals.values())
+
+    def wait(self) -> None:
+        """Wait until the values are on the host."""
+        for arrival in self._arrivals.values():
+            arrival.synchronize()
+
+    def read(self) -> dict[str, Any]:
+        """Wait, and return the values with tensors of one element as numbers."""
+        self.wait()
+        return {name: _mapped(_to_number, value) for name, value in self.values.items()}
+
+    def _take(self, value: Any) -> Any:
+        self.size_bytes += _BYTES_OF_A_NUMBER + int(getattr(value, "nbytes", 0))
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return detached_copy(value)
+        self._arrivals.setdefault(value.device, torch.Event(value.device))
+        return value.detach().to("cpu", non_blocking=True)  # into pinned memory, without which this would wait
+
+
+def detached_copy(value: Any) -> Any:
+    """Return a copy; one of a tensor stays on its device and keeps no graph alive."""
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict) or type(value) in (list, tuple):
+        return _mapped(detached_copy, value)
+    return copy.deepcopy(value)
+
+
+def _to_number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a container with its elements changed, or what is none changed itself."""
+    if isinstance(value, dict):
+        return {key: _mapped(change, element) for key, element in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(change, element) for element in value)
+    return change(value)
+
+
+def as_number(value: Any) -> float | None:
+    """Return what can be drawn as a point of a curve as a float, and `None` for what cannot, such as text."""
+    if isinstance(value, str):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):  # what arrays, tensors and others raise
+        return None

@@ -1,0 +1,148 @@
+"""Experiments in Comet."""
+
+from typing import Any
+
+import numpy as np
+
+from composer.loggers._images import LoggedImages
+from composer.loggers._optional import require
+from composer.loggers._outbox import PATIENCE_S, Outbox
+from composer.loggers._snapshot import Snapshot
+from composer_dist import get_global_rank
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+
+__all__ = ["CometMLLogger"]
+
+_OPACITY = 0.6  # of a mask over its image
+_COLOURS = 255 * np.array(
+    # those of the classes, which repeat: Okabe and Ito's, told apart by most people's eyes
+    [[0, 0, 0], [0.9, 0.6, 0], [0.35, 0.7, 0.9], [0, 0.6, 0.5], [0.95, 0.9, 0.25], [0, 0.45, 0.7], [0.8, 0.4, 0]]
+)
+
+
+class CometMLLogger(LoggerDestination):
+    """Logs to Comet: settings, values, tables, and images with masks.
+
+    All calls to Comet are made on a thread of their own, in order. Without a network, give
+    `exp_kwargs={'online': False}` and upload the archive later with `comet upload`.
+
+    Args:
+        workspace: The workspace.
+        project_name: The project.
+        log_code: Whether Comet keeps the source code.
+        log_graph: Whether Comet keeps the graph of the model.
+        name: What the experiment is called; by default the `run_name` of the Trainer. `-rank<r>` is added where every
+            rank has one.
+        rank_zero_only: Whether only rank 0 logs. Otherwise each rank has an experiment.
+        exp_kwargs: Further arguments of `comet_ml.Experiment`; `online=False` makes it an `OfflineExperiment`.
+        patience_s: How many seconds the end of the run waits for Comet.
+
+    Attributes:
+        experiment: The experiment; `None` on ranks that do not log.
+        name: What it is called, from INIT on.
+
+    Raises:
+        MissingConditionalImportError: If comet-ml is not installed; the extra `comet` brings it.
+    """
+
+    def __init__(
+        self,
+        workspace: str | None = None,
+        project_name: str | None = None,
+        log_code: bool = False,
+        log_graph: bool = False,
+        name: str | None = None,
+        rank_zero_only: bool = True,
+        exp_kwargs: dict[str, Any] | None = None,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        comet_ml = require("comet_ml", extra="comet")
+        self.name, self.rank_zero_only = name, rank_zero_only
+        self._enabled = not rank_zero_only or get_global_rank() == 0
+        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
+        self.experiment: Any = None
+        if self._enabled:
+            arguments = {"log_code": log_code, "log_graph": log_graph, **(exp_kwargs or {})}
+            given = {"workspace": workspace, "project_name": project_name}
+            arguments |= {key: value for key, value in given.items() if value is not None}
+            kind = comet_ml.Experiment if arguments.pop("online", True) else comet_ml.OfflineExperiment
+            self.experiment = kind(**arguments)
+            self.experiment.log_other("Created from", "mosaicml-composer")  # by which Comet knows such runs
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Log the settings of the run."""
+        if self._enabled:
+            snapshot = Snapshot(hyperparameters)
+            self._outbox.post(lambda: self.experiment.log_parameters(snapshot.read()), is_kept=True)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log values at a step."""
+        if self._enabled:
+            snapshot = Snapshot(metrics)
+            self._outbox.post(
+                lambda: self.experiment.log_metrics(dic=snapshot.read(), step=step), size_bytes=snapshot.size_bytes
+            )
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Log a table as JSON."""
+        if not self._enabled:
+            return
+        pandas = require("pandas", extra="comet")
+        frame = pandas.DataFrame([list(row) for row in rows], columns=list(columns))
+
+        def send() -> None:
+            self.experiment.log_table(f"{name}.json", frame, orient="split", index=False)
+
+        self._outbox.post(send, size_bytes=int(frame.memory_usage().sum()))
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Image",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = True,
+    ) -> None:
+        """Log each image as `<name>_<i>`, and for each of its masks the image with the mask over it, and the mask.
+
+        Raises:
+            ValueError: If something is no image, or masks do not fit them.
+        """
+        if not self._enabled:
+            return
+        logged = LoggedImages(images, channels_last, masks)
+        self._outbox.post(lambda: self._send_images(logged, name, step), size_bytes=logged.size_bytes)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Name the experiment."""
+        if self._enabled:
+            self.name = self.name or state.run_name
+            if not self.rank_zero_only:
+                self.name += f"-rank{get_global_rank()}"
+            self._outbox.open(lambda: self.experiment.set_name(self.name))
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait until what was logged has been handed to Comet."""
+        self._outbox.drain()
+
+    def post_close(self) -> None:
+        """End the experiment, and wait until Comet has everything."""
+        if self._enabled:
+            self._outbox.close(self.experiment.end)
+
+    def _send_images(self, logged: LoggedImages, name: str, step: int | None) -> None:
+        for index, (image, masks) in enumerate(logged.read()):
+            self.experiment.log_image(image, name=f"{name}_{index}", step=step)
+            for mask_name, mask in masks.items():
+                coloured = _COLOURS[mask.astype(int) % len(_COLOURS)]
+                over = (1 - _OPACITY) * image[:, :, :3] + _OPACITY * coloured
+                title = f"{name}_{index} + {mask_name} mask overlaid"
+                self.experiment.log_image(over.astype(np.uint8), name=title, step=step)
+                self.experiment.log_image(coloured.astype(np.uint8), name=f"{mask_name}_{index} mask", step=step)

@@ -1,0 +1,263 @@
+"""Everything that is logged, and what the process writes to its console, in one file for each rank."""
+
+import re
+import sys
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from composer.loggers._kept_file import KeptFile
+from composer.loggers._snapshot import Snapshot
+from composer.loggers._stream_capture import StreamCapture
+from composer.loggers._tables import table_as_json
+from composer_events.formatting import format_name_with_dist
+from composer_events.log_values import format_log_data_value
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+
+__all__ = ["FileLogger"]
+
+
+class FileLogger(LoggerDestination):
+    """Writes a line for each thing that is logged, and copies there what the process prints.
+
+    Each rank writes its own file. Lines stand in the order in which they were logged; one with a value that a device is
+    still computing is written as soon as it is there, without waiting for it, and those behind it with it. What a full
+    disk refuses is kept and written later, with one warning.
+
+    Args:
+        filename: Where to. `{run_name}`, `{rank}`, `{local_rank}`, `{node_rank}`, `{world_size}` and
+            `{local_world_size}` are known.
+        remote_file_name: What the file is called where a logger keeps files, such as a `RemoteUploaderDownloader`; the
+            same placeholders. By default as `filename`.
+        capture_stdout: Whether to copy what is written to `sys.stdout`, from now until the Trainer is closed.
+        capture_stderr: The same for `sys.stderr`.
+        buffer_size: How many bytes are gathered before they go to the file: 1 for each line at once, 0 for each piece,
+            less than 0 for what is usual on this system.
+        log_traces: Whether to write which algorithms acted, too.
+        flush_interval: After how many batches, or epochs, the file is brought safely to the disk and uploaded. That
+            also happens before each epoch and each evaluation and at the end.
+        overwrite: Whether a file that is there may be replaced. A run that is resumed (`Trainer(autoresume=True)`)
+            goes on at its end.
+
+    Attributes:
+        is_resuming: Whether a file that is there is continued. The Trainer sets it.
+
+    Raises:
+        ValueError: If `flush_interval` is less than 1.
+    """
+
+    def __init__(
+        self,
+        filename: str = "{run_name}/logs-rank{rank}.txt",
+        remote_file_name: str | None = None,
+        *,
+        capture_stdout: bool = True,
+        capture_stderr: bool = True,
+        buffer_size: int = 1,
+        log_traces: bool = True,
+        flush_interval: int = 100,
+        overwrite: bool = False,
+    ) -> None:
+        if flush_interval < 1:
+            raise ValueError(f"flush_interval={flush_interval!r} must be 1 or more: it counts batches.")
+        self.filename_format = filename
+        self.remote_file_name_format = filename if remote_file_name is None else remote_file_name
+        self.buffer_size, self.flush_interval = buffer_size, flush_interval
+        self.should_log_traces, self.overwrite, self.is_resuming = log_traces, overwrite, False
+        self._run_name: str | None = None
+        self._file: KeptFile | None = None
+        self._lock = RLock()  # several threads print, and what is written may itself have something printed
+        self._pending: deque[_Entry] = deque()
+        self._is_writing = False
+        self._is_at_line_start = True
+        self._captured = [name for name, wanted in (("stdout", capture_stdout), ("stderr", capture_stderr)) if wanted]
+        self._captures: list[StreamCapture] = []
+        self._capture()
+
+    @property
+    def filename(self) -> str:
+        """The path of this rank's file.
+
+        Raises:
+            RuntimeError: Before `Event.INIT`, since the name of the run is not known.
+        """
+        return self._formatted(self.filename_format)
+
+    @property
+    def remote_file_name(self) -> str:
+        """What the file is called where it is uploaded to.
+
+        Raises:
+            RuntimeError: Before `Event.INIT`, since the name of the run is not known.
+        """
+        return self._formatted(self.remote_file_name_format.replace("\\", "/")).lstrip("/")
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Write the settings of the run."""
+        self._log(hyperparameters, lambda name, value: f"[hyperparameter]: {name}: {value} \n")
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Write values, with the batch that they belong to."""
+        self._log(metrics, lambda name, value: f"[metric][batch={step}]: {name}: {value} \n")
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Write a table as JSON."""
+        self._add(_Entry(f"[table]: {name}: {table_as_json(columns, rows)}\n"))
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        """Write which algorithms acted, if that is wanted."""
+        if self.should_log_traces:
+            self._log(traces, lambda name, value: f"[trace]: {name}:{value}\n")
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Open the file, and write what has come until now.
+
+        Raises:
+            RuntimeError: If it is open already.
+            FileExistsError: If there is such a file, and it is neither to be replaced nor to be continued.
+        """
+        if self._file is not None:
+            raise RuntimeError(f"The file {self.filename!r} is open already. Close that Trainer first.")
+        self._run_name = state.run_name
+        path = Path(self.filename)
+        if path.exists() and not (self.overwrite or self.is_resuming):
+            raise FileExistsError(
+                f"filename={self.filename_format!r} is {str(path)!r} in this run, and there is such a file. Give "
+                f"FileLogger(overwrite=True), or the Trainer another run_name."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = KeptFile(path, self.buffer_size, is_continued=self.is_resuming)
+        self._capture()
+        self._write_pending()
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        """Bring the file to the disk."""
+        self._flush(logger)
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Bring the file to the disk."""
+        self._flush(logger)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Write what has become known, and at the interval bring the file to the disk."""
+        self._write_pending()
+        if int(state.timestamp.batch) % self.flush_interval == 0:
+            self._flush(logger)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Bring the file to the disk, at the interval."""
+        if int(state.timestamp.epoch) % self.flush_interval == 0:
+            self._flush(logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write everything, and bring the file to the disk."""
+        self._write_pending(waits=True)
+        self._flush(logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Write everything, and let go of the file and of the console."""
+        error = sys.exc_info()[1]
+        if error is not None and "stderr" in self._captured:  # Python prints it when nobody listens any more
+            self._add(_Entry("".join(traceback.format_exception(error)), "[stderr]: "))
+        for capture in self._captures:
+            capture.stop()
+        self._captures.clear()
+        if self._file is not None:
+            self._write_pending(waits=True)
+            self._flush(logger)
+            self._file.close()
+            self._file = None
+
+    def _capture(self) -> None:
+        if self._captures:
+            return
+        # Not to keep alive a logger that no Trainer has ever taken, and with it everything that is printed.
+        this = weakref.ref(self)
+
+        def listen_to(name: str) -> Callable[[str], None]:
+            def listen(text: str) -> None:
+                if (logger := this()) is not None:
+                    logger._add(_Entry(text, f"[{name}]: "))
+
+            return listen
+
+        self._captures = [StreamCapture(name, listen_to(name)) for name in self._captured]
+
+    def _log(self, values: dict[str, Any], line: Callable[[str, str], str]) -> None:
+        snapshot = Snapshot(values)
+
+        def render() -> str:
+            try:
+                known = snapshot.read()
+            except RuntimeError as error:  # of a device that has failed, which must not cost the lines behind this one
+                known = dict.fromkeys(snapshot.values, f"not known, since the device has failed: {error}")
+            return "".join(line(name, format_log_data_value(value)) for name, value in known.items())
+
+        self._add(_Entry(render, snapshot=snapshot))
+
+    def _add(self, entry: "_Entry") -> None:
+        with self._lock:
+            self._pending.append(entry)
+        self._write_pending()
+
+    def _write_pending(self, waits: bool = False) -> None:
+        """Write what is known, in order, or wait until it is."""
+        with self._lock:
+            if self._file is None or self._is_writing:
+                return
+            self._is_writing = True
+            try:
+                while self._pending and (waits or self._pending[0].is_known()):
+                    entry = self._pending.popleft()
+                    self._file.write(self._with_prefix(entry).encode(errors="backslashreplace"))
+            finally:
+                self._is_writing = False
+
+    def _with_prefix(self, entry: "_Entry") -> str:
+        """Put the prefix before each line, but not before one that is empty or goes on with what was there."""
+        text = entry.text if isinstance(entry.text, str) else entry.text()
+        if entry.prefix:
+            pieces: list[str] = []
+            for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
+                has_prefix = self._is_at_line_start and piece != "\n"
+                pieces.append(entry.prefix + piece if has_prefix else piece)
+                self._is_at_line_start = piece.endswith("\n")
+            return "".join(pieces)
+        separator = "" if self._is_at_line_start else "\n"
+        self._is_at_line_start = True
+        return separator + text
+
+    def _flush(self, logger: Logger) -> None:
+        if self._file is not None:
+            self._write_pending()
+            self._file.sync()
+            logger.upload_file(self.remote_file_name, self.filename, overwrite=True)
+
+    def _formatted(self, name: str) -> str:
+        if self._run_name is None:
+            raise RuntimeError(f"The file {name!r} has no name before Event.INIT, when the run gets its own.")
+        return format_name_with_dist(name, self._run_name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is to be written, or a function that says it."""
+
+    text: str | Callable[[], str]
+    prefix: str = ""
+    snapshot: Snapshot | None = None
+
+    def is_known(self) -> bool:
+        try:
+            return self.snapshot is None or self.snapshot.is_ready()
+        except RuntimeError:  # there is nothing to wait for on a device that has failed
+            return True

@@ -1,0 +1,292 @@
+"""Runs in MLflow."""
+
+import fnmatch
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer.loggers._images import LoggedImages
+from composer.loggers._mlflow_models import MLFlowModels
+from composer.loggers._mlflow_run import Batch, RunSettings, begin_run, end_run
+from composer.loggers._optional import require
+from composer.loggers._outbox import PATIENCE_S, Outbox
+from composer.loggers._ranks import open_on_ranks
+from composer.loggers._snapshot import Snapshot, as_number
+from composer.loggers._uncaught import UncaughtErrors
+from composer_dist import get_global_rank
+from composer_events.hparams import convert_nested_dict_to_flat_dict
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+
+__all__ = ["MLFlowLogger"]
+
+_DEFAULT_EXPERIMENT = "my-mlflow-experiment"
+_CHANNELS = {1, 3, 4}
+
+
+class MLFlowLogger(MLFlowModels, LoggerDestination):
+    """Logs to MLflow: settings, values, tables and images; and registers models.
+
+    Values are gathered and sent on a thread of their own, in order. While a Trainer is open, its run is the active run
+    of MLflow in the main thread, so that `mlflow.log_artifact` and the like go to it. Two more hyperparameters,
+    `mlflow_experiment_id` and `mlflow_run_id`, say where everything is.
+
+    Args:
+        experiment_name: The experiment, created if there is none of that name. By default `MLFLOW_EXPERIMENT_NAME` of
+            the environment, or `'my-mlflow-experiment'`. `MLFLOW_EXPERIMENT_ID` goes before it.
+        run_name: What the run is called; by default the `run_name` of the Trainer. `-rank<r>` is added where every rank
+            has a run. `MLFLOW_RUN_ID` of the environment is a run to go on with.
+        tags: Tags of the run. `run_name` is one that is always added: `RUN_NAME` of the environment or the Trainer's.
+        tracking_uri: Where the server or the database is, such as `'sqlite:///mlflow.db'`. By default `'databricks'` if
+            there is a `DATABRICKS_TOKEN`, else what MLflow has by default.
+        rank_zero_only: Whether only rank 0 logs. Otherwise each rank has a run.
+        flush_interval: After how many batches what was gathered is sent, if it is old enough.
+        model_registry_prefix: Comes before the names of registered models, with a dot.
+        model_registry_uri: Where the registry of models is.
+        synchronous: Whether every value is sent by itself instead of gathered.
+        log_system_metrics: Whether MLflow measures the machine, too.
+        rename_metrics: New names of metrics by old ones.
+        ignore_metrics: Patterns such as `'time/*'` of metrics that are not logged.
+        ignore_hyperparameters: Patterns of hyperparameters that are not logged.
+        run_group: A tag, `run_group`.
+        resume: Whether to go on with the newest run that has the tag `run_name` of this one.
+        logging_buffer_seconds: How long values are gathered.
+        log_duplicated_metric_every_n_steps: A value that has not changed is logged only after so many steps.
+        patience_s: How many seconds the beginning of the run, and its end, wait for MLflow.
+
+    Attributes:
+        experiment_id: The experiment, from INIT on; on all ranks.
+        run_id: The run, likewise. `None` if MLflow could not be reached.
+        run_url: Where to look at it on Databricks, from AFTER_LOAD on.
+
+    Raises:
+        MissingConditionalImportError: If mlflow is not installed; the extra `mlflow` brings it.
+        ValueError: If models are to be registered in Unity Catalog, and the prefix is no `catalog.schema`.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        tracking_uri: str | os.PathLike[str] | None = None,
+        rank_zero_only: bool = True,
+        flush_interval: int = 10,
+        model_registry_prefix: str = "",
+        model_registry_uri: str | None = None,
+        synchronous: bool = False,
+        log_system_metrics: bool = True,
+        rename_metrics: Mapping[str, str] | None = None,
+        ignore_metrics: Sequence[str] | None = None,
+        ignore_hyperparameters: Sequence[str] | None = None,
+        run_group: str | None = None,
+        resume: bool = False,
+        logging_buffer_seconds: float = 10,
+        log_duplicated_metric_every_n_steps: int = 100,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        mlflow = require("mlflow", extra="mlflow")
+        MLFlowModels.__init__(self, mlflow, model_registry_prefix, model_registry_uri)
+        if flush_interval < 1:
+            raise ValueError(f"flush_interval={flush_interval!r} must be 1 or more: it counts batches.")
+        if tracking_uri is None and os.environ.get("DATABRICKS_TOKEN"):
+            tracking_uri = "databricks"
+        if tracking_uri is not None:
+            mlflow.set_tracking_uri(str(tracking_uri))
+        self.tracking_uri: str = mlflow.get_tracking_uri()
+        self.experiment_name = _on_databricks(
+            experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT_EXPERIMENT, self.tracking_uri
+        )
+        self.run_name, self.tags, self.run_group, self.resume = run_name, dict(tags or {}), run_group, resume
+        self.rank_zero_only, self.flush_interval, self.synchronous = rank_zero_only, flush_interval, synchronous
+        self.log_system_metrics, self.logging_buffer_seconds = log_system_metrics, logging_buffer_seconds
+        self.rename_metrics = dict(rename_metrics or {})
+        self.ignore_metrics, self.ignore_hyperparameters = ignore_metrics or (), ignore_hyperparameters or ()
+        self.log_duplicated_metric_every_n_steps = log_duplicated_metric_every_n_steps
+        self.experiment_id: str | None = None
+        self.run_id: str | None = None
+        self.run_url: str | None = None
+        self._enabled = not rank_zero_only or get_global_rank() == 0
+        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
+        self._uncaught = UncaughtErrors()
+        self._batch: Batch | None = None  # touched by the outbox's thread only, as is
+        self._metrics_cache: dict[str, tuple[float, int]] = {}
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Log the settings of the run."""
+        if not self._enabled:
+            return
+        flat = convert_nested_dict_to_flat_dict(hyperparameters)
+        wanted = {name: value for name, value in flat.items() if not _matches(name, self.ignore_hyperparameters)}
+        snapshot = Snapshot(wanted)
+        self._outbox.post(lambda: self._in_batch().send_params(snapshot.read()), is_kept=True)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log values at a step; those that are no numbers are left out."""
+        if not self._enabled:
+            return
+        snapshot = Snapshot({name: value for name, value in metrics.items() if not _matches(name, self.ignore_metrics)})
+        logged_at_ms = int(time.time() * 1000)
+        self._outbox.post(lambda: self._gather(snapshot, step or 0, logged_at_ms), size_bytes=snapshot.size_bytes)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Log a table as the artifact `<name>.json`."""
+        if not self._enabled:
+            return
+        snapshot = Snapshot({"rows": [list(row) for row in rows]})
+
+        def send() -> None:
+            frame = require("pandas", extra="mlflow").DataFrame(snapshot.read()["rows"], columns=list(columns))
+            self.client.log_table(run_id=self.run_id, data=frame, artifact_file=f"{name}.json")
+
+        self._outbox.post(send, size_bytes=snapshot.size_bytes)
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "image",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = True,
+    ) -> None:
+        """Log each image as `<name>_<i>`. MLflow has no masks.
+
+        Raises:
+            ValueError: If something is no image, or has other than 1, 3 or 4 channels.
+        """
+        if not self._enabled:
+            return
+        if masks or mask_class_labels:
+            warnings.warn(
+                f"masks and mask_class_labels of the images {name!r} are left out: MLflow shows none. Log the masks as "
+                f"images, or give the Trainer a WandBLogger or CometMLLogger as well.",
+                UserWarning,
+                stacklevel=2,
+            )
+        logged = LoggedImages(images, channels_last)
+        if others := logged.num_channels - _CHANNELS:
+            raise ValueError(
+                f"the images {name!r} have {min(others)} channels. MLflow shows 1, 3 or 4. Is channels_last="
+                f"{channels_last!r} right?"
+            )
+
+        def send() -> None:
+            for index, (image, _) in enumerate(logged.read()):
+                self.client.log_image(image=image, key=f"{name}_{index}", run_id=self.run_id, step=step or 0)
+
+        self._outbox.post(send, size_bytes=logged.size_bytes)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin the run, or go on with one. Every rank must call this."""
+        self.run_name = self.run_name or state.run_name
+        if not self.rank_zero_only and not self.run_name.endswith(suffix := f"-rank{get_global_rank()}"):
+            self.run_name += suffix
+        self.tags["run_name"] = os.environ.get("RUN_NAME") or state.run_name
+        if self.run_group:
+            self.tags["run_group"] = self.run_group
+        settings = RunSettings(self.experiment_name, self.run_name, self.tags, self.resume)
+        begun = open_on_ranks(self._outbox, lambda: self._begin(settings), is_enabled=self._enabled)
+        own = begun[get_global_rank()] or begun[0]
+        if own is None:
+            return
+        self.experiment_id, self.run_id = own
+        if self._enabled:
+            self._uncaught.watch()
+            self._activate()
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Log where the run is."""
+        if self.run_id is None:
+            return
+        logger.log_hyperparameters({"mlflow_experiment_id": self.experiment_id, "mlflow_run_id": self.run_id})
+        if host := os.environ.get("DATABRICKS_HOST"):
+            self.run_url = f"{host.rstrip('/')}/ml/experiments/{self.experiment_id}/runs/{self.run_id}"
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Send what was gathered long enough, at the interval."""
+        if self._enabled and int(state.timestamp.batch) % self.flush_interval == 0:
+            self._outbox.post(lambda: self._in_batch().send_if_due(), is_kept=True)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Send what was gathered."""
+        self._send()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Send what was gathered."""
+        self._send()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Send what was gathered, and wait until it is there."""
+        self._send()
+        self._outbox.drain()
+
+    def post_close(self) -> None:
+        """End the run, as failed if an exception is on its way, and wait until MLflow has everything."""
+        if not self._enabled:
+            return
+        status = "FAILED" if self._uncaught.has_failed() else "FINISHED"
+        self._uncaught.stop()
+        self._send()
+        is_well = self._outbox.drain() and not self._outbox.num_errors
+        self._outbox.close(lambda: self.client.set_terminated(self.run_id, status))
+        if self.run_id is not None:
+            end_run(self._mlflow, self.run_id, status, is_patient=is_well)
+
+    def _activate(self) -> None:
+        """Make the run the active one, here and not on the outbox's thread, since each thread has its own."""
+        try:
+            self._mlflow.start_run(run_id=self.run_id, tags=self.tags, log_system_metrics=self.log_system_metrics)
+        except Exception as error:
+            warnings.warn(
+                f"MLFlowLogger logs to run {self.run_id}, but could not make it the active run: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _begin(self, settings: RunSettings) -> tuple[str, str]:
+        experiment_id, run_id = begin_run(self.client, settings)
+        self.run_id, self._metrics_cache = run_id, {}
+        buffer_seconds = 0 if self.synchronous else self.logging_buffer_seconds
+        self._batch = Batch(self.client, run_id, buffer_seconds)
+        return experiment_id, run_id
+
+    def _gather(self, snapshot: Snapshot, step: int, logged_at_ms: int) -> None:
+        for name, value in snapshot.read().items():
+            number = as_number(value)
+            if number is None:
+                continue
+            before = self._metrics_cache.get(name)
+            if before and before[0] == number and step < before[1] + self.log_duplicated_metric_every_n_steps:
+                continue
+            self._metrics_cache[name] = (number, step)
+            self._in_batch().add(self.rename_metrics.get(name, name), number, logged_at_ms, step)
+        self._in_batch().send_if_due()
+
+    def _send(self) -> None:
+        if self._enabled:
+            self._outbox.post(lambda: self._in_batch().send(), is_kept=True)
+
+    def _in_batch(self) -> Batch:
+        assert self._batch is not None, "the outbox makes calls only after the run has begun"
+        return self._batch
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _on_databricks(experiment_name: str, tracking_uri: str) -> str:
+    """Return the name with the user's folder before it, where names are paths."""
+    if tracking_uri != "databricks" or experiment_name.startswith(("/Users/", "/Shared/")):
+        return experiment_name
+    client = require("databricks.sdk", extra="mlflow").WorkspaceClient()
+    return f"/Users/{client.current_user.me().user_name}/{experiment_name.strip('/')}"

@@ -1,0 +1,23 @@
+"""The logger of a platform that is no more."""
+
+from typing import Any, NoReturn
+
+from composer_events.logger_destination import LoggerDestination
+
+__all__ = ["MosaicMLLogger"]
+
+
+class MosaicMLLogger(LoggerDestination):
+    """Logged to the MosaicML platform, whose client is not developed any more, and refuses.
+
+    The name is here for scripts that import it beside others.
+
+    Raises:
+        RuntimeError: Always, with the name of a logger to use instead.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "MosaicMLLogger logged to the MosaicML platform, whose client has had no release since 2025. Take "
+            "composer.loggers.MLFlowLogger (on Databricks, tracking_uri='databricks'), or WandBLogger."
+        )

@@ -1,0 +1,217 @@
+"""Runs in Neptune's format, for its servers of version 2 and for its offline files."""
+
+import os
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from shutil import copyfile, rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+from composer.loggers._images import LoggedImages
+from composer.loggers._optional import require
+from composer.loggers._outbox import PATIENCE_S, Outbox
+from composer.loggers._snapshot import Snapshot
+from composer_dist import get_global_rank
+from composer_events.hparams import convert_nested_dict_to_flat_dict
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+
+__all__ = ["NeptuneLogger"]
+
+_INTEGRATION = "source_code/integrations/neptune-MosaicML"  # by which Neptune knows such runs
+
+
+class NeptuneLogger(LoggerDestination):
+    """Logs by Neptune's client: settings, values, traces, images, and files if that is wanted.
+
+    Neptune's hosted service is closed to new users, and its client is not developed any more; who begins now takes
+    MLFlowLogger or WandBLogger. `mode='offline'` writes files, `mode='debug'` keeps everything in memory, and a server
+    of one's own is reached as before. All calls are made on a thread of their own, in order.
+
+    Args:
+        project: The project; by default `NEPTUNE_PROJECT` of the environment.
+        api_token: By default `NEPTUNE_API_TOKEN` of the environment.
+        rank_zero_only: Whether only rank 0 logs. Otherwise each rank has a run.
+        upload_checkpoints: Whether files, such as checkpoints, are kept.
+        base_namespace: Under which name everything of the training is.
+        mode: `'async'`, `'sync'`, `'offline'`, `'debug'` or `'read-only'`.
+        patience_s: How many seconds the beginning of the run, and its end, wait for Neptune.
+        **neptune_kwargs: Further arguments of `neptune.init_run`.
+
+    Raises:
+        MissingConditionalImportError: If neptune is not installed; the extra `neptune` brings it.
+        TypeError: If an argument is of another kind.
+        ValueError: If `base_namespace` is empty.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str | None = None,
+        api_token: str | None = None,
+        rank_zero_only: bool = True,
+        upload_checkpoints: bool = False,
+        base_namespace: str = "training",
+        mode: str | None = None,
+        patience_s: float = PATIENCE_S,
+        **neptune_kwargs: Any,
+    ) -> None:
+        require("neptune", extra="neptune")
+        _check_kind("project", project, str | None)
+        _check_kind("api_token", api_token, str | None)
+        _check_kind("rank_zero_only", rank_zero_only, bool)
+        _check_kind("upload_checkpoints", upload_checkpoints, bool)
+        _check_kind("base_namespace", base_namespace, str)
+        if not base_namespace:
+            raise ValueError("base_namespace='' is no name. Give one, such as 'training'.")
+        self._enabled = not rank_zero_only or get_global_rank() == 0
+        self._upload_checkpoints, self._base_namespace = upload_checkpoints, base_namespace
+        self._arguments = {
+            "project": project,
+            "api_token": api_token,
+            "mode": mode if self._enabled else "debug",
+            **neptune_kwargs,
+        }
+        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
+        self._run: Any = None
+        self._last_steps: dict[str, int] = {}
+
+    @property
+    def neptune_run(self) -> Any:
+        """The run, begun when it is first needed."""
+        if self._run is None:
+            neptune = require("neptune", extra="neptune")
+            given = {name: value for name, value in self._arguments.items() if value is not None}
+            self._run = neptune.init_run(**given)
+        return self._run
+
+    @property
+    def base_handler(self) -> Any:
+        """The part of the run under `base_namespace`."""
+        return self.neptune_run[self._base_namespace]
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Log the settings of the run."""
+        self._assign("hyperparameters", hyperparameters)
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        """Log which algorithms acted."""
+        self._assign("traces", traces)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log values at a step; one that is not later than the one before is left out, since Neptune refuses it."""
+        if self._enabled:
+            snapshot = Snapshot(metrics)
+            self._outbox.post(lambda: self._send_metrics(snapshot, step), size_bytes=snapshot.size_bytes)
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = True,
+    ) -> None:
+        """Log images. Neptune has no masks.
+
+        Raises:
+            ValueError: If something is no image.
+        """
+        if not self._enabled:
+            return
+        logged = LoggedImages(images, channels_last)
+
+        def send() -> None:
+            from neptune.types import File  # loaded already, with the run
+
+            for image, _ in logged.read():
+                self.base_handler[f"images/{name}"].append(File.as_image(image / 255.0), step=step)
+
+        self._outbox.post(send, size_bytes=logged.size_bytes)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin the run."""
+        if not self._enabled:
+            return
+
+        def begin() -> bool:
+            self.neptune_run["sys/name"] = state.run_name
+            self.neptune_run[_INTEGRATION] = version("composer-suite")
+            self.base_handler["rank"] = get_global_rank()
+            return True
+
+        neptune_error = require("neptune.exceptions", extra="neptune")
+        self._outbox.open(begin, neptune_error.NeptuneMissingApiTokenException, TypeError, ValueError)
+
+    def can_upload_files(self) -> bool:
+        """Answer whether files are kept."""
+        return self._enabled and self._upload_checkpoints
+
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Keep a file, if that is wanted. Links to other files are left out."""
+        if not self.can_upload_files() or file_path.is_symlink() or remote_file_name.endswith(".symlink"):
+            return
+        staged = Path(mkdtemp(prefix="composer-neptune-"))
+        copyfile(file_path, staged / file_path.name)
+
+        def send() -> None:
+            if not overwrite and self.neptune_run.exists(f"{self._base_namespace}/{remote_file_name}"):
+                warnings.warn(
+                    f"Neptune has a file {remote_file_name!r} already, and overwrite is false: it stays as it is.",
+                    stacklevel=2,
+                )
+            else:
+                self.base_handler[remote_file_name].upload(str(staged / file_path.name), wait=True)
+            rmtree(staged, ignore_errors=True)
+
+        self._outbox.post(send, is_kept=True)
+
+    def download_file(
+        self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
+    ) -> None:
+        """Bring back a file.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            FileExistsError: If there is something at `destination`, and `overwrite` is false.
+        """
+        if os.path.exists(destination) and not overwrite:
+            raise FileExistsError(f"There is something at destination={destination!r}. Give overwrite=True.")
+        self._outbox.drain()
+        if not self.neptune_run.exists(f"{self._base_namespace}/{remote_file_name}"):
+            raise FileNotFoundError(f"Neptune has no file {remote_file_name!r} under {self._base_namespace!r}.")
+        self.base_handler[remote_file_name].download(destination=destination, progress_bar=progress_bar)
+
+    def post_close(self) -> None:
+        """End the run, and wait until Neptune has everything."""
+        self._outbox.close(lambda: self.neptune_run.stop())
+        self._run, self._last_steps = None, {}
+
+    def _assign(self, namespace: str, values: dict[str, Any]) -> None:
+        if not self._enabled:
+            return
+        snapshot = Snapshot(convert_nested_dict_to_flat_dict(values))
+
+        def send() -> None:
+            from neptune.utils import stringify_unsupported  # loaded already, with the run
+
+            self.base_handler[namespace] = stringify_unsupported(snapshot.read())
+
+        self._outbox.post(send, is_kept=True)
+
+    def _send_metrics(self, snapshot: Snapshot, step: int | None) -> None:
+        for name, value in snapshot.read().items():
+            if step is not None and step <= self._last_steps.get(name, -1):
+                continue
+            if step is not None:
+                self._last_steps[name] = step
+            self.base_handler[f"metrics/{name}"].append(value, step=step)
+
+
+def _check_kind(name: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be {getattr(kind, '__name__', kind)}.")

@@ -1,0 +1,194 @@
+"""Event files for TensorBoard."""
+
+import os
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from composer.loggers._images import LoggedImages
+from composer.loggers._optional import require
+from composer.loggers._outbox import PATIENCE_S, Outbox
+from composer.loggers._snapshot import Snapshot, as_number
+from composer_dist import get_global_rank
+from composer_events.hparams import convert_nested_dict_to_flat_dict
+from composer_events.log_values import format_log_data_value
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+
+__all__ = ["TensorboardLogger"]
+
+_NEVER_S = 365 * 24 * 60 * 60  # the files are flushed when training says so
+
+
+class TensorboardLogger(LoggerDestination):
+    """Writes event files that TensorBoard shows: `tensorboard --logdir tensorboard_logs`.
+
+    Values, images and, at the end, the settings of the run with the final metrics, for TensorBoard's table of runs. The
+    files are written on a thread of their own. Where a logger keeps files, such as a `RemoteUploaderDownloader`, they
+    are uploaded as `tensorboard_logs/{run_name}/<name of the file>-<rank>` at each flush.
+
+    Args:
+        log_dir: The folder that has a folder for each run; `'tensorboard_logs'` by default.
+        flush_interval: After how many batches the file is flushed; it also is after each epoch and evaluation.
+        rank_zero_only: Whether only rank 0 writes.
+        patience_s: How long the end of the run waits for a disk that does not answer.
+
+    Attributes:
+        run_name: The name of the run, from INIT on.
+
+    Raises:
+        MissingConditionalImportError: If tensorboard is not installed; the extra `tensorboard` brings it.
+        ValueError: If `flush_interval` is less than 1.
+
+    Example:
+        >>> from composer.loggers import TensorboardLogger
+        >>> TensorboardLogger(log_dir="runs", flush_interval=10).log_dir
+        'runs'
+    """
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        flush_interval: int = 100,
+        rank_zero_only: bool = True,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        require("tensorboard", extra="tensorboard")
+        if flush_interval < 1:
+            raise ValueError(f"flush_interval={flush_interval!r} must be 1 or more: it counts batches.")
+        self.log_dir = "tensorboard_logs" if log_dir is None else str(log_dir)
+        self.flush_interval, self.rank_zero_only = flush_interval, rank_zero_only
+        self.run_name: str | None = None
+        self._enabled = not rank_zero_only or get_global_rank() == 0
+        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
+        self._writer: Any = None  # touched by the outbox's thread only
+        self._hparams: dict[str, Any] = {}
+        self._latest: dict[str, float] = {}  # so is this
+        self._written: SimpleQueue[Path] = SimpleQueue()  # files that the thread has ended and nobody has uploaded
+        self._ended: set[Path] = set()
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Keep the settings of the run, which are written at its end."""
+        flat = convert_nested_dict_to_flat_dict(hyperparameters)
+        self._hparams.update({name: _typed(value) for name, value in flat.items()})
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Write values; text is left out, since TensorBoard draws curves."""
+        if not self._enabled:
+            return
+        snapshot = Snapshot({name: value for name, value in metrics.items() if not isinstance(value, str)})
+        self._outbox.post(lambda: self._write_scalars(snapshot, step), size_bytes=snapshot.size_bytes)
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = True,
+    ) -> None:
+        """Write images, several of them side by side; TensorBoard has neither masks nor tables of images."""
+        if not self._enabled:
+            return
+        logged = LoggedImages(images, channels_last)
+        self._outbox.post(lambda: self._write_images(logged, name, step), size_bytes=logged.size_bytes)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin a file for the run."""
+        self.run_name = state.run_name
+        if self._enabled:
+            self._outbox.open(lambda: self._begin(state.run_name))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Flush at the interval, and upload what has been."""
+        if int(state.timestamp.batch) % self.flush_interval == 0:
+            self._flush(logger)
+        self._upload(logger)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Flush."""
+        self._flush(logger)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Flush."""
+        self._flush(logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Flush."""
+        self._flush(logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Write the settings of the run beside its final metrics, wait until all is written, and upload it."""
+        if self._enabled:
+            self._outbox.post(self._write_hparams, is_kept=True)
+            self._flush(logger)
+            self._outbox.drain()
+            self._upload(logger)
+
+    def post_close(self) -> None:
+        """Let go of the file."""
+        self._outbox.close(self._end)
+
+    def _flush(self, logger: Logger) -> None:
+        if self._enabled:
+            # A file that is uploaded is ended, so that no second copy of its beginning has to be sent.
+            self._outbox.post(self._end if logger.takes("upload_file") else self._writer_flush, is_kept=True)
+
+    def _upload(self, logger: Logger) -> None:
+        """Hand over files that are ended; here and not on the thread, since other loggers do not expect one."""
+        while True:
+            try:
+                path = self._written.get_nowait()
+            except Empty:
+                return
+            name = f"tensorboard_logs/{self.run_name}/{path.name}-{get_global_rank()}"
+            logger.upload_file(name, path, overwrite=True)
+
+    def _begin(self, run_name: str) -> bool:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+        self._latest, self._ended = {}, set()
+        self._writer = SummaryWriter(os.path.join(self.log_dir, run_name), flush_secs=_NEVER_S)
+        return True
+
+    def _write_scalars(self, snapshot: Snapshot, step: int | None) -> None:
+        for name, value in snapshot.read().items():
+            if (number := as_number(value)) is not None:
+                self._writer.add_scalar(name, number, step)
+                if "metric" in name or "loss" in name:
+                    self._latest[name] = number
+
+    def _write_images(self, logged: LoggedImages, name: str, step: int | None) -> None:
+        images = [image for image, _ in logged.read()]
+        if len({image.shape for image in images}) == 1:
+            self._writer.add_images(name, np.stack(images), step, dataformats="NHWC")
+            return
+        for index, image in enumerate(images):
+            self._writer.add_image(f"{name}/{index}", image, step, dataformats="HWC")
+
+    def _write_hparams(self) -> None:
+        metrics = {f"hparams/{name}": value for name, value in self._latest.items()}
+        # The writer of this run itself, as TensorBoard sees it: another name makes it a run within the run.
+        self._writer.add_hparams(self._hparams, metrics, run_name=".")
+
+    def _writer_flush(self) -> None:
+        self._writer.flush()
+
+    def _end(self) -> None:
+        """Close the file. The next value begins another one."""
+        folder = Path(self._writer.log_dir)
+        self._writer.close()
+        for path in sorted(folder.glob(f"events.out.tfevents.*.{os.getpid()}.*")):
+            if path not in self._ended:
+                self._ended.add(path)
+                self._written.put(path)
+
+
+def _typed(value: Any) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else format_log_data_value(value)

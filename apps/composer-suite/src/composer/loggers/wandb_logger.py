@@ -1,0 +1,295 @@
+"""Runs in Weights & Biases."""
+
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copyfile, rmtree
+from typing import Any
+
+from numpy.typing import NDArray
+
+from composer.loggers._images import LoggedImages
+from composer.loggers._optional import require
+from composer.loggers._outbox import Outbox
+from composer.loggers._ranks import open_on_ranks
+from composer.loggers._snapshot import Snapshot
+from composer_dist import get_global_rank, get_world_size
+from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+
+__all__ = ["WandBLogger"]
+
+_PATIENCE_S = 600.0  # at its end W&B uploads what is left, which are files, too
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9\-_.]")
+
+
+class WandBLogger(LoggerDestination):
+    """Logs to Weights & Biases: settings, values, tables, images with masks, and files as artifacts.
+
+    All calls to W&B are made on a thread of their own, in order. Without a network, set `WANDB_MODE=offline` and run
+    `wandb sync` later.
+
+    Args:
+        project: The project. This and the four that follow go before the same ones in `init_kwargs`.
+        group: The group of the run.
+        name: What the run is called; by default the `run_name` of the Trainer. `-rank<r>` is added where every rank
+            has a run, and `group` is then this name by default.
+        entity: The user or team.
+        tags: Tags of the run.
+        log_artifacts: Whether files, such as checkpoints, are kept as artifacts.
+        rank_zero_only: Whether only rank 0 logs. Otherwise each rank has a run.
+        init_kwargs: Further arguments of `wandb.init`.
+        patience_s: How many seconds the beginning of the run, and its end, wait for W&B.
+
+    Attributes:
+        entity: The user or team, from INIT on; `None` if W&B does not say.
+        project: The project, likewise.
+        run_dir: The folder of the run's files, from INIT on.
+        run_url: Where to look at it, from INIT on; `None` offline.
+
+    Raises:
+        MissingConditionalImportError: If wandb is not installed; the extra `wandb` brings it.
+
+    Example:
+        >>> from composer.loggers import WandBLogger
+        >>> logger = WandBLogger(project="plums", init_kwargs={"mode": "offline", "dir": "logs"})
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        entity: str | None = None,
+        tags: Sequence[str] | None = None,
+        log_artifacts: bool = False,
+        rank_zero_only: bool = True,
+        init_kwargs: dict[str, Any] | None = None,
+        *,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        require("wandb", extra="wandb")
+        if log_artifacts and rank_zero_only and get_world_size() > 1:
+            warnings.warn(
+                "log_artifacts=True keeps the files of rank 0 only, since rank_zero_only=True. If each rank has files, "
+                "as with sharded checkpoints, `rank_zero_only` should be set to False.",
+                stacklevel=2,
+            )
+        given = {"project": project, "group": group, "name": name, "entity": entity, "tags": tags}
+        self._init_kwargs = {**(init_kwargs or {}), **{key: value for key, value in given.items() if value is not None}}
+        self._enabled = not rank_zero_only or get_global_rank() == 0
+        self._rank_zero_only, self._log_artifacts = rank_zero_only, log_artifacts
+        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
+        self.entity: str | None = self._init_kwargs.get("entity")
+        self.project: str | None = self._init_kwargs.get("project")
+        self.run_dir: str | None = None
+        self.run_url: str | None = None
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Log the settings of the run."""
+        if self._enabled:
+            snapshot = Snapshot(hyperparameters)
+            self._outbox.post(lambda: _wandb().config.update(snapshot.read(), allow_val_change=True), is_kept=True)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log values at a step."""
+        if self._enabled:
+            snapshot = Snapshot(metrics)
+            self._outbox.post(lambda: _wandb().log(snapshot.read(), step), size_bytes=snapshot.size_bytes)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Log a table."""
+        if not self._enabled:
+            return
+        snapshot = Snapshot({"rows": [list(row) for row in rows]})
+
+        def send() -> None:
+            _wandb().log({name: _wandb().Table(columns=list(columns), rows=snapshot.read()["rows"])}, step)
+
+        self._outbox.post(send, size_bytes=snapshot.size_bytes)
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = False,
+    ) -> None:
+        """Log images, with their masks, as a table or side by side.
+
+        Raises:
+            ValueError: If something is no image, or masks do not fit them.
+        """
+        if not self._enabled:
+            return
+        logged = LoggedImages(images, channels_last, masks)
+
+        def send() -> None:
+            wandb = _wandb()
+            shown = [wandb.Image(image, masks=_masks(found, mask_class_labels)) for image, found in logged.read()]
+            if use_table:
+                wandb.log({f"{name} Table": wandb.Table(columns=[name], rows=[[image] for image in shown])}, step)
+            else:
+                wandb.log({name: shown}, step)
+
+        self._outbox.post(send, size_bytes=logged.size_bytes)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin the run. Every rank must call this.
+
+        Raises:
+            ValueError, TypeError: If `wandb.init` cannot take `init_kwargs`.
+            wandb.errors.UsageError: If W&B has no key of an account, for example.
+        """
+        arguments = self._arguments(state)
+        usage_error = require("wandb.errors", extra="wandb").UsageError
+        begun = open_on_ranks(
+            self._outbox,
+            lambda: _begin(arguments),
+            *(ValueError, TypeError, usage_error),
+            is_enabled=self._enabled,
+        )
+        if (own := begun[get_global_rank()]) is not None:
+            self.run_dir, self.run_url = own.dir, own.url
+        if begun[0] is not None:  # each rank downloads, and only rank 0 may know from where
+            self.entity, self.project = begun[0].entity, begun[0].project
+
+    def can_upload_files(self) -> bool:
+        """Answer whether files are kept."""
+        return self._enabled and self._log_artifacts
+
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Keep a file as an artifact, if that is wanted; a new version of it if there is one.
+
+        The alias `latest` goes to it, and one such as `ep3-ba120` says when it was.
+        """
+        del overwrite  # W&B keeps all versions
+        if not (self._enabled and self._log_artifacts):
+            return
+        name = _artifact_name(remote_file_name)
+        stamps = _stamps(state)
+        aliases = ["latest", f"ep{int(state.timestamp.epoch)}-ba{int(state.timestamp.batch)}"]
+        staged = Path(tempfile.mkdtemp(prefix="composer-wandb-"))
+        copyfile(file_path, staged / file_path.name)
+
+        def send() -> None:
+            wandb = _wandb()
+            kind = file_path.suffix.removeprefix(".")
+            artifact = wandb.Artifact(name=name, type="model" if kind == "pt" else kind or "file", metadata=stamps)
+            artifact.add_file(str(staged / file_path.name), name=file_path.name)  # copies it once more
+            wandb.log_artifact(artifact, aliases=aliases)
+            rmtree(staged, ignore_errors=True)
+
+        self._outbox.post(send, is_kept=True)
+
+    def download_file(
+        self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
+    ) -> None:
+        """Bring back a file that was kept as an artifact, its latest version or the one after a colon.
+
+        Raises:
+            RuntimeError: If entity or project are not known, or the artifact has several files.
+            FileNotFoundError: If there is no such artifact.
+            FileExistsError: If there is something at `destination`, and `overwrite` is false.
+        """
+        del progress_bar
+        if not self.entity or not self.project:
+            raise RuntimeError(
+                f"entity={self.entity!r} and project={self.project!r} must both be known to download "
+                f"{remote_file_name!r}. Give them to WandBLogger, or let a Trainer begin the run first."
+            )
+        if os.path.exists(destination) and not overwrite:
+            raise FileExistsError(f"There is something at destination={destination!r}. Give overwrite=True.")
+        wandb = require("wandb", extra="wandb")
+        name, colon, version = remote_file_name.partition(":")
+        path = f"{self.entity}/{self.project}/{_artifact_name(name)}:{version if colon else 'latest'}"
+        try:
+            artifact = wandb.Api().artifact(path)
+        except wandb.errors.CommError as error:
+            raise FileNotFoundError(f"W&B has no artifact {path!r}.") from error
+        folder = Path(destination).absolute().parent
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".wandb-") as scratch:
+            artifact.download(root=scratch)
+            files = [file for file in Path(scratch).rglob("*") if file.is_file()]
+            if len(files) != 1:
+                names = ", ".join(str(file.relative_to(scratch)) for file in files)
+                raise RuntimeError(f"{path!r} has {len(files)} files ({names}); only one can be {destination!r}.")
+            files[0].replace(destination)
+
+    def post_close(self) -> None:
+        """End the run, as failed if an exception is on its way, and wait until W&B has everything."""
+        exit_code = int(sys.exc_info()[1] is not None)
+        self._outbox.close(lambda: _finish(exit_code))
+
+    def _arguments(self, state: State) -> dict[str, Any]:
+        name = self._init_kwargs.get("name") or state.run_name
+        arguments = {**self._init_kwargs, "name": name}
+        if not self._rank_zero_only:
+            arguments["name"] = f"{name}-rank{get_global_rank()}"
+            arguments["group"] = arguments.get("group") or name
+        return arguments
+
+
+def _wandb() -> Any:
+    """Return the module, which knows the run: a logger that held the run itself could not be pickled."""
+    return require("wandb", extra="wandb")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    dir: str | None
+    url: str | None
+    entity: str | None
+    project: str | None
+
+
+def _begin(arguments: dict[str, Any]) -> _Run:
+    run = _wandb().init(**arguments)
+    if getattr(run, "disabled", False):
+        return _Run(run.dir, None, "disabled", "disabled")
+    return _Run(run.dir, run.url, run.entity or None, run.project or None)
+
+
+def _finish(exit_code: int) -> None:
+    wandb = _wandb()
+    if wandb.run is not None:  # when Python ends, W&B ends its run by itself, earlier than this
+        wandb.finish(exit_code=exit_code)
+
+
+def _masks(masks: dict[str, NDArray[Any]], class_labels: dict[int, str] | None) -> dict[str, dict[str, Any]] | None:
+    labels = {} if class_labels is None else {"class_labels": class_labels}
+    return {name: {"mask_data": mask, **labels} for name, mask in masks.items()} or None
+
+
+def _artifact_name(remote_file_name: str) -> str:
+    name = _NOT_IN_NAMES.sub(".", remote_file_name)
+    if name != remote_file_name:
+        warnings.warn(
+            f"W&B knows no artifact called {remote_file_name!r}: names have letters, digits, '-', '_' and '.' only. It "
+            f"is called {name!r} there.",
+            stacklevel=3,
+        )
+    return name
+
+
+def _stamps(state: State) -> dict[str, Any]:
+    """Return when this is, as metadata of an artifact."""
+    stamps = {f"timestamp/{name}": _plain(value) for name, value in state.timestamp.state_dict().items()}
+    if state.dataloader is not state.train_dataloader:
+        stamps |= {f"eval_timestamp/{name}": _plain(value) for name, value in state.eval_timestamp.state_dict().items()}
+    return stamps
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) else str(value)

@@ -1,0 +1,45 @@
+"""Where the time of the steps goes, as whoever stands beside the loop sees it."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from composer_events.event import Event
+
+__all__ = ["StepTime"]
+
+# What has just ended when an event fires.
+_ENDS: Final = {
+    Event.BATCH_START: "waiting for data",
+    Event.BEFORE_TRAIN_BATCH: "before the gradients",
+    Event.AFTER_TRAIN_BATCH: "gradients",
+    Event.BATCH_END: "optimizer's step",
+    Event.BATCH_CHECKPOINT: "evaluation and callbacks",
+    Event.EVAL_AFTER_ALL: "evaluation and callbacks",
+}
+_BEGINS: Final = frozenset({Event.FIT_START, Event.EPOCH_START, Event.EVAL_BEFORE_ALL})
+
+
+class StepTime:
+    """Adds up, by the host's clock, how long each part of a step takes.
+
+    A device that works on its own is still at it when the host goes on; what it owes shows where the host waits.
+
+    Attributes:
+        seconds: What each part has taken so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(_ENDS.values(), 0.0)
+        self._since: float | None = None
+
+    def see(self, event: Event) -> None:
+        """Look at the clock."""
+        part = _ENDS.get(event)
+        if part is None and event not in _BEGINS:
+            return
+        now = time.perf_counter()
+        if part is not None and self._since is not None:
+            self.seconds[part] += now - self._since
+        self._since = now

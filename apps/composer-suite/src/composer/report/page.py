@@ -1,0 +1,73 @@
+"""One page about one or several runs: a file of its own that opens without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from plotly.offline import get_plotlyjs
+
+from composer.report.description import describe_runs
+
+__all__ = ["write_page"]
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Run report</title>
+<style>{style}</style>
+</head>
+<body>
+<main id="report"></main>
+<script type="application/json" id="composer-data">{data}</script>
+<script>{plotly}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def write_page(
+    folders: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    max_points: int = 4000,
+    verify: bool = False,
+) -> Path:
+    """Write the page about runs.
+
+    Args:
+        folders: What `RunRecorder`s have written; several runs lie one over the other.
+        path: Where the page goes. One that is there is replaced when the new one is complete.
+        max_points: How many points of a curve are drawn at most.
+        verify: Whether to compare every byte of the checkpoints with their hashes.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileNotFoundError: If a folder holds no run.
+        ValueError: If there are no folders, or fewer than 3 points.
+    """
+    data = json.dumps(describe_runs(folders, max_points=max_points, verify=verify), allow_nan=False)
+    here = files("composer.report")
+    page = _TEMPLATE.format(
+        style=here.joinpath("page.css").read_text(),
+        script=here.joinpath("page.js").read_text(),
+        plotly=get_plotlyjs(),
+        # Names and messages come from anywhere: no tag of theirs may end this one.
+        data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path

@@ -1,0 +1,133 @@
+"""Reading what runs have left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+__all__ = ["ACTING", "AXES", "CONFIG", "METRICS", "STATUS", "TIMES", "Checkpoint", "Curve", "Run", "read_run"]
+
+CONFIG, METRICS, ACTING, TIMES, STATUS = "config.json", "metrics.jsonl", "acting.json", "times.json", "status.json"
+AXES = ("batch", "epoch", "sample", "token", "time_s")
+
+
+@dataclass(slots=True)
+class Curve:
+    """One metric over the time in training.
+
+    Attributes:
+        at: For each axis (`batch`, `epoch`, `sample`, `token`, `time_s`) where the points are.
+        values: The points; NaN and infinities are as they were logged.
+    """
+
+    at: dict[str, list[float]] = field(default_factory=lambda: {axis: [] for axis in AXES})
+    values: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that a run has saved, and what is known of it: `verification` says it in words."""
+
+    path: str
+    size_bytes: int | None
+    verification: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run has left behind."""
+
+    name: str
+    folder: str
+    config: dict[str, Any]
+    status: dict[str, Any]
+    curves: dict[str, Curve]
+    acting: dict[str, Any]
+    times: dict[str, Any]
+    checkpoints: list[Checkpoint]
+    num_bad_lines: int = 0
+
+
+def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
+    """Read the folder of a run, also of one that is still running or was killed.
+
+    Args:
+        folder: What a `RunRecorder` writes to.
+        verify: Whether to compare every byte of the checkpoints with their hashes, which reads them whole.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or nothing of a run in it.
+    """
+    folder = Path(folder)
+    if not (folder / METRICS).exists():
+        raise FileNotFoundError(
+            f"{str(folder)!r} holds no run: it has no {METRICS}. Pass a folder that a RunRecorder has written, such as "
+            f"runs/my-run."
+        )
+    config, status = _read_json(folder / CONFIG), _read_json(folder / STATUS)
+    curves, num_bad_lines = _read_curves(folder / METRICS)
+    return Run(
+        name=str(config.get("run_name", folder.name)),
+        folder=str(folder),
+        config=config,
+        status=status,
+        curves=curves,
+        acting=_read_json(folder / ACTING),
+        times=_read_json(folder / TIMES),
+        checkpoints=[_checkpoint(path, verify=verify) for path in status.get("checkpoints", [])],
+        num_bad_lines=num_bad_lines,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(path.read_text())
+    except (OSError, ValueError):  # a run that was killed may lack it
+        return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
+    """Return the curves, and how many lines are none, as the last one of a run that was killed."""
+    curves: dict[str, Curve] = {}
+    num_bad = 0
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                where = {axis: float(record.get(axis, 0)) for axis in AXES}
+                values = {str(name): float(value) for name, value in record["metrics"].items()}
+            except (ValueError, TypeError, KeyError, AttributeError):
+                num_bad += 1
+                continue
+            for name, value in values.items():
+                curve = curves.setdefault(name, Curve())
+                curve.values.append(value)
+                for axis, position in where.items():
+                    curve.at[axis].append(position)
+    return curves, num_bad
+
+
+def _checkpoint(path: str, *, verify: bool) -> Checkpoint:
+    from composer_checkpoint import inspect_file  # both load torch
+    from composer_checkpoint import verify as verify_checkpoint
+    from composer_checkpoint.errors import CheckpointError
+
+    if not os.path.exists(path):
+        return Checkpoint(path, None, "not there any more")
+    size_bytes = sum(file.stat().st_size for file in _files(Path(path)))
+    try:
+        if verify:
+            manifest = verify_checkpoint(path)
+            return Checkpoint(path, size_bytes, "verified" if manifest else "no manifest to verify with")
+        manifest = inspect_file(path).manifest
+    except (CheckpointError, OSError) as error:
+        return Checkpoint(path, size_bytes, f"damaged: {error}")
+    return Checkpoint(path, size_bytes, "has a manifest, not verified here" if manifest else "no manifest")
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]

@@ -1,0 +1,128 @@
+"""The page about runs, in a real browser."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("plotly")
+
+from composer.report import write_page
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def write_run(folder, name, *, offset=0.0, status="finished", error=None):
+    folder.mkdir()
+    metrics = [
+        {"batch": n, "epoch": n // 10, "sample": 8 * n, "token": 0, "time_s": 0.5 * n,
+         "metrics": {"loss/train/total": "nan" if n == 7 else 2.0 / (n + 1) + offset, f"own/{EVIL}": n,
+                     "metrics/train/Accuracy": n / 40, "metrics/eval/Accuracy": n / 50, "lr-SGD/group0": 0.1}}
+        for n in range(40)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    (folder / "config.json").write_text(json.dumps({"run_name": name, "lr": offset, "world_size": 1, "seed": 3}))
+    times = {"started": "2026-01-01T00:00:00+00:00", "updated": "2026-01-01T00:01:40+00:00"}
+    (folder / "status.json").write_text(json.dumps({"status": status, "error": error, "batch": 40, **times}))
+    (folder / "acting.json").write_text(json.dumps({f"{EVIL} on init": {"count": 2, "batches": [[0, 0], [5, 9]]}}))
+    (folder / "times.json").write_text(
+        json.dumps({"step": {"gradients": 3.0, "waiting for data": 1.0}, "profiler": []})
+    )
+    return folder
+
+
+@pytest.fixture
+def page(tmp_path):
+    first = write_run(tmp_path / "first", f"first {EVIL}")
+    second = write_run(tmp_path / "second", "second", offset=1.0, status="failed", error=f"Traceback: {EVIL}")
+    return write_page([first, second], tmp_path / "pages" / "report.html")
+
+
+def test_the_data_lies_in_the_page_and_nothing_else_is_asked_for(page):
+    text = page.read_text()
+    block = re.search(r'<script type="application/json" id="composer-data">(.*?)</script>', text, re.DOTALL)[1]
+    runs = json.loads(block)["runs"]
+    assert [run["name"] for run in runs] == [f"first {EVIL}", "second"]
+    assert len(runs[0]["curves"]["loss/train/total"]["values"]) == 40
+    assert EVIL not in text
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
+
+
+def test_a_browser_shows_the_page_without_complaint_and_without_a_network(page, browser):
+    browser.open(page)
+    assert browser.run("document.querySelector('h1').textContent") == "2 runs"
+    assert browser.run("document.querySelectorAll('.chart .main-svg').length") > 0
+    assert browser.run("document.querySelector('tbody .failed').textContent") == "failed"
+    assert browser.run("document.querySelector('pre').textContent") == f"Traceback: {EVIL}"
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.complaints() == ([], [])
+
+
+CHART = "document.querySelector('[data-chart=\"loss/train/total\"]')"
+
+
+def test_runs_lie_over_each_other_and_can_be_taken_away(page, browser):
+    browser.open(page)
+    names = f"{CHART}.data.map(trace => trace.name)"
+    assert browser.run(names)[1] == "second"
+    browser.run("document.querySelector('[data-run=\"0\"]').click()")
+    scrolled = "new Promise(done => setTimeout(() => done(1), 300))"
+    browser.run(scrolled)
+    assert browser.run(names) == ["second"]
+
+
+def test_curves_can_be_smoothed_made_logarithmic_and_shown_over_time(page, browser):
+    browser.open(page)
+    wait = "new Promise(done => setTimeout(() => done(1), 300))"
+    browser.run(
+        "for (const [id, value, event] of [['smoothing', 0.5, 'input'], ['axis', 'time_s', 'change']]) {"
+        "  const control = document.getElementById(id); control.value = value; control.dispatchEvent(new Event(event));"
+        "} document.getElementById('log').click()"
+    )
+    browser.run(wait)
+    assert browser.run(f"{CHART}.layout.yaxis.type") == "log"
+    assert browser.run(f"{CHART}.data[1].x.slice(0, 3)") == [0, 0.5, 1]
+    # A mean of all before, by 0.5 for each step back, over the weights that there are: 2, then (2 * 0.5 + 1) / 1.5.
+    assert browser.run(f"{CHART}.data[1].y.slice(0, 2)") == pytest.approx([2.0, 4 / 3])
+    assert browser.run(f"{CHART}.data[1].y[7]") is None
+
+
+def test_zooming_into_a_chart_changes_what_it_shows(page, browser):
+    browser.open(page)
+    browser.run(f"{CHART}.scrollIntoView()")
+    before = browser.run(f"{CHART}.layout.xaxis.range")
+    box = browser.run(
+        f"(() => {{ const r = {CHART}.querySelector('.nsewdrag').getBoundingClientRect();"
+        " return [r.left, r.top, r.width, r.height]; })()"
+    )
+    left, top, width, height = box
+    for kind, share in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseMoved", 0.75), ("mouseReleased", 0.75)):
+        place = {"x": left + share * width, "y": top + height / 2}
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **place)
+    browser.run("new Promise(done => setTimeout(() => done(1), 300))")
+    first, last = browser.run(f"{CHART}.layout.xaxis.range")
+    # The middle half of what was shown, give or take a pixel at either side.
+    pixel = (before[1] - before[0]) / width
+    assert first == pytest.approx(before[0] + 0.25 * (before[1] - before[0]), abs=2 * pixel)
+    assert last == pytest.approx(before[0] + 0.75 * (before[1] - before[0]), abs=2 * pixel)
+
+
+def test_the_table_of_settings_shows_what_differs(page, browser):
+    browser.open(page)
+    browser.run("document.getElementById('differences').click()")
+    rows = browser.run("[...document.querySelectorAll('tr.differs')].map(row => row.cells[0].textContent)")
+    assert rows == ["lr", "run_name"]
+
+
+def test_one_run_without_metrics_and_one_with_thousands_of_names_are_shown(tmp_path, browser):
+    few = write_run(tmp_path / "few", "few")
+    (few / "metrics.jsonl").write_text("")
+    browser.open(write_page([few], tmp_path / "few.html"))
+    assert "No metrics were logged." in browser.run("document.getElementById('curves').textContent")
+    many = write_run(tmp_path / "many", "many")
+    values = {f"layers/{number}": 1.0 for number in range(3_000)}
+    (many / "metrics.jsonl").write_text(json.dumps({"batch": 0, "metrics": values}) + "\n")
+    browser.open(write_page([many], tmp_path / "many.html"))
+    assert browser.run("document.querySelectorAll('.chart').length") == 60
+    assert browser.run("document.querySelector('#curves > button').textContent") == "2940 more"
+    assert browser.complaints() == ([], [])

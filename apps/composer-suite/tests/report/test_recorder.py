@@ -1,0 +1,190 @@
+"""The folder that a run leaves, and the data of the page about it."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from composer import Trainer
+from composer.algorithms import GradientClipping, LabelSmoothing
+from composer.core import Callback
+from composer.models import ComposerModel
+from composer.report import RunRecorder, read_run
+from composer.report.cli import main
+from composer.report.description import describe_runs
+from composer.report.downsampling import largest_triangles
+
+
+class Logs(Callback):
+    def __init__(self, values):
+        self.values = values
+
+    def batch_start(self, state, logger):
+        logger.log_metrics({"own/value": self.values[int(state.timestamp.batch)]})
+
+
+class StopsAt(Callback):
+    def __init__(self, batch, error=None):
+        self.batch, self.error = batch, error
+
+    def batch_end(self, state, logger):
+        if int(state.timestamp.batch) == self.batch:
+            if self.error is not None:
+                raise self.error
+            state.stop_training()
+
+
+def train(folder, run_name="run", **more):
+    data = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long)) for _ in range(4)]
+    torch.manual_seed(0)
+    model = ComposerModel.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
+    settings = {
+        "train_dataloader": data,
+        "device_train_microbatch_size": 4,
+        "max_duration": "2ep",
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.1),
+        "device": "cpu",
+        "progress_bar": False,
+        "loggers": RunRecorder(f"{folder}/{{run_name}}", page=False),
+        "run_name": run_name,
+    }
+    with Trainer(model, **settings | more) as trainer:
+        trainer.fit()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_its_metrics_its_configuration_and_how_it_ended(tmp_path):
+    values = torch.arange(8.0)
+    train(tmp_path, callbacks=Logs(values), auto_log_hparams=True, algorithms=GradientClipping("norm", 1.0))
+    run = read_run(tmp_path / "run")
+    assert run.curves["own/value"].values == values.tolist()
+    assert run.curves["own/value"].at["batch"] == list(range(8))
+    assert run.curves["own/value"].at["epoch"] == [0] * 4 + [1] * 4
+    assert run.curves["own/value"].at["sample"] == [4 * batch for batch in range(8)]
+    assert len(run.curves["loss/train/total"].values) == 8
+    assert run.config["max_duration"] == "2ep"
+    assert (run.config["environment"]["device"], run.config["environment"]["world_size"]) == ("cpu", 1)
+    assert (run.status["status"], run.status["batch"], run.status["error"]) == ("finished", 8, None)
+    assert run.acting["GradientClipping on after_train_batch"] == {"count": 8, "batches": [[0, 7]]}
+    assert run.times["step"]["gradients"] > 0
+    assert run.num_bad_lines == 0
+
+
+def test_values_are_those_of_the_time_when_they_were_logged(tmp_path):
+    class Changes(Callback):
+        def __init__(self):
+            self.value = torch.zeros(())
+
+        def batch_end(self, state, logger):
+            self.value += 1
+            logger.log_metrics({"own/value": self.value})
+
+    train(tmp_path, callbacks=Changes())
+    assert read_run(tmp_path / "run").curves["own/value"].values == [float(n) for n in range(1, 9)]
+
+
+def test_a_run_that_fails_says_why_and_keeps_what_it_logged(tmp_path):
+    with pytest.raises(ArithmeticError):
+        train(tmp_path, callbacks=[Logs(torch.ones(8)), StopsAt(3, ArithmeticError("out of numbers"))])
+    run = read_run(tmp_path / "run")
+    assert run.status["status"] == "failed"
+    assert "ArithmeticError: out of numbers" in run.status["error"]
+    assert len(run.curves["own/value"].values) == 3
+
+
+def test_checkpoints_are_listed_with_what_is_known_of_them(tmp_path):
+    train(tmp_path, save_folder=str(tmp_path / "checkpoints"))
+    first, second = read_run(tmp_path / "run").checkpoints
+    assert first.path.endswith("ep1-ba4-rank0.pt")
+    assert first.verification == "has a manifest, not verified here"
+    assert second.size_bytes > 0
+    assert [each.verification for each in read_run(tmp_path / "run", verify=True).checkpoints] == ["verified"] * 2
+    data = bytearray((tmp_path / "checkpoints" / "ep1-ba4-rank0.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "checkpoints" / "ep1-ba4-rank0.pt").write_bytes(data)
+    (tmp_path / "checkpoints" / "ep2-ba8-rank0.pt").unlink()
+    first, second = read_run(tmp_path / "run", verify=True).checkpoints
+    assert first.verification.startswith("damaged: ")
+    assert second.verification == "not there any more"
+
+
+def test_an_earlier_run_is_left_alone_unless_it_may_be_replaced(tmp_path):
+    train(tmp_path, callbacks=Logs(torch.ones(8)))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(FileExistsError, match="holds an earlier one"):
+        train(tmp_path)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    train(tmp_path, loggers=RunRecorder(f"{tmp_path}/{{run_name}}", page=False, overwrite=True))
+    assert "own/value" not in read_run(tmp_path / "run").curves
+
+
+def test_a_resumed_run_goes_on_in_its_folder(tmp_path):
+    saving = {"save_folder": str(tmp_path / "checkpoints"), "autoresume": True, "callbacks": Logs(torch.arange(12.0))}
+    train(tmp_path, **saving)
+    train(tmp_path, **saving | {"callbacks": Logs(torch.arange(12.0)), "max_duration": "3ep"})
+    assert read_run(tmp_path / "run").curves["own/value"].values == [float(n) for n in range(12)]
+
+
+def test_a_line_that_was_cut_off_is_counted_and_left_out(tmp_path):
+    train(tmp_path, callbacks=Logs(torch.ones(8)))
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    (tmp_path / "run" / "status.json").unlink()
+    run = read_run(tmp_path / "run")
+    assert (run.num_bad_lines, run.status) == (1, {})
+
+
+def test_what_is_not_finite_is_marked(tmp_path):
+    train(tmp_path, callbacks=Logs([1.0, math.nan, math.inf, 4.0, 5.0, 6.0, 7.0, 8.0]))
+    curve = describe_runs([tmp_path / "run"])["runs"][0]["curves"]["own/value"]
+    assert curve["values"] == [1.0, None, None, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert curve["not_finite"] == {"1": "nan", "2": "inf"}
+
+
+def test_long_curves_keep_their_peaks_in_few_points(tmp_path):
+    x = range(10_000)
+    y = [math.sin(n / 500) for n in x]
+    y[3_333], y[7_000] = 9.0, math.nan
+    kept = largest_triangles(x, y, 50)
+    assert len(kept) == 51
+    assert {0, 3_333, 7_000, 9_999} <= set(kept)
+    assert kept == sorted(kept)
+
+
+@pytest.mark.parametrize("num_points", [1, 2, 3, 7, 100])
+def test_short_curves_stay_whole(num_points):
+    assert largest_triangles(range(num_points), [0.0] * num_points, 100) == list(range(num_points))
+
+
+def test_acting_takes_little_memory_however_long_the_run_is():
+    from composer.report._acting import Acting
+
+    acting = Acting()
+    for batch in range(0, 100_000, 3):
+        acting.add("SelectiveBackprop on after_dataloader", batch)
+    found = acting.as_dict()["SelectiveBackprop on after_dataloader"]
+    assert found["count"] == len(range(0, 100_000, 3))
+    assert len(found["batches"]) <= 500
+    assert (found["batches"][0][0], found["batches"][-1][1]) == (0, 99_999)
+
+
+def test_the_command_prints_the_data_of_all_runs_of_a_folder(tmp_path, capsys):
+    train(tmp_path, "one", algorithms=LabelSmoothing(0.1))
+    train(tmp_path, "two")
+    assert main([str(tmp_path), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in data["runs"]] == ["one", "two"]
+
+
+def test_a_folder_without_a_run_is_named(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert f"{str(tmp_path)!r} holds no run" in capsys.readouterr().err
+
+
+def test_a_flush_interval_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="flush_interval=0 must be 1 or more"):
+        RunRecorder(flush_interval=0)
