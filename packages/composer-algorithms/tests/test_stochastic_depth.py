@@ -264,3 +264,26 @@ def test_the_algorithm_logs_how_many_blocks_there_are():
     log = Log()
     StochasticDepth("ResNetBottleneck", drop_rate=0.2).apply(Event.INIT, state_of(nn.Sequential(block(), block())), log)
     assert log.metrics == {"stochastic_depth/num_stochastic_layers": 2, "stochastic_depth/drop_rate": 0.2}
+
+
+@pytest.mark.parametrize("method", ["block", "sample"])
+def test_scaled_in_training_the_mean_output_is_that_of_the_unchanged_block(method):
+    torch.manual_seed(0)
+    plain = block().eval()
+    stochastic = copy.deepcopy(plain)
+    apply_stochastic_depth(stochastic, "ResNetBottleneck", method, 0.25, "uniform", rescale="train")
+    x = torch.rand(1, 16, 4, 4) + 5  # large enough that no rectification makes the mean another one
+    assert torch.equal(stochastic(x), plain(x))
+    stochastic.training = True  # the norms stay in evaluation, so only what is dropped is random
+    outputs = torch.cat([stochastic(x) for _ in range(400)])
+    main = plain(x) - x
+    kept = (outputs - x).abs().amax(dim=(1, 2, 3)) > 1e-4
+    torch.testing.assert_close(outputs[kept] - x, (main / 0.75).expand(int(kept.sum()), -1, -1, -1), atol=1e-4, rtol=0)
+    assert 0.68 < kept.float().mean() < 0.82  # 400 draws of 0.75: three standard deviations
+
+
+def test_a_block_that_is_never_kept_is_not_scaled_in_training():
+    block = BlockStochasticModule(nn.Linear(4, 4), drop_rate=1.0, rescale="train")
+    x = torch.rand(2, 4)
+    assert torch.equal(block(x), x)
+    assert torch.equal(block.eval()(x), block.main(x) + x)

@@ -12,6 +12,8 @@ PUBLIC = [
     "Engine",
     "Trace",
     "Traces",
+    "Explanation",
+    "Turn",
     "AlgorithmPass",
     "Algorithm",
     "Callback",

@@ -25,6 +25,10 @@ _TRAINING = frozenset(
         Event.FIT_END,
     }
 )
+# Events on which either set may have to give way to the other.
+CHANGES_OF_WEIGHTS = frozenset(
+    {*_CHECKPOINTS, *_EVALUATIONS_BEGIN, *_EVALUATIONS_END, *_TRAINING, Event.EVAL_START, Event.EVAL_END}
+)
 
 
 class ActiveWeights:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 class InitSurgery(Algorithm):
     """Base of an algorithm that acts on INIT, and without which a checkpoint's weights do not fit the model."""
 
+    acts_on = frozenset({Event.INIT})
+
     @staticmethod
     def required_on_load() -> bool:
         """Answer yes: a checkpoint loads only into a model that was changed in the same way."""

@@ -14,7 +14,7 @@ from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning
 
 _PRECISIONS = (Precision.AMP_FP16, Precision.AMP_BF16)
-_EVENTS = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
+APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
 
 
 def to_autocast_dtype(tensor: Tensor | None, device_type: str) -> Tensor | None:
@@ -76,10 +76,10 @@ def to_low_precision(module: nn.Module, base: type[nn.Module], low: type[nn.Modu
 
 def check_apply_at(apply_at: Event) -> None:
     """Refuse an event on which models are not changed."""
-    if apply_at not in _EVENTS:
+    if apply_at not in APPLY_AT:
         raise ValueError(
             f"apply_at={apply_at!r} is no event on which the model may be changed. Pass one of "
-            f"{', '.join(f'Event.{event.name}' for event in _EVENTS)}."
+            f"{', '.join(f'Event.{event.name}' for event in APPLY_AT)}."
         )
 
 

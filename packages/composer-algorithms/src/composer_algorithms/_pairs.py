@@ -1,6 +1,7 @@
 """What MixUp and CutMix share: examples in pairs, whose inputs are mixed, and then their targets or their losses."""
 
 from abc import abstractmethod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +18,43 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
+
+def check_pairs(input: Tensor, target: Tensor, indices: Tensor | None) -> None:
+    """Refuse inputs and targets that are not of the same examples, and what is no permutation of those.
+
+    Raises:
+        TypeError: If one of them is no tensor, or `indices` are no integers.
+        ValueError: If they differ in length.
+    """
+    require_tensor(input, "input")
+    require_tensor(target, "target")
+    if input.shape[:1] != target.shape[:1] or input.ndim == 0:
+        raise ValueError(
+            f"target of shape {tuple(target.shape)} does not have one entry for each example of the input, whose shape "
+            f"is {tuple(input.shape)}: both need the batch as their first dim."
+        )
+    if indices is None:
+        return
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"indices={indices!r} is no tensor of integers: pass a permutation of range({len(input)}), such as "
+            f"torch.randperm({len(input)})."
+        )
+    if indices.shape != input.shape[:1]:
+        raise ValueError(
+            f"indices of shape {tuple(indices.shape)} do not pair each of {len(input)} examples with another one: pass "
+            f"a permutation of range({len(input)})."
+        )
+
+
 DrawPer = Literal["microbatch", "batch"]
+
+_OF_BATCHES = (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+_OF_TARGETS = (Event.BEFORE_LOSS, Event.AFTER_LOSS)
+_TWICE_MIXED = (
+    "The second mixes images that are mixed already, but with the targets that the other ones had before, so targets "
+    "are not those of the images. Use one of them."
+)
 
 
 class PairMixing(ResumableDraws, Algorithm):
@@ -35,6 +72,9 @@ class PairMixing(ResumableDraws, Algorithm):
         ValueError: If `draw_per` is neither.
     """
 
+    acts_on = frozenset({*_OF_BATCHES, Event.BEFORE_FORWARD, *_OF_TARGETS, Event.BEFORE_BACKWARD})
+    conflicts_with = MappingProxyType(dict.fromkeys(("MixUp", "CutMix"), _TWICE_MIXED))
+
     def __init__(self, interpolate_loss: bool, input_key: Any, target_key: Any, draw_per: DrawPer) -> None:
         if draw_per not in ("microbatch", "batch"):
             raise ValueError(f"draw_per={draw_per!r} is neither 'microbatch' nor 'batch': pass one of them.")
@@ -42,6 +82,13 @@ class PairMixing(ResumableDraws, Algorithm):
         self.input_key = input_key
         self.target_key = target_key
         self.draw_per = draw_per
+        self.acts_on = self._events = frozenset(
+            {
+                *(_OF_BATCHES if draw_per == "batch" else ()),
+                Event.BEFORE_FORWARD,
+                *((Event.BEFORE_BACKWARD,) if interpolate_loss else _OF_TARGETS),
+            }
+        )
         self._indices = torch.empty(0, dtype=torch.long)
         self._permuted_target = torch.empty(0)
         self._own_weight = 1.0  # of an example's own target; the other one has the rest
@@ -51,11 +98,7 @@ class PairMixing(ResumableDraws, Algorithm):
 
     def match(self, event: Event, state: "State") -> bool:
         """Answer whether the event is one of those where inputs, targets or the loss change."""
-        if self.draw_per == "batch" and event in (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH):
-            return True
-        if self.interpolate_loss:
-            return event in (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD)
-        return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+        return event in self._events
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Mix what belongs to the event."""

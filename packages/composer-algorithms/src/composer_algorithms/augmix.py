@@ -1,5 +1,6 @@
 """AugMix: mix each image with several chains of changes of itself."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, overload
 
@@ -8,15 +9,16 @@ from PIL.Image import Image, frombytes
 from torch import Tensor
 
 from composer_algorithms._draws import draw_beta, draw_dirichlet, draw_integer
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms.augmentation._choice import change, check_severity, find_set
 from composer_algorithms.augmentation.lifting import map_pillow_function
 from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
+from composer_events.event import Event
 
 if TYPE_CHECKING:
-    from composer_events.event import Event
     from composer_events.logger import Logger
     from composer_events.state import State
 
@@ -131,9 +133,11 @@ class AugmentAndMixTransform:
         augmentation_set: str | Sequence[AugmentationFunction] = "all",
     ) -> None:
         check_severity(severity)
-        if width < 1:
-            raise ValueError(f"width={width!r} is no number of chains: pass 1 or more.")
-        if not alpha > 0:
+        check_count("width", width, "chains")
+        if not isinstance(depth, int):
+            raise TypeError(f"depth={depth!r} is not a whole number: pass a number of changes, or 0 to draw it.")
+        check_number("alpha", alpha, "a number above 0")
+        if not 0 < alpha < math.inf:
             raise ValueError(f"alpha={alpha!r} is no parameter of a Dirichlet distribution: pass a number above 0.")
         self.severity = severity
         self.depth = depth
@@ -190,6 +194,8 @@ class AugMix(Algorithm):
         arXiv:1912.02781. Its consistency loss is not part of this.
     """
 
+    acts_on = frozenset({Event.FIT_START})
+
     def __init__(
         self,
         severity: float = 3,
@@ -206,11 +212,11 @@ class AugMix(Algorithm):
         self.alpha = alpha
         self.augmentation_set = augmentation_set
 
-    def match(self, event: "Event", state: "State") -> bool:
+    def match(self, event: Event, state: "State") -> bool:
         """Answer whether training begins on a dataset without the transform."""
         return self._datasets.is_due(event, state)
 
-    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Add the transform to the dataset."""
         self._datasets.add(state)
 

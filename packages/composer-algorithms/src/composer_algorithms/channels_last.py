@@ -82,6 +82,7 @@ class ChannelsLast(Algorithm):
     """
 
     surgery_rank = 6
+    acts_on = frozenset({Event.INIT})
 
     def __init__(self) -> None:
         pass  # the base takes any arguments; this one has none

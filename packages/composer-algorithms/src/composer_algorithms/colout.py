@@ -7,6 +7,7 @@ from torch import Tensor
 
 from composer_algorithms._batch import batch_tensor
 from composer_algorithms._images import image_size, is_pil
+from composer_algorithms._numbers import check_number
 from composer_algorithms._random import ResumableDraws
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import Metadata
@@ -146,6 +147,8 @@ class ColOut(ResumableDraws, Algorithm):
         ColOut(p_row=0.1, p_col=0.15, batch=True, resize_target='auto', input_key=0, target_key=1)
     """
 
+    acts_on = frozenset({Event.FIT_START, Event.AFTER_DATALOADER})
+
     def __init__(
         self,
         p_row: float = 0.15,
@@ -165,6 +168,7 @@ class ColOut(ResumableDraws, Algorithm):
         self.p_row = p_row
         self.p_col = p_col
         self.batch = batch
+        self.acts_on = frozenset({Event.AFTER_DATALOADER if batch else Event.FIT_START})
         self.resize_target = resize_target
         self.input_key = input_key
         self.target_key = target_key
@@ -243,5 +247,6 @@ def _check_resize_target(resize_target: ResizeTarget | str) -> None:
 
 def _check_probabilities(p_row: float, p_col: float) -> None:
     for name, p in (("p_row", p_row), ("p_col", p_col)):
+        check_number(name, p, "a part of the image, from 0 to 1")
         if not 0 <= p <= 1:
             raise ValueError(f"{name}={p!r} is no part of the image: pass a number from 0 to 1.")

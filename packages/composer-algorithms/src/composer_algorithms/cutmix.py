@@ -8,7 +8,8 @@ from torch import Tensor
 
 from composer_algorithms._draws import draw_beta, draw_integer
 from composer_algorithms._legacy import accept_legacy_arguments, warn_deprecated
-from composer_algorithms._pairs import DrawPer, PairMixing
+from composer_algorithms._numbers import check_number
+from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
 from composer_algorithms.metadata import Metadata
 from composer_models.targets import ensure_targets_one_hot
 
@@ -68,6 +69,7 @@ def cutmix_batch(
         The mixed inputs, `target[indices]`, the part of each image's area that is still its own, and the box.
 
     Raises:
+        TypeError: If `alpha` or `length` is not a number, or one of the others no tensor.
         ValueError: If both `length` and `bbox` are given, `alpha` is negative, `length` or `bbox` do not fit an image,
             `input` has no images, or `input` and `target` differ in length.
 
@@ -81,7 +83,8 @@ def cutmix_batch(
         Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features", ICCV 2019,
         arXiv:1905.04899, eq. (1) and (2).
     """
-    _check_shapes(input, target)
+    check_pairs(input, target, indices)
+    _check_images(input)
     if bbox is not None and length is not None:
         raise ValueError(f"bbox={bbox!r} and length={length!r} both say how large the box is: pass one of them.")
     height, width = input.shape[-2:]
@@ -169,6 +172,7 @@ class CutMix(PairMixing):
         draw_per: `'microbatch'` or `'batch'`. What is cut from a batch has to keep its order with `'batch'`.
 
     Raises:
+        TypeError: If `alpha` is not a number.
         ValueError: If `alpha` is negative or `draw_per` is neither.
 
     Example:
@@ -239,6 +243,8 @@ class CutMix(PairMixing):
 def _cut_sides(
     height: int, width: int, length: float | None, alpha: float, generator: torch.Generator | None
 ) -> tuple[int, int]:
+    if length is not None:
+        check_number("length", length, "a part of an image's side, from 0 to 1")
     if length is None:
         _check_alpha(alpha)
         ratio = math.sqrt(1 - (draw_beta(alpha, generator) if alpha > 0 else 0.0))
@@ -262,24 +268,22 @@ def _draw_box(
 
 
 def _check_alpha(alpha: float) -> None:
+    check_number("alpha", alpha, "0 or more")
     if not 0 <= alpha < math.inf:
         raise ValueError(f"alpha={alpha!r} is no parameter of Beta(alpha, alpha): pass 0 or more.")
 
 
-def _check_shapes(input: Tensor, target: Tensor) -> None:
+def _check_images(input: Tensor) -> None:
     if input.ndim < 3:
         raise ValueError(
             f"input of shape {tuple(input.shape)} is no batch of images: pass (batch, ..., height, width), such as "
             f"(batch, channels, height, width)."
         )
-    if input.shape[:1] != target.shape[:1]:
-        raise ValueError(
-            f"target of shape {tuple(target.shape)} does not have one entry for each example of the input, whose shape "
-            f"is {tuple(input.shape)}: both need the batch as their first dim."
-        )
 
 
 def _check_box(bbox: Box, height: int, width: int) -> None:
+    if len(bbox) != 4 or not all(isinstance(edge, int) for edge in bbox):
+        raise ValueError(f"bbox={bbox!r} is no box: pass four whole numbers (x1, y1, x2, y2).")
     x1, y1, x2, y2 = bbox
     if not (0 <= x1 <= x2 <= height and 0 <= y1 <= y2 <= width):
         raise ValueError(

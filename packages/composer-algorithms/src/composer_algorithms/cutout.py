@@ -9,6 +9,7 @@ from composer_algorithms._batch import batch_tensor
 from composer_algorithms._draws import draw_integer
 from composer_algorithms._images import image_size, is_pil
 from composer_algorithms._legacy import accept_legacy_arguments, warn_deprecated
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._random import ResumableDraws
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
@@ -169,6 +170,8 @@ class CutOut(ResumableDraws, Algorithm):
         arXiv:1708.04552. The paper draws squares for each image.
     """
 
+    acts_on = frozenset({Event.AFTER_DATALOADER})
+
     @accept_legacy_arguments("CutOut", renamed={"n_holes": "num_holes"})
     def __init__(
         self, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False, input_key: Any = 0
@@ -198,8 +201,8 @@ class CutOut(ResumableDraws, Algorithm):
 
 
 def _check(num_holes: int, length: float) -> None:
-    if num_holes < 0:
-        raise ValueError(f"num_holes={num_holes!r} cannot be cut: pass 0 or more.")
+    check_count("num_holes", num_holes, "holes", least=0)
+    check_number("length", length, "a part of the image's side, from 0 to 1")
     if not (0 <= length <= 1 or _is_in_pixels(length)):
         raise ValueError(f"length={length!r} is no part of an image's side: pass a number from 0 to 1.")
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from composer_algorithms._adoption import hand_over_hooks
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._numbers import check_count
 from composer_algorithms.metadata import Metadata
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 
@@ -73,6 +74,7 @@ class _GhostBatchNorm(nn.Module):
         super().__init__()
         _check_ghost_batch_size(ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
+        self.path = ""  # in the model, for messages
         self.batchnorm = base_batchnorm
         self.batchnorm._already_ghost_batchnormed = True  # pyright: ignore[reportArgumentType]  # a mark
         # A subclass may compute something else.
@@ -88,8 +90,8 @@ class _GhostBatchNorm(nn.Module):
         size = self.ghost_batch_size
         if norm.training and len(input) < size:
             raise ValueError(
-                f"a training batch of {len(input)} examples is smaller than ghost_batch_size={size}: lower "
-                f"ghost_batch_size, raise the (micro)batch size, or let the dataloader drop the last batch."
+                f"a training batch of {len(input)} examples is smaller than ghost_batch_size={size}{self._place()}: "
+                f"lower ghost_batch_size, raise the (micro)batch size, or let the dataloader drop the last batch."
             )
         num_chunks = -(-len(input) // size)
         chunks = input.chunk(num_chunks)
@@ -101,7 +103,7 @@ class _GhostBatchNorm(nn.Module):
         if input.ndim not in self.num_dims:
             raise ValueError(
                 f"the input of shape {tuple(input.shape)} has {input.ndim} dims, and {type(self).__name__} takes "
-                f"{' or '.join(map(str, self.num_dims))}."
+                f"{' or '.join(map(str, self.num_dims))}{self._place()}."
             )
         norm = self.batchnorm
         mean, var = (norm.running_mean, norm.running_var) if norm.training else (None, None)
@@ -131,6 +133,9 @@ class _GhostBatchNorm(nn.Module):
             return torch.cat([self.batchnorm(one) for one in chunks])
         finally:
             self.batchnorm.momentum = momentum
+
+    def _place(self) -> str:
+        return f" in the module {self.path!r}" if self.path else ""
 
     def extra_repr(self) -> str:
         """Return the size of the ghost batches."""
@@ -237,6 +242,9 @@ def apply_ghost_batchnorm(
     _check_ghost_batch_size(ghost_batch_size)
     policy = functools.partial(_ghost_of, ghost_batch_size=ghost_batch_size)
     replace_module_classes(model, dict.fromkeys(_GHOSTS, policy), optimizers)
+    for path, module in model.named_modules():
+        if isinstance(module, _GhostBatchNorm):
+            module.path = path
     if not count_module_instances(model, _GhostBatchNorm):
         _log.warning(
             "GhostBatchNorm has no effect on this %s: below it there is no BatchNorm1d, 2d or 3d.",
@@ -290,5 +298,4 @@ class GhostBatchNorm(InitSurgery):
 
 
 def _check_ghost_batch_size(ghost_batch_size: int) -> None:
-    if ghost_batch_size < 1:
-        raise ValueError(f"ghost_batch_size={ghost_batch_size!r} is not a number of examples: pass 1 or more.")
+    check_count("ghost_batch_size", ghost_batch_size, "examples")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from composer_algorithms._gradients import clip_norm, clip_to_weights, clip_value
 from composer_algorithms._legacy import warn_deprecated
+from composer_algorithms._numbers import check_number
 from composer_algorithms._wrapping import has_flat_parameters
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
@@ -84,12 +85,14 @@ def apply_gradient_clipping(
         Norm: Pascanu et al., 2012, arXiv:1211.5063. Adaptive: Brock et al., "High-Performance Large-Scale Image
         Recognition Without Normalization", ICML 2021, arXiv:2102.06171, eq. (3).
     """
-    _check(clipping_type, clipping_threshold)
+    _check(clipping_type, clipping_threshold, eps)
     parameters: Iterable[Tensor]
     if callable(method := getattr(model, "parameters", None)):
         parameters = cast("Iterable[Tensor]", method())
     else:
         parameters = cast("Iterable[Tensor]", model)
+        if not isinstance(model, Iterable):
+            raise TypeError(f"model={model!r} has no parameters: pass a model, or its parameters.")
     if clipping_type == "value":
         clip_value(parameters, clipping_threshold)  # element by element, so it does not matter who holds which
     elif fsdp_enabled:
@@ -142,8 +145,10 @@ class GradientClipping(Algorithm):
         See `apply_gradient_clipping`.
     """
 
+    acts_on = frozenset({Event.INIT, Event.AFTER_TRAIN_BATCH})
+
     def __init__(self, clipping_type: ClippingType | str, clipping_threshold: float, *, eps: float = 0.0) -> None:
-        _check(clipping_type, clipping_threshold)
+        _check(clipping_type, clipping_threshold, eps)
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         self.eps = eps
@@ -205,11 +210,15 @@ def _clip_under_fsdp1(model: nn.Module, clipping_type: str, threshold: float) ->
             module.clip_grad_norm_(max_norm=threshold)
 
 
-def _check(clipping_type: str, threshold: float) -> None:
+def _check(clipping_type: str, threshold: float, eps: float) -> None:
     if clipping_type not in _TYPES:
         raise ValueError(f"clipping_type={clipping_type!r} is unknown: choose one of {', '.join(map(repr, _TYPES))}.")
+    check_number("clipping_threshold", threshold, "a finite number, 0 or more")
     if not threshold >= 0 or math.isinf(threshold):
         raise ValueError(f"clipping_threshold={threshold!r} is no bound: pass a finite number, 0 or more.")
+    check_number("eps", eps, "the smallest norm of weights, 0 or more")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps!r} is no norm of weights: pass a finite number, 0 or more.")
 
 
 def _check_deepspeed(clipping_type: str, threshold: float) -> None:

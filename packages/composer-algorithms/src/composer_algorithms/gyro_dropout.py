@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._wrapping import unwrap
 from composer_algorithms.metadata import Metadata
 from composer_algorithms.module_surgery import replace_module_classes
@@ -202,6 +203,7 @@ class GyroDropout(Algorithm):
     """
 
     surgery_rank = 1
+    acts_on = frozenset({Event.INIT, Event.FIT_START, Event.BATCH_START})
 
     def __init__(self, p: float = 0.5, sigma: int = 256, tau: int = 16) -> None:
         _check(p, sigma, tau)
@@ -273,8 +275,8 @@ def _num_training_steps(state: "State") -> float:
 
 
 def _check(p: float, sigma: int, tau: int) -> None:
+    check_number("p", p, "a probability, 0 or more and below 1")
     if not 0 <= p < 1:
         raise ValueError(f"p={p!r} is not a probability with which something is left: pass 0 or more, and below 1.")
     for argument, value in (("sigma", sigma), ("tau", tau)):
-        if value < 1:
-            raise ValueError(f"{argument}={value!r} is not a number of masks: pass 1 or more.")
+        check_count(argument, value, "masks")

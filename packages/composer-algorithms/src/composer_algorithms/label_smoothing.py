@@ -7,6 +7,7 @@ from torch import Tensor
 
 from composer_algorithms._batch import batch_tensor, require_tensor
 from composer_algorithms._legacy import accept_legacy_arguments
+from composer_algorithms._numbers import check_number
 from composer_algorithms._smoothed_targets import SmoothedTargets
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
@@ -60,6 +61,7 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
         Smoothed targets in the shape of `logits`, float32, on the device of `target`.
 
     Raises:
+        TypeError: If `smoothing` is no number, or one of the others no tensor.
         ValueError: If `smoothing` lies outside [0, 1], or `target` has indices that are not integers.
         RuntimeError: If `logits` has no dim of classes, or the shape of `target` does not fit it.
 
@@ -72,10 +74,17 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, arXiv:1512.00567, section 7.
     """
     _check_smoothing(smoothing)
+    require_tensor(logits, "logits")
+    require_tensor(target, "target")
     if logits.ndim < 2:
         raise RuntimeError(
             f"logits of shape {tuple(logits.shape)} have no dim of classes: pass (batch, classes, ...), two logits for "
             f"each example where there are two classes."
+        )
+    if infer_target_type(logits, target) == "indices" and target.shape != logits.shape[:1] + logits.shape[2:]:
+        raise RuntimeError(
+            f"target of shape {tuple(target.shape)} does not have one class for each example of logits of shape "
+            f"{tuple(logits.shape)}: pass the shape of the logits without dim 1."
         )
     uniform = smoothing / logits.shape[1]
     one_hot = ensure_targets_one_hot(logits, target)
@@ -110,6 +119,7 @@ class LabelSmoothing(Algorithm):
     """
 
     runs_after = frozenset({"MixUp", "CutMix"})
+    acts_on = frozenset({Event.BEFORE_LOSS, Event.AFTER_LOSS})
 
     @accept_legacy_arguments("LabelSmoothing", renamed={"alpha": "smoothing"})
     def __init__(self, smoothing: float = 0.1, target_key: Any = 1) -> None:
@@ -155,6 +165,7 @@ class LabelSmoothing(Algorithm):
 
 
 def _check_smoothing(smoothing: float) -> None:
+    check_number("smoothing", smoothing, "a share from 0 (no smoothing) to 1")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing={smoothing!r} is not a share: pass a number from 0 (no smoothing) to 1.")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_algorithms._numbers import check_number
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
@@ -76,6 +77,7 @@ def freeze_layers(
     """
     del optimizers  # they skip what has no gradient; Composer's signature has them
     _check(freeze_start, freeze_level)
+    check_number("current_duration", current_duration, "a part of training, from 0 to 1")
     if not 0 <= current_duration <= 1:
         raise ValueError(f"current_duration={current_duration!r} is no part of training: pass a number from 0 to 1.")
     fraction = 0.0
@@ -108,6 +110,8 @@ class LayerFreezing(Algorithm):
     Reference:
         See `freeze_layers`.
     """
+
+    acts_on = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.EPOCH_END})
 
     def __init__(self, freeze_start: float = 0.5, freeze_level: float = 1.0) -> None:
         _check(freeze_start, freeze_level)
@@ -189,5 +193,6 @@ def _flat(layers: Iterable[Iterable[nn.Parameter]]) -> Iterable[nn.Parameter]:
 
 def _check(freeze_start: float, freeze_level: float) -> None:
     for name, value in (("freeze_start", freeze_start), ("freeze_level", freeze_level)):
+        check_number(name, value, "a part of a whole, from 0 to 1")
         if not 0 <= value <= 1:
             raise ValueError(f"{name}={value!r} is no part of a whole: pass a number from 0 to 1.")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._low_precision import check_apply_at, event_repr, swap_norms, to_autocast_dtype
+from composer_algorithms._low_precision import APPLY_AT, check_apply_at, event_repr, swap_norms, to_autocast_dtype
 from composer_algorithms.metadata import Metadata
 from composer_dist.precision import Precision
 from composer_events.algorithm import Algorithm
@@ -122,10 +122,12 @@ class LowPrecisionLayerNorm(Algorithm):
     """
 
     surgery_rank = 5
+    acts_on = APPLY_AT
 
     def __init__(self, apply_at: Event = Event.INIT) -> None:
         check_apply_at(apply_at)
         self.apply_at = apply_at
+        self.acts_on = frozenset({apply_at})
 
     @staticmethod
     def required_on_load() -> bool:

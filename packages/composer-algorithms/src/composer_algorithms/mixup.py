@@ -1,7 +1,6 @@
 """MixUp: train on blends of two examples and of their targets."""
 
 import math
-from numbers import Real
 from typing import Any
 
 import torch
@@ -9,7 +8,8 @@ from torch import Tensor
 
 from composer_algorithms._draws import draw_beta
 from composer_algorithms._legacy import accept_legacy_arguments
-from composer_algorithms._pairs import DrawPer, PairMixing
+from composer_algorithms._numbers import check_number
+from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
 from composer_algorithms.metadata import Metadata
 
 __all__ = ["MixUp", "mixup_batch", "METADATA"]
@@ -65,8 +65,8 @@ def mixup_batch(
         The blended inputs, `target[indices]`, and the weight that was used.
 
     Raises:
-        TypeError: If `alpha` is not a number.
-        ValueError: If `alpha` is negative, `mixing` lies outside [0, 1], or `input` and `target` differ in length.
+        TypeError: If `alpha` or `mixing` is not a number, or one of the others no tensor.
+        ValueError: If `alpha` is negative, `mixing` lies outside [0, 1], or the tensors differ in length.
 
     Example:
         >>> x, y = torch.rand(4, 3), torch.tensor([0, 1, 2, 3])
@@ -77,11 +77,9 @@ def mixup_batch(
     Reference:
         Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018, arXiv:1710.09412, eq. (1).
     """
-    if input.shape[:1] != target.shape[:1]:
-        raise ValueError(
-            f"target of shape {tuple(target.shape)} does not have one entry for each example of the input, whose shape "
-            f"is {tuple(input.shape)}: both need the batch as their first dim."
-        )
+    check_pairs(input, target, indices)
+    if mixing is not None:
+        check_number("mixing", mixing, "a weight from 0 to 1, or None to draw it")
     if mixing is None:
         mixing = _draw_mixing(alpha, generator)
     elif not 0 <= mixing <= 1:
@@ -184,7 +182,6 @@ def _draw_mixing(alpha: float, generator: torch.Generator | None) -> float:
 
 
 def _check_alpha(alpha: float) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, Real):
-        raise TypeError(f"alpha={alpha!r} is not a number: pass 0 (no blending) or more.")
+    check_number("alpha", alpha, "0 (no blending) or more")
     if not 0 <= float(alpha) < math.inf:
         raise ValueError(f"alpha={alpha!r} is no parameter of Beta(alpha, alpha): pass 0 (no blending) or more.")

@@ -71,7 +71,8 @@ def replace_module_classes(
         From each module that a policy answered about to that answer, in the order of the visits.
 
     Raises:
-        TypeError: If `module` is a `DistributedDataParallel`, or a policy answers with a new module for the root.
+        TypeError: If `module` is no module or a `DistributedDataParallel`, or a policy answers with a new module for
+            the root.
         ValueError: If a replaced parameter is shared and the replacement has none to take its place.
         RuntimeError: If two policies replace one module, or no parameter group fits a new parameter.
 
@@ -81,6 +82,8 @@ def replace_module_classes(
         >>> model[1]
         GELU(approximate='none')
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{module!r} is no torch.nn.Module, so it has nothing to replace: pass the model.")
     if isinstance(module, DistributedDataParallel):
         raise TypeError(
             "the model is wrapped by DistributedDataParallel, which has registered the parameters that a replacement "
@@ -153,7 +156,11 @@ def _ask(
             continue
         index = counts.setdefault(module_class, 0)
         counts[module_class] = index + 1
-        new = policy(site.module, index)
+        try:
+            new = policy(site.module, index)
+        except Exception as error:
+            error.add_note(f"raised about the module {site.path!r}, a {type(site.module).__qualname__}")
+            raise
         if new is not None and answer is not None:
             raise RuntimeError(
                 f"two policies replace the module {site.path!r}, a {type(site.module).__qualname__}: one by a "

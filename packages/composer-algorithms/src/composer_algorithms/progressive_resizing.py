@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_algorithms._batch import batch_tensor
+from composer_algorithms._batch import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms._draws import draw_integer
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._random import ResumableDraws
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
@@ -72,6 +73,8 @@ def resize_batch(
         The smaller inputs, and the targets, smaller or as they are.
 
     Raises:
+        TypeError: If `input` is no tensor, or `scale_factor` no number; or if integers other than uint8 shall be
+            sampled anew.
         ValueError: If `mode` or `interpolation` is unknown, `scale_factor` is 0 or less, or a tensor that shall become
             smaller has no dims of space.
 
@@ -81,6 +84,8 @@ def resize_batch(
         torch.Size([2, 3, 4, 4])
     """
     _check_modes(mode, interpolation, antialias)
+    require_tensor(input, "input")
+    check_number("scale_factor", scale_factor, "a number above 0")
     if scale_factor >= 1:
         return input, target
     if not scale_factor > 0:
@@ -134,6 +139,8 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
         >>> algorithm.scale_factor(0.625)
         0.75
     """
+
+    acts_on = frozenset({Event.AFTER_DATALOADER})
 
     def __init__(
         self,
@@ -238,6 +245,10 @@ def _crop(tensor: Tensor, corner: Sequence[int], size: Sequence[int]) -> Tensor:
 def _sample(
     tensor: Tensor, size: Sequence[int], factor: float | None, interpolation: Interpolation, antialias: bool = False
 ) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        raise UnsupportedBatchError(
+            f"images of dtype {tensor.dtype} cannot be sampled anew: pass floating point or uint8, or mode='crop'."
+        )
     mode: str = interpolation
     if interpolation == "bilinear":
         mode = {1: "linear", 2: "bilinear", 3: "trilinear"}[len(size)]
@@ -302,6 +313,7 @@ def _check_schedule(initial_scale: float, finetune_fraction: float, delay_fracti
         "delay_fraction": delay_fraction,
     }
     for name, value in fractions.items():
+        check_number(name, value, "a part of a whole, from 0 to 1")
         if not 0 <= value <= 1:
             raise ValueError(f"{name}={value!r} is no part of a whole: pass a number from 0 to 1.")
     if delay_fraction + finetune_fraction > 1:
@@ -309,5 +321,4 @@ def _check_schedule(initial_scale: float, finetune_fraction: float, delay_fracti
             f"delay_fraction={delay_fraction!r} and finetune_fraction={finetune_fraction!r} are more than the whole "
             f"training: let them add up to 1 or less."
         )
-    if size_increment < 1:
-        raise ValueError(f"size_increment={size_increment!r} is no number of pixels: pass 1 or more.")
+    check_count("size_increment", size_increment, "pixels")

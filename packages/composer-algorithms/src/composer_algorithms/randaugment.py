@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, TypeVar, overload
 from PIL.Image import Image
 from torch import Tensor
 
+from composer_algorithms._numbers import check_count
 from composer_algorithms.augmentation._choice import change, check_severity, find_set
 from composer_algorithms.augmentation.lifting import map_pillow_function
 from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
+from composer_events.event import Event
 
 if TYPE_CHECKING:
-    from composer_events.event import Event
     from composer_events.logger import Logger
     from composer_events.state import State
 
@@ -112,8 +113,7 @@ class RandAugmentTransform:
         self, severity: float = 9, depth: int = 2, augmentation_set: str | Sequence[AugmentationFunction] = "all"
     ) -> None:
         check_severity(severity)
-        if depth < 0:
-            raise ValueError(f"depth={depth!r} is no number of changes: pass 0 or more.")
+        check_count("depth", depth, "changes", least=0)
         self.severity = severity
         self.depth = depth
         self.augmentation_set = find_set(augmentation_set)
@@ -155,17 +155,19 @@ class RandAugment(Algorithm):
         arXiv:1909.13719.
     """
 
+    acts_on = frozenset({Event.FIT_START})
+
     def __init__(self, severity: float = 9, depth: int = 2, augmentation_set: str = "all") -> None:
         self._datasets = TransformedDatasets("RandAugment", RandAugmentTransform(severity, depth, augmentation_set))
         self.severity = severity
         self.depth = depth
         self.augmentation_set = augmentation_set
 
-    def match(self, event: "Event", state: "State") -> bool:
+    def match(self, event: Event, state: "State") -> bool:
         """Answer whether training begins on a dataset without the transform."""
         return self._datasets.is_due(event, state)
 
-    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Add the transform to the dataset."""
         self._datasets.add(state)
 

@@ -1,6 +1,7 @@
 """SAM: step with the gradient at a nearby point where the loss is larger, towards minima that are flat."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composer_algorithms._gradients import joint_norm, local_part
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._random import ResumableDraws
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
@@ -253,6 +255,8 @@ class SAM(Algorithm):
         arXiv:2010.01412.
     """
 
+    acts_on = frozenset({Event.BEFORE_LOAD, Event.AFTER_LOAD})
+
     def __init__(self, rho: float = 0.05, epsilon: float = 1.0e-12, interval: int = 1) -> None:
         _check(rho, epsilon, interval)
         self.rho = rho
@@ -323,7 +327,7 @@ def _is_wrapped(optimizer: object) -> bool:
 
 def _check(rho: float, epsilon: float, interval: int) -> None:
     for name, value in (("rho", rho), ("epsilon", epsilon)):
-        if not value >= 0:
-            raise ValueError(f"{name}={value!r} cannot be used: pass 0 or more.")
-    if interval < 1:
-        raise ValueError(f"interval={interval!r} is no number of steps: pass 1 or more.")
+        check_number(name, value, "0 or more")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value!r} cannot be used: pass a finite number, 0 or more.")
+    check_count("interval", interval, "steps")

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms._batch import batch_tensor, require_tensor
+from composer_algorithms._batch import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms._legacy import warn_deprecated
 from composer_algorithms._loss import find_loss
+from composer_algorithms._numbers import check_count, check_number
+from composer_algorithms._pairs import check_pairs
 from composer_algorithms._random import ResumableDraws
 from composer_algorithms._wrapping import unwrap
 from composer_algorithms.metadata import Metadata
@@ -98,7 +100,8 @@ def select_using_loss(
         The drawn inputs, in full size, and their targets.
 
     Raises:
-        TypeError: If `loss_fun` cannot be called, or takes no `reduction`.
+        TypeError: If `loss_fun` cannot be called, or takes no `reduction`; if one of the others is no tensor, or inputs
+            that shall be scaled are integers.
         ValueError: If `keep` lies outside (0, 1], `scale_factor` outside (0, 1], or inputs that shall be scaled do not
             have one, two or three dims of space; or if the loss has no value for each example.
 
@@ -160,6 +163,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
 
     surgery_rank = 7
     runs_first = True
+    acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(
         self,
@@ -268,6 +272,12 @@ def _choose(
     """Return the indices of the examples to keep, or `None` for all."""
     _check_selection(keep, scale_factor)
     _check_loss(loss_fun)
+    check_pairs(input, target, None)
+    if scale_factor != 1 and not input.is_floating_point():
+        raise UnsupportedBatchError(
+            f"scale_factor={scale_factor!r} needs inputs of floating point, and these are {input.dtype}: pass "
+            f"scale_factor=1, or convert them in the dataset."
+        )
     if scale_factor != 1 and input.ndim not in _INTERPOLATION:
         raise ValueError(
             f"scale_factor={scale_factor!r} needs inputs with one, two or three dims of space, and these have the "
@@ -305,7 +315,9 @@ def _per_example(losses: Any, num_examples: int) -> Tensor:
 
 def _check_loss(loss_fun: object) -> None:
     if callable(loss_fun):
-        parameters = inspect.signature(loss_fun).parameters
+        # A module takes whatever it is called with, and only its forward knows what that may be.
+        called = loss_fun.forward if isinstance(loss_fun, nn.Module) else loss_fun
+        parameters = inspect.signature(called).parameters
         if "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
     raise TypeError(
@@ -315,6 +327,8 @@ def _check_loss(loss_fun: object) -> None:
 
 
 def _check_selection(keep: float, scale_factor: float) -> None:
+    for name, value in (("keep", keep), ("scale_factor", scale_factor)):
+        check_number(name, value, "a number above 0, up to 1")
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep!r} is no part of a batch: pass a number above 0, up to 1.")
     if not 0 < scale_factor <= 1:
@@ -323,10 +337,12 @@ def _check_selection(keep: float, scale_factor: float) -> None:
 
 def _check_window(start: float, end: float, interrupt: int) -> None:
     for name, value in (("start", start), ("end", end)):
+        check_number(name, value, "a part of training, from 0 to 1")
         if not 0 <= value <= 1:
             raise ValueError(f"{name}={value!r} is no part of training: pass a number from 0 to 1.")
-    if interrupt < 0:
-        raise ValueError(f"interrupt={interrupt!r} is no number of batches: pass 0 for none, or more.")
+    if start > end:
+        raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: exchange them.")
+    check_count("interrupt", interrupt, "batches", least=0)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from composer_algorithms._batch import UnsupportedBatchError
 from composer_algorithms._maximal_batch import run_maximal_batch
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._wrapping import unwrap
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
+from composer_events.iter_helpers import ensure_tuple
 from composer_time import TimeUnit
 
 if TYPE_CHECKING:
@@ -86,8 +88,7 @@ def set_batch_sequence_length(
             f"the batch is a {type(batch).__qualname__}, and sequences are found by name: use batches that are "
             f"mappings of tensors, such as {{'input_ids': ...}}."
         )
-    if curr_seq_len < 1:
-        raise ValueError(f"curr_seq_len={curr_seq_len!r} is no length of a sequence: pass 1 or more.")
+    check_count("curr_seq_len", curr_seq_len, "tokens")
     sequences = _sequences(batch, non_sequence_keys)
     if curr_seq_len >= _length_of(sequences):
         return batch
@@ -137,6 +138,7 @@ class SeqLengthWarmup(Algorithm):
     """
 
     surgery_rank = 7
+    acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class SeqLengthWarmup(Algorithm):
         self.step_size = step_size
         self.truncate = truncate
         self.preserve_end_of_sequence = preserve_end_of_sequence
-        self.non_sequence_keys = tuple(non_sequence_keys)
+        self.non_sequence_keys = ensure_tuple(non_sequence_keys)
         self._activated = False  # set it to True to do without the microbatch of maximal length
         self._is_checked = False
 
@@ -322,11 +324,12 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_schedule(duration: float, min_seq_length: int, max_seq_length: int, step_size: int) -> None:
+    check_number("duration", duration, "a part of training, from 0 to 1")
     if not 0 <= duration <= 1:
         raise ValueError(f"duration={duration!r} is no part of training: pass a number from 0 to 1.")
-    for name, value in (("min_seq_length", min_seq_length), ("step_size", step_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value!r} is no number of tokens: pass 1 or more.")
+    lengths = {"min_seq_length": min_seq_length, "max_seq_length": max_seq_length, "step_size": step_size}
+    for name, value in lengths.items():
+        check_count(name, value, "tokens")
     if max_seq_length < min_seq_length:
         raise ValueError(
             f"max_seq_length={max_seq_length!r} is less than min_seq_length={min_seq_length!r}: sequences grow from "

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._numbers import check_number
 from composer_algorithms.metadata import Metadata
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 
@@ -145,6 +147,7 @@ def apply_squeeze_excite(
         Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507.
     """
     _check_latent_channels(latent_channels)
+    _check_min_channels(min_channels)
     policy = functools.partial(_excited_conv, latent_channels=latent_channels, min_channels=min_channels)
     replace_module_classes(model, {nn.Conv2d: policy}, optimizers)
     if not count_module_instances(model, SqueezeExciteConv2d):
@@ -191,6 +194,7 @@ class SqueezeExcite(InitSurgery):
 
     def __init__(self, latent_channels: float = 64, min_channels: int = 128) -> None:
         _check_latent_channels(latent_channels)
+        _check_min_channels(min_channels)
         self.latent_channels = latent_channels
         self.min_channels = min_channels
 
@@ -207,8 +211,13 @@ class SqueezeExcite(InitSurgery):
 
 
 def _check_latent_channels(latent_channels: float) -> None:
-    if not latent_channels > 0:
+    check_number("latent_channels", latent_channels, "a number of channels, or a share between 0 and 1")
+    if not 0 < latent_channels < math.inf:
         raise ValueError(
             f"latent_channels={latent_channels!r} leaves no hidden layer: pass a number of channels, or a share of the "
             f"output channels between 0 and 1."
         )
+
+
+def _check_min_channels(min_channels: int) -> None:
+    check_number("min_channels", min_channels, "a number of channels, such as 128")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_algorithms._legacy import accept_legacy_arguments
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._wrapping import canonical_name
 from composer_algorithms.ema.averaging import compute_ema
 from composer_algorithms.ema.parameters import EMAParameters
@@ -88,6 +89,7 @@ class SWA(Algorithm):
     """
 
     surgery_rank = 7
+    acts_on = frozenset({Event.INIT, *_ENDS})
 
     @accept_legacy_arguments("SWA", renamed={"anneal_epochs": "anneal_steps"})
     def __init__(
@@ -102,10 +104,13 @@ class SWA(Algorithm):
     ) -> None:
         self.swa_start, self.swa_end = _window(swa_start, swa_end)
         self.update_interval = _interval(update_interval)
-        if anneal_strategy.lower() not in _STRATEGIES:
+        if str(anneal_strategy).lower() not in _STRATEGIES:
             raise ValueError(f"anneal_strategy={anneal_strategy!r} is unknown: choose 'linear' or 'cos'.")
-        if anneal_steps < 1:
-            raise ValueError(f"anneal_steps={anneal_steps!r} is no number of intervals: pass 1 or more.")
+        check_count("anneal_steps", anneal_steps, "intervals")
+        if swa_lr is not None:
+            check_number("swa_lr", swa_lr, "a learning rate, or None to keep that of each group")
+            if not 0 <= swa_lr < math.inf:
+                raise ValueError(f"swa_lr={swa_lr!r} is no learning rate: pass a finite number, 0 or more.")
         if swa_lr is not None and not schedule_swa_lr:
             _log.warning("swa_lr=%r has no effect without schedule_swa_lr=True.", swa_lr)
         self.schedule_swa_lr = schedule_swa_lr
@@ -289,7 +294,7 @@ def _is_reached(time: Time[Any], state: "State") -> bool:
 
 
 def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[Any], Time[Any]]:
-    start, end = (Time.from_timestring(time) if isinstance(time, str) else time for time in (swa_start, swa_end))
+    start, end = _parsed("swa_start", swa_start), _parsed("swa_end", swa_end)
     for name, time in (("swa_start", start), ("swa_end", end)):
         is_part = time.unit == TimeUnit.DURATION and 0 <= time.value <= 1
         if not (is_part or time.unit == TimeUnit.EPOCH):
@@ -313,9 +318,20 @@ def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[
 
 
 def _interval(update_interval: str | Time[Any]) -> Time[int]:
-    interval = Time.from_timestring(update_interval) if isinstance(update_interval, str) else update_interval
+    interval = _parsed("update_interval", update_interval)
     if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
         raise ValueError(
             f"update_interval={str(interval)!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep')."
         )
     return interval
+
+
+def _parsed(argument: str, value: object) -> Time[Any]:
+    if isinstance(value, Time):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{argument}={value!r} has no unit: pass a time string such as '0.7dur' or '7ep'.")
+    try:
+        return Time.from_timestring(value)
+    except ValueError as error:
+        raise ValueError(f"{argument}={value!r} is no time: {error}") from error

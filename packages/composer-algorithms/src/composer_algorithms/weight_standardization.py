@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._numbers import check_count
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
 from composer_algorithms.metadata import Metadata
 
@@ -173,7 +174,4 @@ class WeightStandardization(InitSurgery):
 
 
 def _check_n_last_layers_ignore(n_last_layers_ignore: int) -> None:
-    if n_last_layers_ignore < 0:
-        raise ValueError(
-            f"n_last_layers_ignore={n_last_layers_ignore!r} is not a number of convolutions: pass 0 or more."
-        )
+    check_count("n_last_layers_ignore", n_last_layers_ignore, "convolutions", least=0)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from composer_events.evaluator import Evaluator as Evaluator
     from composer_events.evaluator import ensure_evaluator as ensure_evaluator
     from composer_events.event import Event as Event
+    from composer_events.explanation import Explanation as Explanation
+    from composer_events.explanation import Turn as Turn
     from composer_events.formatting import format_name_with_dist as format_name_with_dist
     from composer_events.formatting import format_name_with_dist_and_time as format_name_with_dist_and_time
     from composer_events.formatting import partial_format as partial_format
@@ -56,6 +58,8 @@ _HOME = {
     "Engine": "composer_events.engine",
     "Trace": "composer_events.engine",
     "Traces": "composer_events.engine",
+    "Explanation": "composer_events.explanation",
+    "Turn": "composer_events.explanation",
     "AlgorithmPass": "composer_events.passes",
     "Algorithm": "composer_events.algorithm",
     "Callback": "composer_events.callback",
@@ -100,6 +104,8 @@ __all__ = [
     "Engine",
     "Trace",
     "Traces",
+    "Explanation",
+    "Turn",
     "AlgorithmPass",
     "Algorithm",
     "Callback",

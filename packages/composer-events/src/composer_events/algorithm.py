@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from composer_events.serializable import Serializable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from composer_events.event import Event
     from composer_events.logger import Logger
     from composer_events.state import State
@@ -34,6 +37,10 @@ class Algorithm(Serializable, ABC):
             whose name begins with `AFTER_`, where work is undone. Subclasses of those classes are meant too. On
             `Event.INIT` this decides only among algorithms of one `surgery_rank`.
         runs_after: The same, seen from the other side.
+        acts_on: The events on which `match` may ever answer yes, for `Engine.explain`, which asks `match` where this is
+            `None`. Nothing else depends on it. A subclass with another `match` has to declare it anew.
+        conflicts_with: Class names of algorithms that do not go with this one, each with the reason, a sentence. They
+            are reported, not refused.
 
     Example:
         >>> class CountBatches(Algorithm):
@@ -49,6 +56,8 @@ class Algorithm(Serializable, ABC):
     runs_last: ClassVar[bool] = False
     runs_before: ClassVar[frozenset[str]] = frozenset()
     runs_after: ClassVar[frozenset[str]] = frozenset()
+    conflicts_with: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    acts_on: Collection[Event] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # a subclass may pass on whatever it was given

@@ -12,6 +12,7 @@ from composer_events._batch_parts import BatchInParts
 from composer_events._calling import blame, call_hook, method_of
 from composer_events._closing import Closer
 from composer_events._default_order import DefaultOrder
+from composer_events._explaining import explain, log_explanation
 from composer_events._legacy import adopt_algorithms
 from composer_events._listeners import ENTRANCES, Listeners, listening
 from composer_events._observer import Observer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
+    from composer_events.explanation import Explanation
     from composer_events.passes import AlgorithmPass
     from composer_events.state import State
 
@@ -192,6 +194,41 @@ class Engine:
         self._observer.finish_marker(event, self.state)
         self._observer.start_marker(event, self.state)
 
+    def explain(self) -> Explanation:
+        """Say which algorithm acts on which event, in which order and why, and which of them conflict.
+
+        The order on an event is what the passes make of all algorithms that declare in `Algorithm.acts_on` that they
+        may act on it; whether one really does is up to its `match`. Where a class declares nothing, `match` of a copy
+        of the algorithm is asked how it would answer now.
+
+        On `Event.INIT` the same, but without asking, goes to the log `composer.core.engine`: the table at level INFO,
+        conflicts at WARNING. It is not kept up later.
+
+        Returns:
+            The turns and the conflicts as data; `print` shows them as a table.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> from composer_events import Algorithm, Engine, Event
+            >>> class Convert(Algorithm):
+            ...     acts_on, surgery_rank = {Event.INIT}, 6
+            ...     def match(self, event, state):
+            ...         return event is Event.INIT
+            ...     def apply(self, event, state, logger): ...
+            >>> class Replace(Convert):
+            ...     surgery_rank = 2
+            >>> engine = Engine(SimpleNamespace(algorithms=[Convert(), Replace()], callbacks=[]))
+            >>> print(engine.explain())
+            event  turn  algorithm  listed  why
+            INIT   1     Replace    2       sort_by_surgery_rank: before Convert (2 < 6)
+                   2     Convert    1
+            <BLANKLINE>
+            What the passes do:
+              sort_by_surgery_rank: On `Event.INIT`, where models are rebuilt, sort by `Algorithm.surgery_rank`.
+            >>> engine.close()
+        """
+        return explain(self.state, self.algorithm_passes)
+
     @property
     def is_closed(self) -> bool:
         """Answer whether the engine runs no more events."""
@@ -241,6 +278,8 @@ class Engine:
             group = [c for c in self.state.callbacks if isinstance(c, LoggerDestination) is loggers_act]
             self._run_callbacks(listening(group, event), event, is_observed)
             claimed = claim_added(self.state.callbacks, claimed)
+        if self.state.algorithms:
+            log_explanation(self.state, self.algorithm_passes)
         return self._run_algorithms(event, is_observed)
 
     def _run_algorithms(self, event: Event, is_observed: bool) -> Traces:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
+from composer_events._class_requests import asks_for_precedence, class_says, is_named, precedence, surgery_rank
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NotIntendedUseWarning
@@ -51,7 +52,7 @@ def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequenc
     Raises:
         ValueError: If algorithms want to be before one another in a circle.
     """
-    if not any(map(_asks_for_precedence, algorithms)):
+    if not any(map(asks_for_precedence, algorithms)):
         return list(algorithms)
     if event.name.startswith("AFTER_"):
         return _in_precedence(algorithms[::-1], event)[::-1]
@@ -61,7 +62,7 @@ def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequenc
 def _in_precedence(algorithms: Sequence[Algorithm], event: Event) -> list[Algorithm]:
     waiting, ordered = list(algorithms), list["Algorithm"]()
     while waiting:
-        free = [i for i, one in enumerate(waiting) if not any(_precedes(o, one) for o in waiting if o is not one)]
+        free = [i for i, one in enumerate(waiting) if not any(precedence(o, one) for o in waiting if o is not one)]
         if not free:
             names = ", ".join(type(algorithm).__name__ for algorithm in waiting)
             raise ValueError(
@@ -80,7 +81,7 @@ def sort_selective_backprop_first(algorithms: Sequence[Algorithm], event: Event)
         event: The event.
     """
     del event  # on every event alike
-    return _stable_partition(algorithms, lambda a: _class_says(a, "runs_first") or _is_named(a, "SelectiveBackprop"))
+    return _stable_partition(algorithms, lambda a: class_says(a, "runs_first") or is_named(a, "SelectiveBackprop"))
 
 
 def sort_by_surgery_rank(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
@@ -92,7 +93,7 @@ def sort_by_surgery_rank(algorithms: Sequence[Algorithm], event: Event) -> Seque
     """
     if event is not Event.INIT:
         return list(algorithms)
-    return sorted(algorithms, key=lambda algorithm: _class_value(algorithm, "surgery_rank", Algorithm.surgery_rank))
+    return sorted(algorithms, key=surgery_rank)
 
 
 def sort_low_precision_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
@@ -104,7 +105,7 @@ def sort_low_precision_layernorm_last(algorithms: Sequence[Algorithm], event: Ev
     """
     del event  # on every event alike
     names = ("LowPrecisionLayerNorm", "LowPrecisionGroupNorm")
-    return _stable_partition(algorithms, lambda a: not (_class_says(a, "runs_last") or _is_named(a, *names)))
+    return _stable_partition(algorithms, lambda a: not (class_says(a, "runs_last") or is_named(a, *names)))
 
 
 sort_fused_layernorm_last = sort_low_precision_layernorm_last
@@ -171,27 +172,3 @@ DEFAULT_PASSES: Final[tuple[AlgorithmPass, ...]] = (
 
 def _stable_partition(items: Sequence[Any], is_early: Callable[[Any], bool]) -> list[Any]:
     return sorted(items, key=lambda item: not is_early(item))
-
-
-# What an algorithm asks for is read from its class, so that the order depends on nothing but the classes.
-
-
-def _class_value(algorithm: object, attribute: str, default: Any) -> Any:
-    return getattr(algorithm.__class__, attribute, default)
-
-
-def _class_says(algorithm: object, attribute: str) -> bool:
-    return _class_value(algorithm, attribute, False) is True
-
-
-def _is_named(algorithm: object, *names: str) -> bool:
-    return any(base.__name__ in names for base in algorithm.__class__.__mro__)
-
-
-def _asks_for_precedence(algorithm: object) -> bool:
-    return bool(_class_value(algorithm, "runs_before", ()) or _class_value(algorithm, "runs_after", ()))
-
-
-def _precedes(first: object, second: object) -> bool:
-    before, after = _class_value(first, "runs_before", ()), _class_value(second, "runs_after", ())
-    return _is_named(second, *before) or _is_named(first, *after)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms.alibi.legacy import LEGACY_ARGUMENTS, check_legacy_arguments
 from composer_algorithms.alibi.surgery import apply_alibi
 from composer_events.algorithm import Algorithm
@@ -48,15 +49,17 @@ class Alibi(Algorithm):
     """
 
     surgery_rank = 1
+    acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25, **legacy: Any) -> None:
         check_legacy_arguments("Alibi", list(legacy), _LEGACY, "are not used any more: leave them out.", stacklevel=3)
-        for argument, value in (
-            ("max_sequence_length", max_sequence_length),
-            ("train_sequence_length_scaling", train_sequence_length_scaling),
-        ):
-            if not value > 0:
-                raise ValueError(f"{argument}={value!r} leaves no tokens: pass a number above 0.")
+        check_count("max_sequence_length", max_sequence_length, "tokens")
+        check_number("train_sequence_length_scaling", train_sequence_length_scaling, "a number above 0")
+        if not 0 < train_sequence_length_scaling < math.inf:
+            raise ValueError(
+                f"train_sequence_length_scaling={train_sequence_length_scaling!r} leaves no tokens: pass a number "
+                f"above 0."
+            )
         self.max_sequence_length = max_sequence_length
         self.train_sequence_length_scaling = train_sequence_length_scaling
         self._applied = False

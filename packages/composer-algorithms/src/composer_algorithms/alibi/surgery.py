@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_algorithms._numbers import check_count
 from composer_algorithms.alibi.legacy import apply_legacy_alibi
 from composer_algorithms.alibi.registry import AlibiReplacementFunction
 from composer_algorithms.module_surgery import ReplacementFunction, replace_module_classes
@@ -52,8 +53,7 @@ def apply_alibi(
         Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", ICLR
         2022, arXiv:2108.12409. Between both directions, as in BERT, the bias is that of the distance as well.
     """
-    if max_sequence_length < 1:
-        raise ValueError(f"max_sequence_length={max_sequence_length!r} is not a number of tokens: pass 1 or more.")
+    check_count("max_sequence_length", max_sequence_length, "tokens")
     if legacy and apply_legacy_alibi(model, max_sequence_length, optimizers, **legacy):
         return
     # transformers is optional and slow to import. The registry is read now: users add to it.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from PIL.Image import Image
 
 from composer_algorithms._draws import draw_integer
+from composer_algorithms._numbers import check_number
 from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
 
 
@@ -13,9 +14,15 @@ def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence
 
     Raises:
         KeyError: If there is no set of that name.
+        TypeError: If it is neither a name nor a list of functions.
         ValueError: If no functions were given.
     """
     if not isinstance(augmentation_set, str):
+        if not isinstance(augmentation_set, Sequence) or not all(map(callable, augmentation_set)):
+            raise TypeError(
+                f"augmentation_set={augmentation_set!r} is neither a name nor a list of functions: choose one of "
+                f"{', '.join(map(repr, augmentation_sets))}, or pass functions of an image and a level."
+            )
         if not augmentation_set:
             raise ValueError("augmentation_set=[] has nothing to choose from: pass at least one function.")
         return augmentation_set
@@ -29,6 +36,7 @@ def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence
 
 def check_severity(severity: float) -> None:
     """Raise if a severity is no level."""
+    check_number("severity", severity, "a level from 0 to 10")
     if not 0 <= severity <= 10:
         raise ValueError(f"severity={severity!r} is no level: pass a number from 0 to 10.")
 

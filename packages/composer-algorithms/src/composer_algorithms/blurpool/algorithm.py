@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._numbers import check_number
 from composer_algorithms.blurpool.layers import BlurConv2d, BlurMaxPool2d
 from composer_algorithms.module_surgery import ReplacementFunction, count_module_instances, replace_module_classes
 from composer_events.warnings import NoEffectWarning
@@ -56,6 +57,7 @@ def apply_blurpool(
     Reference:
         Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486.
     """
+    _check_min_channels(min_channels)
     policies: dict[type[nn.Module], ReplacementFunction] = {}
     if replace_maxpools:
         policies[nn.MaxPool2d] = BlurMaxPool2d.from_maxpool2d
@@ -113,6 +115,7 @@ class BlurPool(InitSurgery):
         blur_first: bool = True,
         min_channels: int = 16,
     ) -> None:
+        _check_min_channels(min_channels)
         if not (replace_convs or replace_maxpools):
             raise ValueError(
                 "replace_convs=False and replace_maxpools=False leave nothing to replace: set one of them, or leave "
@@ -146,3 +149,7 @@ class BlurPool(InitSurgery):
             f"BlurPool(replace_convs={self.replace_convs!r}, replace_maxpools={self.replace_maxpools!r}, "
             f"blur_first={self.blur_first!r}, min_channels={self.min_channels!r})"
         )
+
+
+def _check_min_channels(min_channels: int) -> None:
+    check_number("min_channels", min_channels, "a number of channels, such as 16")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from composer_algorithms._numbers import check_number
 from composer_time import Time, TimeUnit
 
 _COUNTED_UNITS = (TimeUnit.BATCH, TimeUnit.EPOCH)
@@ -17,6 +18,7 @@ def averaging_settings(
             f"half_life has a default, so smoothing needs half_life=None beside it."
         )
     if smoothing is not None:
+        check_number("smoothing", smoothing, "a weight from 0 to 1, such as 0.999")
         if not 0 <= smoothing <= 1:
             raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 to 1, such as 0.999.")
         return float(smoothing), _counted_time("1ba" if update_interval is None else update_interval, "update_interval")
@@ -53,5 +55,8 @@ def _parsed(value: object, argument: str, examples: str) -> Time[Any]:
     if isinstance(value, Time):
         return value
     if isinstance(value, str):
-        return Time.from_timestring(value)
+        try:
+            return Time.from_timestring(value)
+        except ValueError as error:
+            raise ValueError(f"{argument}={value!r} is no time: {error}") from error
     raise ValueError(f"{argument}={value!r} has no unit: pass a time string such as {examples}.")

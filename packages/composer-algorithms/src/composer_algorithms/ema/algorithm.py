@@ -1,10 +1,11 @@
 """EMA as an Algorithm: when the average is taken, and when the model holds it."""
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from composer_algorithms._active_weights import ActiveWeights
+from composer_algorithms._active_weights import CHANGES_OF_WEIGHTS, ActiveWeights
 from composer_algorithms._legacy import warn_deprecated
 from composer_algorithms.ema._saved_state import FORMAT, read_parameters
 from composer_algorithms.ema._settings import averaging_settings, start_time
@@ -71,6 +72,10 @@ class EMA(Algorithm):
     """
 
     surgery_rank = 7
+    acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *CHANGES_OF_WEIGHTS})
+    conflicts_with = MappingProxyType(
+        {"SWA": "Each ends training with an average of the weights as if there were no other. Use one of them."}
+    )
 
     def __init__(
         self,

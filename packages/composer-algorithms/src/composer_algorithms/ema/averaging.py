@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from composer_algorithms._numbers import check_number
 from composer_algorithms._wrapping import (
     canonical_buffers,
     canonical_name,
@@ -40,6 +41,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
         >>> average.weight.item()
         0.25
     """
+    check_number("smoothing", smoothing, "a weight from 0 (no memory) to 1 (no change)")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 (no memory) to 1 (no change).")
     smoothing = float(smoothing)
@@ -59,7 +61,9 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
 
 def _pairs_with_parameters(average: EMAParameters, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     parameters = parameters_in(model, average.named_parameters_dict)
-    pairs = [(tensor, parameters[name]) for name, tensor in average.named_parameters()]
+    pairs = [
+        (tensor, _of_the_same_shape(name, parameters[name], tensor)) for name, tensor in average.named_parameters()
+    ]
     buffers = canonical_buffers(model, remove_duplicate=False)
     for name, tensor in average.named_buffers():
         current = buffers.get(name)
@@ -84,7 +88,7 @@ def _pairs_with_module(average: nn.Module, model: nn.Module) -> list[tuple[Tenso
         if isinstance(target, Tensor):
             give_own_memory(target)
     pairs = {
-        id(target): (target.detach(), current[canonical_name(name)])
+        id(target): (target.detach(), _of_the_same_shape(name, current[canonical_name(name)], target))
         for name, target in targets.items()
         if isinstance(target, Tensor) and canonical_name(name) in current
     }
@@ -94,3 +98,12 @@ def _pairs_with_module(average: nn.Module, model: nn.Module) -> list[tuple[Tenso
             f"common: make ema_model a copy.deepcopy of the model."
         )
     return list(pairs.values())
+
+
+def _of_the_same_shape(name: str, source: Tensor, target: Tensor) -> Tensor:
+    if source.shape != target.shape:
+        raise ValueError(
+            f"{name} has the shape {tuple(source.shape)} in the model and {tuple(target.shape)} in its average: make "
+            f"the average after the last change to the model."
+        )
+    return source

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._numbers import check_number
 from composer_algorithms.factorize.modules import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 
@@ -72,7 +74,7 @@ def apply_factorization(
         Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
         arXiv:1505.06798; Jaderberg et al., 2014, arXiv:1405.3866.
     """
-    _check_latent_sizes(latent_channels, latent_features)
+    _check_sizes(min_channels, latent_channels, min_features, latent_features)
     uses = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
     if factorize_convs:
         conv = functools.partial(_factorized_conv, uses=uses, min_size=min_channels, latent_size=latent_channels)
@@ -148,7 +150,7 @@ class Factorize(InitSurgery):
         min_features: int = 256,
         latent_features: int | float = 128,
     ) -> None:
-        _check_latent_sizes(latent_channels, latent_features)
+        _check_sizes(min_channels, latent_channels, min_features, latent_features)
         self.factorize_convs = factorize_convs
         self.factorize_linears = factorize_linears
         self.min_channels = min_channels
@@ -186,9 +188,14 @@ class Factorize(InitSurgery):
         )
 
 
-def _check_latent_sizes(latent_channels: int | float, latent_features: int | float) -> None:
+def _check_sizes(
+    min_channels: int, latent_channels: int | float, min_features: int, latent_features: int | float
+) -> None:
+    check_number("min_channels", min_channels, "a number of channels, such as 512")
+    check_number("min_features", min_features, "a number of features, such as 512")
     for argument, value in (("latent_channels", latent_channels), ("latent_features", latent_features)):
-        if not value > 0:
+        check_number(argument, value, "a number of them, or a share between 0 and 1")
+        if not 0 < value < math.inf:
             raise ValueError(
                 f"{argument}={value!r} leaves nothing in between: pass a number of them, or a share between 0 and 1."
             )

@@ -153,6 +153,7 @@ class GatedLinearUnits(InitSurgery):
 
     Raises:
         MissingConditionalImportError: If transformers is not installed.
+        TypeError: If `act_fn` is no activation.
 
     Example:
         >>> GatedLinearUnits(act_fn="relu")
@@ -172,6 +173,11 @@ class GatedLinearUnits(InitSurgery):
         non_gated_layer_bias: bool = False,
     ) -> None:
         _bert_classes()  # without transformers there is nothing that it could change
+        if not (act_fn is None or isinstance(act_fn, str) or callable(act_fn)):
+            raise TypeError(
+                f"act_fn={act_fn!r} is no activation: pass a function, transformers' name of one such as 'gelu', or "
+                f"None for that of the model."
+            )
         self.act_fn = act_fn
         self.gated_layer_bias = gated_layer_bias
         self.non_gated_layer_bias = non_gated_layer_bias

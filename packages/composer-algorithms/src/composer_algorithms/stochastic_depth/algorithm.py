@@ -9,7 +9,7 @@ from torch import nn
 from composer_algorithms._init_surgery import InitSurgery
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 from composer_algorithms.stochastic_depth._draws import BlockDraws
-from composer_algorithms.stochastic_depth.layers import check_drop_rate, layer_mapping
+from composer_algorithms.stochastic_depth.layers import Rescale, check_drop_rate, check_rescale, layer_mapping
 from composer_events.event import Event
 from composer_time import Time, TimeUnit, ensure_time
 
@@ -30,10 +30,13 @@ def apply_stochastic_depth(
     stochastic_method: str = "block",
     drop_rate: float = 0.2,
     drop_distribution: str = "linear",
+    *,
+    rescale: Rescale = "eval",
 ) -> None:
     """Let the residual blocks of a model drop their main branch at random while training.
 
-    In evaluation each main branch is scaled by how often it was there in training. Parameters and their names stay.
+    In evaluation each main branch is there, by default scaled by how often it was in training. Parameters and their
+    names stay.
     What is drawn comes from PyTorch's generators: for whole batches from the CPU's, for examples from the device's.
 
     Args:
@@ -42,6 +45,9 @@ def apply_stochastic_depth(
         stochastic_method: `'block'` drops for the whole batch, and saves the work; `'sample'` for single examples.
         drop_rate: How often the last block is dropped, in [0, 1].
         drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
+        rescale: `'eval'`: main branches are scaled in evaluation, as in the paper. `'train'`: where they are kept in
+            training, they are divided by how often that is, as `torchvision.ops.StochasticDepth` does, and evaluation
+            is the unchanged model's. Weights trained in one way are not right for the other.
 
     Raises:
         ValueError: If a name is unknown, or `drop_rate` lies outside [0, 1].
@@ -56,12 +62,18 @@ def apply_stochastic_depth(
     Reference:
         Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382.
     """
-    _check(target_layer_name, stochastic_method, drop_rate, drop_distribution)
-    _convert(model, target_layer_name, stochastic_method, drop_rate, drop_distribution, BlockDraws())
+    _check(target_layer_name, stochastic_method, drop_rate, drop_distribution, rescale)
+    _convert(model, target_layer_name, stochastic_method, drop_rate, drop_distribution, BlockDraws(), rescale)
 
 
 def _convert(
-    model: nn.Module, layer_name: str, method: str, drop_rate: float, distribution: str, draws: BlockDraws
+    model: nn.Module,
+    layer_name: str,
+    method: str,
+    drop_rate: float,
+    distribution: str,
+    draws: BlockDraws,
+    rescale: Rescale,
 ) -> list[nn.Module]:
     layer_class, converter = layer_mapping()[layer_name]
     count = count_module_instances(model, layer_class) + isinstance(model, layer_class)
@@ -74,7 +86,7 @@ def _convert(
         )
 
     def policy(module: nn.Module, module_index: int) -> nn.Module:
-        return converter(module, module_index, count, drop_rate, distribution, method, draws)
+        return converter(module, module_index, count, drop_rate, distribution, method, draws, rescale)
 
     return list(replace_module_classes(model, {layer_class: policy}, include_root=True))
 
@@ -94,6 +106,7 @@ class StochasticDepth(InitSurgery):
         drop_warmup: A part of training (`0.1`, `'0.1dur'`) or a time (`'500ba'`). Not with `'sample'`.
         use_same_gpu_seed: Whether all ranks drop the same blocks. `None`: only where the model is sharded, which needs
             it.
+        rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
 
     Raises:
         ValueError: If a name is unknown, `drop_rate` lies outside [0, 1], or there is a warm-up with `'sample'`.
@@ -104,10 +117,11 @@ class StochasticDepth(InitSurgery):
 
     Reference:
         Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382. As there, activations are
-        scaled in evaluation, not in training.
+        by default scaled in evaluation, not in training.
     """
 
     surgery_rank = 1
+    acts_on = frozenset({Event.INIT, Event.BATCH_START})
 
     def __init__(
         self,
@@ -117,19 +131,24 @@ class StochasticDepth(InitSurgery):
         drop_distribution: str = "linear",
         drop_warmup: float | str | Time[Any] = 0.0,
         use_same_gpu_seed: bool | None = None,
+        *,
+        rescale: Rescale = "eval",
     ) -> None:
-        _check(target_layer_name, stochastic_method, drop_rate, drop_distribution)
+        _check(target_layer_name, stochastic_method, drop_rate, drop_distribution, rescale)
         self.target_layer_name = target_layer_name
         self.stochastic_method = stochastic_method
         self.drop_rate = drop_rate
         self.drop_distribution = drop_distribution
-        self.drop_warmup = ensure_time(drop_warmup, TimeUnit.DURATION)
+        self.drop_warmup = _warmup_time(drop_warmup)
         self.use_same_gpu_seed = use_same_gpu_seed
+        self.rescale: Rescale = rescale
         if stochastic_method == "sample" and self.drop_warmup.value != 0:
             raise ValueError(
                 f"drop_warmup={drop_warmup!r} goes with stochastic_method='block' only: leave it out, or drop whole "
                 f"blocks."
             )
+        if self.drop_warmup.value == 0:
+            self.acts_on = frozenset({Event.INIT})
         self._draws = BlockDraws()
         self._final_rates: list[tuple[nn.Module, torch.Tensor]] = []
         self._fraction = 1.0 if self.drop_warmup.value == 0 else 0.0
@@ -166,7 +185,7 @@ class StochasticDepth(InitSurgery):
             f"StochasticDepth(target_layer_name={self.target_layer_name!r}, "
             f"stochastic_method={self.stochastic_method!r}, drop_rate={self.drop_rate!r}, "
             f"drop_distribution={self.drop_distribution!r}, drop_warmup={self.drop_warmup!r}, "
-            f"use_same_gpu_seed={self.use_same_gpu_seed!r})"
+            f"use_same_gpu_seed={self.use_same_gpu_seed!r}, rescale={self.rescale!r})"
         )
 
     def _convert_blocks(self, state: "State", logger: "Logger | None") -> None:
@@ -174,7 +193,7 @@ class StochasticDepth(InitSurgery):
         if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
             self._draws.seed = state.rank_zero_seed
         settings = (self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution)
-        blocks = _convert(state.model, *settings, self._draws)
+        blocks = _convert(state.model, *settings, self._draws, self.rescale)
         self._final_rates = [(block, torch.as_tensor(block.drop_rate)) for block in blocks]
         self._set_fraction(self._fraction)
         _log.info("StochasticDepth: %d blocks are dropped at random.", len(blocks))
@@ -203,7 +222,17 @@ class StochasticDepth(InitSurgery):
         return float(elapsed / self.drop_warmup)
 
 
-def _check(layer_name: str, method: str, drop_rate: float, distribution: str) -> None:
+def _warmup_time(drop_warmup: Any) -> Time[Any]:
+    try:
+        time = ensure_time(drop_warmup, TimeUnit.DURATION)
+    except (ValueError, TypeError, RuntimeError) as error:  # it does not know what the time is for
+        raise type(error)(f"drop_warmup={drop_warmup!r} is no time: {error}") from error
+    if time.value < 0:
+        raise ValueError(f"drop_warmup={drop_warmup!r} is in the past: pass a part of training, or a time, from 0.")
+    return time
+
+
+def _check(layer_name: str, method: str, drop_rate: float, distribution: str, rescale: str) -> None:
     for argument, value, known in (
         ("target_layer_name", layer_name, tuple(layer_mapping())),
         ("stochastic_method", method, _METHODS),
@@ -212,3 +241,4 @@ def _check(layer_name: str, method: str, drop_rate: float, distribution: str) ->
         if value not in known:
             raise ValueError(f"{argument}={value!r} is unknown: pass one of {', '.join(map(repr, known))}.")
     check_drop_rate(drop_rate)
+    check_rescale(rescale)

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from composer_algorithms._numbers import check_number
 from composer_algorithms.stochastic_depth._draws import BlockDraws
 
 __all__ = [
@@ -18,20 +19,23 @@ __all__ = [
 ]
 
 Converter = Callable[..., nn.Module]
+Rescale = Literal["eval", "train"]
 
 
 class BlockStochasticModule(nn.Module):
     """A residual block of two given branches, whose main branch is dropped at random while training.
 
-    In evaluation the main branch is always there, scaled by how often it was in training.
+    In evaluation the main branch is always there, by default scaled by how often it was in training.
 
     Args:
         main: The branch that may be dropped.
         residual: The other branch; the input itself when `None`. Both give tensors of one shape.
         drop_rate: How often the main branch is dropped, in [0, 1].
+        rescale: `'eval'`: the main branch is scaled in evaluation. `'train'`: where it is kept in training, it is
+            divided by how often that is, as `torchvision.ops.StochasticDepth` does; evaluation is left alone.
 
     Raises:
-        ValueError: If `drop_rate` lies outside [0, 1].
+        ValueError: If `drop_rate` lies outside [0, 1], or `rescale` is unknown.
 
     Example:
         >>> block = BlockStochasticModule(nn.Linear(4, 4), drop_rate=1.0)
@@ -43,9 +47,18 @@ class BlockStochasticModule(nn.Module):
         Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382, eq. (2) and (5).
     """
 
-    def __init__(self, main: nn.Module, residual: nn.Module | None = None, drop_rate: float = 0.2) -> None:
+    def __init__(
+        self,
+        main: nn.Module,
+        residual: nn.Module | None = None,
+        drop_rate: float = 0.2,
+        *,
+        rescale: Rescale = "eval",
+    ) -> None:
         super().__init__()
         check_drop_rate(drop_rate)
+        check_rescale(rescale)
+        self.rescale: Rescale = rescale
         self.main = main
         self.residual = residual
         self.drop_rate = torch.tensor(drop_rate)
@@ -54,9 +67,9 @@ class BlockStochasticModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add the branches, or leave the main one out."""
         identity = x if self.residual is None else self.residual(x)
-        if not self.training:
-            return self.main(x) * (1 - self.drop_rate) + identity
-        return self.main(x) + identity if self.draws.keep(self.drop_rate) else identity
+        if self.training and not self.draws.keep(self.drop_rate):
+            return identity
+        return _scaled(self, self.main(x)) + identity
 
 
 def make_resnet_bottleneck_stochastic(
@@ -67,6 +80,7 @@ def make_resnet_bottleneck_stochastic(
     drop_distribution: str,
     stochastic_method: str,
     draws: BlockDraws | None = None,
+    rescale: Rescale = "eval",
 ) -> nn.Module:
     """Let a torchvision `Bottleneck` drop its main branch while training.
 
@@ -80,6 +94,7 @@ def make_resnet_bottleneck_stochastic(
         drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
         stochastic_method: `'block'` drops for the whole batch, `'sample'` for single examples.
         draws: Who decides about whole batches.
+        rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
 
     Returns:
         The block.
@@ -95,7 +110,7 @@ def make_resnet_bottleneck_stochastic(
         EfficientNet's code for TPUs.
     """
     rate = block_drop_rate(module_index, module_count, drop_rate, drop_distribution)
-    return _make_stochastic(module, _bottleneck_branch, rate, stochastic_method, draws)
+    return _make_stochastic(module, _bottleneck_branch, rate, stochastic_method, draws, rescale)
 
 
 def make_resnet_basic_block_stochastic(
@@ -106,6 +121,7 @@ def make_resnet_basic_block_stochastic(
     drop_distribution: str,
     stochastic_method: str,
     draws: BlockDraws | None = None,
+    rescale: Rescale = "eval",
 ) -> nn.Module:
     """Let a torchvision `BasicBlock` drop its main branch while training.
 
@@ -117,6 +133,7 @@ def make_resnet_basic_block_stochastic(
         drop_distribution: `'linear'` or `'uniform'`, as in `make_resnet_bottleneck_stochastic`.
         stochastic_method: `'block'` or `'sample'`, as there.
         draws: Who decides about whole batches.
+        rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
 
     Returns:
         The block.
@@ -131,7 +148,7 @@ def make_resnet_basic_block_stochastic(
         Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382.
     """
     rate = block_drop_rate(module_index, module_count, drop_rate, drop_distribution)
-    return _make_stochastic(module, _basic_branch, rate, stochastic_method, draws)
+    return _make_stochastic(module, _basic_branch, rate, stochastic_method, draws, rescale)
 
 
 @functools.cache
@@ -150,10 +167,17 @@ def block_drop_rate(module_index: int, module_count: int, drop_rate: float, drop
     return (module_index + 1) / module_count * drop_rate if drop_distribution == "linear" else drop_rate
 
 
-def check_drop_rate(drop_rate: float | None) -> None:
+def check_drop_rate(drop_rate: float) -> None:
     """Refuse a rate that is no probability."""
-    if drop_rate is not None and not 0 <= drop_rate <= 1:
+    check_number("drop_rate", drop_rate, "a probability from 0 (no drops) to 1")
+    if not 0 <= drop_rate <= 1:
         raise ValueError(f"drop_rate={drop_rate!r} is not a probability: pass a number from 0 (no drops) to 1.")
+
+
+def check_rescale(rescale: str) -> None:
+    """Refuse what is no time to scale at."""
+    if rescale not in ("eval", "train"):
+        raise ValueError(f"rescale={rescale!r} is unknown: pass 'eval' or 'train'.")
 
 
 def _make_stochastic(
@@ -162,9 +186,11 @@ def _make_stochastic(
     drop_rate: float,
     stochastic_method: str,
     draws: BlockDraws | None,
+    rescale: Rescale,
 ) -> nn.Module:
     block: Any = module
     block.drop_rate = torch.tensor(drop_rate)
+    block.rescale = rescale
     if stochastic_method == "sample":
         forward = functools.partial(_forward_samples, module, branch)
     else:
@@ -178,21 +204,24 @@ def _forward_block(block: Any, branch: Callable[[Any, Tensor], Tensor], draws: B
     is_kept = not block.training or draws.keep(block.drop_rate)
     if not is_kept:
         return x if block.downsample is None else block.relu(block.downsample(x))
-    main = branch(block, x)
-    if not block.training:
-        main = main * (1 - block.drop_rate)
-    return _add_identity(block, main, x)
+    return _add_identity(block, _scaled(block, branch(block, x)), x)
 
 
 def _forward_samples(block: Any, branch: Callable[[Any, Tensor], Tensor], x: Tensor) -> Tensor:
-    main = branch(block, x)
-    if not block.training:
-        main = main * (1 - block.drop_rate)
-    elif block.drop_rate > 0:
+    main = _scaled(block, branch(block, x))
+    if block.training and block.drop_rate > 0:
         shape = [len(x), *[1] * (x.ndim - 1)]
         kept = torch.rand(shape, dtype=torch.float32, device=x.device) >= block.drop_rate
         main = main * kept.to(main.dtype)
     return _add_identity(block, main, x)
+
+
+def _scaled(block: Any, main: Tensor) -> Tensor:
+    """Weigh the main branch, so that its mean is the same in training as in evaluation."""
+    if block.rescale == "eval":
+        return main if block.training else main * (1 - block.drop_rate)
+    # A rate of 1 keeps nothing that could be scaled.
+    return main / (1 - block.drop_rate) if block.training and block.drop_rate < 1 else main
 
 
 def _add_identity(block: Any, main: Tensor, x: Tensor) -> Tensor:

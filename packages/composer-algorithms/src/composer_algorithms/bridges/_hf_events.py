@@ -1,0 +1,240 @@
+"""Which moment of a Hugging Face Trainer is which event."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_algorithms.bridges._hf_checks import check_trainer
+from composer_algorithms.bridges._loop_events import BridgedModel, LoopEvents, needs_closure, shallow_copy
+from composer_algorithms.bridges._refusals import check_algorithms, needs_model_loss
+from composer_algorithms.sam import _Draws  # SAM itself would begin them after the first look, made before its step
+from composer_events.event import Event
+from composer_time import Time, TimeUnit
+
+FILE_NAME = "composer_algorithms.pt"
+
+_SERVED = frozenset(
+    {
+        *(Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START, Event.FIT_END),
+        *(Event.EPOCH_START, Event.EPOCH_END, Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER),
+        *(Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+        *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+        *(Event.EVAL_BEFORE_ALL, Event.EVAL_START, Event.EVAL_END, Event.EVAL_AFTER_ALL),
+        *(Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END),
+    }
+)
+
+
+class TrainerEvents(LoopEvents):
+    """The events of a Trainer.
+
+    Args:
+        trainer: The Trainer, whose own constructor is done.
+        algorithms: What it was given.
+
+    Attributes:
+        checkpoint: What training resumes from.
+        is_in_step: Whether a loss that is computed now is trained on.
+    """
+
+    def __init__(self, trainer: Any, algorithms: Any) -> None:
+        algorithms = check_algorithms(algorithms)
+        args = trainer.args
+        check_trainer(trainer, algorithms)
+        self._trainer = trainer
+        self._compute_loss = trainer.compute_loss_func
+        model = trainer.model
+        if any(map(needs_model_loss, algorithms)):
+            model = BridgedModel(model, lambda batch: trainer.model(**batch), self._loss_of)
+        super().__init__(
+            model,
+            algorithms,
+            bridge="the Hugging Face Trainer",
+            served=_SERVED,
+            device=args.device,
+            rank_zero_seed=args.seed,
+            optimizers=trainer.optimizer,
+            precision="amp_bf16" if args.bf16 else "amp_fp16" if args.fp16 else "fp32",
+            device_train_microbatch_size=args.per_device_train_batch_size,
+        )
+        self.checkpoint: str | bool | None = None
+        self.is_in_step = False
+        self._outputs: Any = None
+        self._has_loss = self._has_outputs = False
+        self._microbatches: list[tuple[Any, ...]] = []  # those of the step, as `training_step` gets them
+        self._is_second_look = False
+        self._draws: Any = None
+        self._loss: Any = None
+        if self._compute_loss is not None:
+            trainer.compute_loss_func = self._loss_between_events
+        self.init()
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """Return the optimizer for the Trainer to step with; one that it has prepared already stays as it is."""
+        bare = getattr(optimizer, "optimizer", optimizer)
+        if bare is not optimizer or any(bare is own for own in self.state.optimizers if needs_closure(own)):
+            return optimizer
+        (wrapped,) = self.wrap_optimizers([optimizer])
+        if needs_closure(wrapped):
+            # The Trainer steps without a closure, and the hook is torch's way to add an argument.
+            wrapped.register_step_pre_hook(lambda _, args, kwargs: (args[:1], {"closure": self._closure()}))
+        return wrapped
+
+    def begin(self, dataloader: Any, num_update_steps: int | None) -> None:
+        """Begin to train, or to go on."""
+        args, done = self._trainer.args, self._trainer.state
+        if self.checkpoint:
+            self._resume(Path(str(self.checkpoint)), num_update_steps)
+        else:
+            self.restart()
+        epochs = args.num_train_epochs
+        by_epochs = args.max_steps <= 0 and epochs == int(epochs)
+        duration = Time(int(epochs), TimeUnit.EPOCH) if by_epochs else Time(done.max_steps, TimeUnit.BATCH)
+        self.start_fit(dataloader, num_update_steps, duration)
+        if self.is_epoch_complete:  # saved between the last step of an epoch and its end, to which nobody comes again
+            self.end_epoch()
+
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a step as algorithms change them."""
+        self._microbatches.clear()
+        while True:
+            self.engine.run_event(Event.BEFORE_DATALOADER)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield self.load_batch(batch)
+
+    @contextmanager
+    def microbatch(self, model: Any, inputs: Any, num_items: Any) -> Iterator[Any]:
+        """Enclose what makes the gradients of a microbatch; yields it as algorithms change it."""
+        if not self._is_second_look:
+            if not self._microbatches:
+                inputs = self.start_batch(inputs)
+                if any(map(needs_closure, self.state.optimizers)):
+                    self._draws, self._loss = _Draws({self._trainer.args.device}, self.state.algorithms), 0.0
+                self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+            self._microbatches.append((model, inputs, num_items))
+        self.is_in_step, self._has_loss = True, False
+        try:
+            yield shallow_copy(inputs)
+        finally:
+            self.is_in_step = False
+        if not self._has_loss:
+            raise RuntimeError(
+                "training_step computed no loss by compute_loss of AlgorithmTrainerMixin, so algorithms did not act: "
+                "put the class that overrides compute_loss behind the mixin, as in `class MyTrainer("
+                "AlgorithmTrainerMixin, TrainerWithMyLoss)`."
+            )
+        self.engine.run_event(Event.AFTER_BACKWARD)
+
+    def start_forward(self, inputs: Any) -> Any:
+        """Return the microbatch for the model."""
+        self.state.batch = inputs
+        self._has_outputs = False
+        self.engine.run_event(Event.BEFORE_FORWARD)
+        return shallow_copy(self.state.batch)  # the Trainer takes the labels out
+
+    def end_loss(self, outputs: Any, loss: Tensor) -> Tensor:
+        """Return the loss for the backward pass."""
+        if not self._has_outputs:
+            self._start_loss(outputs)
+        self.state.loss = loss
+        self.engine.run_event(Event.AFTER_LOSS)
+        self.engine.run_event(Event.BEFORE_BACKWARD)
+        self._has_loss = True
+        self._loss = self.state.loss.detach()
+        return self.state.loss
+
+    def save(self, folder: str) -> None:
+        """Write what algorithms need to go on."""
+        torch.save(self.state_dict(), Path(folder, FILE_NAME))
+
+    def load_best(self) -> None:
+        """Take over what algorithms kept when the checkpoint was saved whose model the Trainer has loaded."""
+        best = self._trainer.state.best_model_checkpoint
+        if self._trainer.args.load_best_model_at_end and best and Path(best, FILE_NAME).exists():
+            time = self.state.timestamp
+            self.load_state_dict(_read(Path(best, FILE_NAME)))
+            self.state.timestamp = time
+
+    def _resume(self, folder: Path, num_update_steps: int | None) -> None:
+        if (folder / FILE_NAME).exists():
+            self.restart()
+            self.load_state_dict(_read(folder / FILE_NAME))
+            return
+        warnings.warn(
+            f"{folder} has no {FILE_NAME}: it was saved without algorithms, which begin anew, at the time that the "
+            f"Trainer has.",
+            stacklevel=2,
+        )
+        step = self._trainer.state.global_step
+        epoch, batch_in_epoch = divmod(step, num_update_steps or step + 1)
+        time = {"epoch": epoch, "batch": step, "batch_in_epoch": batch_in_epoch}
+        self.restart()
+        self.state.timestamp = self.state.timestamp.copy(**time)
+
+    def _loss_between_events(self, outputs: Any, labels: Any, **kwargs: Any) -> Any:
+        if self.is_in_step:
+            self._start_loss(outputs)
+            labels = self.state.batch.get("labels", labels)
+        return self._compute_loss(outputs, labels, **kwargs)
+
+    def _start_loss(self, outputs: Any) -> None:
+        state, self._outputs, self._has_outputs = self.state, outputs, True
+        has_logits = isinstance(outputs, MutableMapping) and "logits" in outputs
+        state.outputs = outputs["logits"] if has_logits else outputs
+        self.engine.run_event(Event.AFTER_FORWARD)
+        if has_logits and state.outputs is not outputs["logits"]:
+            outputs["logits"] = state.outputs
+        self.engine.run_event(Event.BEFORE_LOSS)
+
+    def _loss_of(self, outputs: Any, batch: Any, **kwargs: Any) -> Any:
+        """Compute a loss for an algorithm."""
+        if self._compute_loss is None:
+            return outputs["loss"] if isinstance(outputs, MutableMapping) else outputs[0]
+        if isinstance(outputs, Tensor) and isinstance(self._outputs, MutableMapping):
+            whole: Any = copy.copy(self._outputs)
+            whole["logits"] = outputs
+            outputs = whole
+        if self.is_in_step:
+            kwargs = {"num_items_in_batch": self._microbatches[-1][2], **kwargs}
+        return self._compute_loss(outputs, batch.get("labels"), **kwargs)
+
+    def _closure(self) -> Callable[[], Tensor]:
+        """Return what gives the loss at first, with the gradients that are there, and looks again after that."""
+        num_calls = 0
+
+        def closure() -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                self._look_again()
+            return self._loss
+
+        return closure
+
+    def _look_again(self) -> None:
+        trainer, limit = self._trainer, self._trainer.args.max_grad_norm
+        self._draws.repeat()
+        self._is_second_look = True
+        try:
+            self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+            for model, inputs, num_items in self._microbatches:
+                trainer.training_step(model, inputs, num_items)
+        finally:
+            self._is_second_look = False
+        if limit is not None and limit > 0:
+            trainer.accelerator.clip_grad_norm_(self._microbatches[-1][0].parameters(), limit)
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,246 @@
+"""Which moment of Lightning's Trainer is which event."""
+
+import copy
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from composer_algorithms.bridges._deferred_targets import DeferredTargets
+from composer_algorithms.bridges._lightning_checks import (
+    SERVED,
+    check_accumulation,
+    check_fit,
+)
+from composer_algorithms.bridges._loop_events import BridgedModel, LoopEvents, shallow_copy
+from composer_algorithms.bridges._refusals import computes_between, needs_model_loss
+from composer_events.algorithm import Algorithm
+from composer_events.batch_helpers import batch_get, batch_set
+from composer_events.event import Event
+from composer_models.base import ComposerModel
+
+_KEY = "composer_algorithms"
+_PRECISIONS = {"16-mixed": "amp_fp16", "bf16-mixed": "amp_bf16"}
+
+
+class FitEvents(LoopEvents):
+    """The events of a Trainer and a module.
+
+    Args:
+        trainer: Set up with the module.
+        module: What is trained.
+        algorithms: To be run.
+        loss_fn: For algorithms that compute losses.
+        input_key: Where batches hold inputs.
+        target_key: Where they hold targets.
+        seed: Of the algorithms' draws.
+
+    Attributes:
+        module: What is trained.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        algorithms: list[Algorithm],
+        *,
+        loss_fn: Callable[..., Any] | None,
+        input_key: Any,
+        target_key: Any,
+        seed: int | None,
+    ) -> None:
+        check_fit(trainer, module, algorithms)
+        model = module
+        if loss_fn is not None and any(map(needs_model_loss, algorithms)):
+            adapter = ComposerModel.from_module(module, loss_fn, input_key=input_key, target_key=target_key)
+            model = BridgedModel(module, adapter.forward, adapter.loss)
+        super().__init__(
+            model,
+            algorithms,
+            bridge="Lightning's Trainer",
+            served=SERVED,
+            device=trainer.strategy.root_device,
+            rank_zero_seed=_default_seed() if seed is None else seed,
+            precision=_PRECISIONS.get(trainer.precision, "fp32"),
+        )
+        self.module = module
+        self._trainer = trainer
+        self._target_key = target_key
+        self._defers = any(map(computes_between, algorithms))
+        self._is_first_piece = True
+        self._has_stepped = False
+        self._has_loss = False
+        self._is_loaded = self._saves = self._is_in_epoch = False
+        self._hooks: list[tuple[Any, str]] = []  # of training: whose, and their names
+        self.init()
+
+    def attach(self, trainer: Any) -> None:
+        """Take part in the module's methods."""
+        self._trainer = trainer
+        self.detach()
+        data, hook = trainer.datamodule, "on_after_batch_transfer"
+        holder = data if data is not None and is_overridden(hook, data) else self.module  # whose Lightning calls
+        self._wrap(self.module, "training_step", self._training_step)
+        self._wrap(holder, hook, self._on_after_batch_transfer)
+        if not self._saves:
+            # It stays when the Trainer is done, since one may still save.
+            self.module.on_save_checkpoint = _around(self.module.on_save_checkpoint, self._on_save_checkpoint)
+            self._saves = True
+        if trainer.state.fn == "fit":
+            check_fit(trainer, self.module, self.state.algorithms)
+            if trainer.global_step == 0:
+                self.restart()
+            self._is_first_piece, self._has_stepped, self._is_loaded, self._is_in_epoch = True, False, False, False
+
+    def detach(self) -> None:
+        """Leave the methods of training as they were."""
+        for holder, name in self._hooks:
+            vars(holder).pop(name, None)
+        self._hooks.clear()
+
+    def check_accumulation(self) -> None:
+        """Refuse algorithms that do not go with the number of batches of a step."""
+        check_accumulation(self._trainer, self.state.algorithms)
+
+    def begin(self) -> None:
+        """Begin to train, or to go on."""
+        trainer = self._trainer
+        pieces = trainer.accumulate_grad_batches
+        num_batches = None if math.isinf(trainer.num_training_batches) else -(-trainer.num_training_batches // pieces)
+        by_steps = trainer.max_steps is not None and trainer.max_steps >= 0
+        duration = f"{trainer.max_steps}ba" if by_steps else f"{trainer.max_epochs}ep"
+        self.start_fit(trainer.train_dataloader, num_batches, duration)
+        if self.is_epoch_complete:  # saved between the last step of an epoch and its end, to which nobody comes again
+            self.end_epoch()
+
+    def end_gradients(self) -> None:
+        """Come to the end of the gradients of a step."""
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+        self._has_stepped = True
+
+    def end_piece(self) -> None:
+        """Come to the end of the work on a batch of the dataloader."""
+        self._is_first_piece, self._is_loaded = self._has_stepped, False
+        if self._has_stepped:
+            self._has_stepped = False
+            self.end_batch()
+
+    def start_epoch(self) -> None:
+        """Come to the beginning of an epoch, which Lightning passes over where it resumes."""
+        if not self._is_in_epoch:
+            self._is_in_epoch = True
+            super().start_epoch()
+
+    def end_epoch_if_complete(self) -> None:
+        """Come to the end of an epoch, unless training stops within it."""
+        if self.state.dataloader_len is None or self.is_epoch_complete:
+            self._is_in_epoch = False
+            self.end_epoch()
+
+    def resume(self, checkpoint: dict[str, Any]) -> None:
+        """Go on where the checkpoint was saved."""
+        if _KEY in checkpoint:
+            self.load_state_dict(checkpoint[_KEY])
+            return
+        warnings.warn(
+            f"The checkpoint has no {_KEY!r}: it was saved without algorithms, which begin anew, at the time that "
+            f"Lightning has.",
+            stacklevel=2,
+        )
+        time = {"epoch": checkpoint["epoch"], "batch": checkpoint["global_step"]}
+        self.state.timestamp = self.state.timestamp.copy(**time)
+
+    def _wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        setattr(holder, name, _around(getattr(holder, name), wrapper))
+        self._hooks.append((holder, name))
+
+    def _on_after_batch_transfer(self, method: Callable[..., Any], batch: Any, dataloader_idx: int) -> Any:
+        batch = method(batch, dataloader_idx)
+        if not self._trainer.training:
+            return batch
+        self.start_epoch()
+        batch, self._is_loaded = self.load_batch(batch), True
+        return self.start_batch(batch) if self._is_first_piece else batch
+
+    def _training_step(self, method: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        state, run_event = self.state, self.engine.run_event
+        if not self._is_loaded:
+            raise RuntimeError(
+                "training_step got something that did not go through on_after_batch_transfer, such as an iterator, so "
+                "algorithms could not change it: let it take `batch, batch_idx`."
+            )
+        if self._is_first_piece:
+            run_event(Event.BEFORE_TRAIN_BATCH)
+        state.batch = shallow_copy(batch)
+        self._has_loss = False
+        run_event(Event.BEFORE_FORWARD)
+        output = method(self._deferred() if self._defers else state.batch, *args, **kwargs)
+        if output is None:  # Lightning passes over the batch
+            return None
+        loss = output["loss"] if isinstance(output, dict) else output
+        if not self._has_loss:
+            loss = self._loss_without_call(loss)
+        state.loss = loss
+        run_event(Event.BEFORE_BACKWARD)
+        return {**output, "loss": state.loss} if isinstance(output, dict) else state.loss
+
+    def _deferred(self) -> Any:
+        """Return the batch with targets that take their values in the loss."""
+        targets = batch_get(self.state.batch, self._target_key)
+        if not isinstance(targets, Tensor):
+            raise TypeError(
+                f"target_key={self._target_key!r} picks a {type(targets).__name__} from the batch, and algorithms "
+                f"change one tensor of targets: pass the key under which batches hold it to AlgorithmCallback."
+            )
+        batch = shallow_copy(self.state.batch)
+        return batch_set(batch, self._target_key, DeferredTargets.of(targets, self._compute_loss))
+
+    def _compute_loss(self, outputs: Any, loss: Callable[[Any, Any], Any]) -> Any:
+        """Compute a loss within `training_step`, between the events around it."""
+        state, run_event = self.state, self.engine.run_event
+        state.outputs = outputs
+        run_event(Event.AFTER_FORWARD)
+        run_event(Event.BEFORE_LOSS)
+        state.loss = loss(state.outputs, batch_get(state.batch, self._target_key))
+        run_event(Event.AFTER_LOSS)
+        self._has_loss = True
+        return state.loss
+
+    def _loss_without_call(self, loss: Tensor) -> Tensor:
+        if self._defers:
+            names = ", ".join(type(one).__name__ for one in self.state.algorithms if computes_between(one))
+            raise RuntimeError(
+                f"training_step gave the batch's targets to no loss of PyTorch, so {names} could not act: call such as "
+                f"F.cross_entropy(outputs, targets) with what target_key={self._target_key!r} picks from the batch, "
+                f"as it is, or leave {names} out."
+            )
+        for event in (Event.AFTER_FORWARD, Event.BEFORE_LOSS):
+            self.engine.run_event(event)
+        self.state.loss = loss
+        self.engine.run_event(Event.AFTER_LOSS)
+        return self.state.loss
+
+    def _on_save_checkpoint(self, method: Callable[..., Any], checkpoint: dict[str, Any]) -> None:
+        # Copies, since the model gets its own weights back before the checkpoint is written.
+        with self.saving():
+            weights = self._trainer.strategy.lightning_module_state_dict()
+            checkpoint["state_dict"] = {name: copy.deepcopy(value) for name, value in weights.items()}
+            if "optimizer_states" in checkpoint:  # more than weights
+                checkpoint[_KEY] = copy.deepcopy(self.state_dict())
+        method(checkpoint)
+
+
+def _around(method: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    # Under its own name and signature, by which Lightning decides what it passes, and whether there is one at all.
+    return functools.wraps(method)(functools.partial(wrapper, method))
+
+
+def _default_seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**32)

@@ -1,0 +1,130 @@
+"""What a bridge cannot do for an algorithm, said before training begins."""
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from typing import Any
+
+from composer_algorithms._pairs import PairMixing
+from composer_algorithms.ema import EMA
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_events.state import State
+
+_BETWEEN = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
+
+
+def refuse_unserved(algorithms: Iterable[Algorithm], served: Collection[Event], bridge: str, state: State) -> None:
+    """Refuse an algorithm that may act on an event which never comes.
+
+    Args:
+        algorithms: Those to look at.
+        served: The events that come.
+        bridge: What the user calls the bridge.
+        state: Passed to `match` of algorithms that do not declare their events.
+
+    Raises:
+        ValueError: If there is such an algorithm.
+    """
+    for algorithm in algorithms:
+        unserved = [event.name for event in Event if event not in served and event in events_of(algorithm, state)]
+        if unserved:
+            raise ValueError(
+                f"{algorithm!r} acts on {', '.join(unserved)}, which {bridge} never comes to, so it would do nothing "
+                f"there. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop, which has all events."
+            )
+
+
+def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Event]:
+    """Return the events on which an algorithm may act: what it declares, or what `match` answers and speaks of."""
+    state = state or State(None, rank_zero_seed=0)
+    if isinstance(algorithm, EMA):
+        # The others only tell it which weights the model should hold by then; any that encloses an evaluation will do.
+        return (Event.INIT, algorithm._update_event)
+    declared = _declared(algorithm)
+    if declared is not None:
+        return declared
+    code = getattr(type(algorithm).match, "__code__", None)
+    # By name too, since an answer may depend on what the state will be.
+    found = {Event[name] for name in getattr(code, "co_names", ()) if name in Event.__members__}
+    for event in Event:
+        with suppress(Exception):  # asked at another moment than that of the event, it may miss something
+            if algorithm.match(event, state):
+                found.add(event)
+    return found
+
+
+def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_microbatches: int) -> None:
+    """Refuse algorithms that act on whole batches, where a batch comes in several pieces.
+
+    Raises:
+        ValueError: If there is such an algorithm.
+    """
+    for algorithm in algorithms:
+        if num_microbatches > 1 and isinstance(algorithm, PairMixing) and algorithm.draw_per == "batch":
+            raise ValueError(
+                f"{algorithm!r} mixes whole batches, and with {argument}={num_microbatches} the dataloader gives them "
+                f"in {num_microbatches} pieces. Use draw_per='microbatch', or {argument}=1."
+            )
+
+
+def refuse_graphs(algorithms: Iterable[Algorithm], where: str) -> None:
+    """Refuse algorithms that differentiate through the gradients.
+
+    Raises:
+        ValueError: If there is such an algorithm.
+    """
+    for algorithm in algorithms:
+        if algorithm.backwards_create_graph:
+            raise ValueError(
+                f"{algorithm!r} differentiates through the gradients (backwards_create_graph=True), for which {where} "
+                f"makes no graph. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop."
+            )
+
+
+def refuse(algorithms: Iterable[Algorithm], kinds: tuple[type, ...], where: str, why: str, instead: str) -> None:
+    """Refuse algorithms of some kinds.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for algorithm in algorithms:
+        if isinstance(algorithm, kinds):
+            raise ValueError(f"{algorithm!r} cannot be used {where}: {why}. {instead}")
+
+
+def computes_between(algorithm: Algorithm) -> bool:
+    """Answer whether an algorithm has to see the outputs, or to change targets, before there is a loss."""
+    interpolates = bool(getattr(algorithm, "interpolate_loss", False))
+    return interpolates or not _BETWEEN.isdisjoint(events_of(algorithm))
+
+
+def needs_model_loss(algorithm: Algorithm) -> bool:
+    """Answer whether an algorithm computes losses itself, besides that of the loop."""
+    names = ("SelectiveBackprop", "SeqLengthWarmup")
+    return bool(getattr(algorithm, "interpolate_loss", False)) or any(
+        base.__name__ in names for base in type(algorithm).__mro__
+    )
+
+
+def check_algorithms(algorithms: Any) -> list[Algorithm]:
+    """Return the algorithms as a list.
+
+    Raises:
+        TypeError: If something else is among them.
+    """
+    listed = [algorithms] if isinstance(algorithms, Algorithm) else list(algorithms)
+    for algorithm in listed:
+        if not isinstance(algorithm, Algorithm):
+            hint = f"{algorithm.__name__}(...)" if isinstance(algorithm, type) else "such as MixUp(alpha=0.2)"
+            raise TypeError(f"algorithms holds {algorithm!r}, which is no Algorithm: pass objects, {hint}.")
+    return listed
+
+
+def _declared(algorithm: Algorithm) -> Collection[Event] | None:
+    for owner in type(algorithm).__mro__:
+        if "acts_on" in vars(owner):
+            break
+        if "match" in vars(owner):  # it knows better than what a base has declared
+            return None
+    declared: Collection[Event] | Callable[..., Any] | None = getattr(algorithm, "acts_on", None)
+    return declared if isinstance(declared, Collection) else None

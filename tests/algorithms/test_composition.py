@@ -1,0 +1,375 @@
+"""What each algorithm goes together with: microbatches, ranks, precisions, checkpoints, sharding and compilation.
+
+The table in `docs/composition.md` is the result of these runs, row by row.
+"""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer import Trainer, algorithms, functional
+from composer.loggers import LoggerDestination
+from composer.models import ComposerClassifier, ComposerModel
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+
+CLASSES, SAMPLES, BATCH = 3, 16, 8
+# However a batch is dealt out, the same numbers are added up, in another order. Each of the four steps, with its
+# momentum, passes on a few dozen roundings of float32, of numbers that are not much larger than 1.
+ROUNDING = 128 * torch.finfo(torch.float32).eps
+# bfloat16 has three digits, of which a few are lost on the way through the layers and the steps: weights end within a
+# tenth of the way that they have gone.
+OF_THE_WAY = 0.1
+SAME, EXACT, TRAINS, DIFFERS, NONE = "same", "exact", "trains", "differs", "-"
+COLUMNS = ("microbatches", "two ranks", "sharded", "amp_bf16", "compiled", "resumed", "replayed", "optimizer")
+
+
+class Stage(nn.Sequential):
+    """What is sharded as one."""
+
+
+class Network(nn.Sequential):
+    def fsdp_wrap_fn(self, module):
+        return isinstance(module, Stage) or "Bottleneck" in type(module).__name__
+
+
+def dense():
+    return Network(nn.Linear(5, 8), Stage(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()), nn.Linear(8, CLASSES))
+
+
+def with_dropout():
+    return Network(nn.Linear(5, 8), Stage(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5)), nn.Linear(8, CLASSES))
+
+
+def convolutions(norm=lambda channels: nn.GroupNorm(4, channels)):
+    return Network(
+        Stage(nn.Conv2d(3, 16, 3, stride=2, padding=1), norm(16), nn.ReLU()),
+        Stage(nn.Conv2d(16, 16, 3, stride=2, padding=1), norm(16), nn.ReLU(), nn.AvgPool2d(2)),
+        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, CLASSES)),
+    )
+
+
+def residual():
+    from torchvision.models.resnet import Bottleneck
+
+    blocks = [Bottleneck(8, 2, norm_layer=partial(nn.GroupNorm, 2)) for _ in range(2)]
+    return Network(nn.Conv2d(3, 8, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+class Language(ComposerModel):
+    """A small model of transformers, which predicts its own input."""
+
+    def __init__(self, name):
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+        if name == "gpt2":
+            sizes = {"n_embd": 12, "n_layer": 1, "n_head": 3, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 2}
+            config = GPT2Config(vocab_size=31, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes)
+            self.model: Any = GPT2LMHeadModel(config)
+        else:
+            sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24}
+            without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            config = BertConfig(vocab_size=31, max_position_embeddings=16, **sizes, **without)
+            self.model = BertForMaskedLM(config)
+
+    def forward(self, batch):
+        return self.model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
+def vectors():
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    return TensorDataset(torch.randn(SAMPLES, 5, generator=generator), targets)
+
+
+def images():
+    from torchvision.datasets import FakeData
+    from torchvision.transforms import ToTensor
+
+    return FakeData(SAMPLES, (3, 16, 16), CLASSES, transform=ToTensor())
+
+
+def sentences():
+    tokens = torch.randint(3, 31, (SAMPLES, 16), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": one, "attention_mask": torch.ones_like(one), "labels": one} for one in tokens]
+
+
+def classifier(make):
+    return ComposerClassifier(make(), num_classes=CLASSES)
+
+
+MODELS = {
+    "dense": (partial(classifier, dense), vectors),
+    "dropout": (partial(classifier, with_dropout), vectors),
+    "conv": (partial(classifier, convolutions), images),
+    "batch norm": (partial(classifier, partial(convolutions, nn.BatchNorm2d)), images),
+    "residual": (partial(classifier, residual), images),
+    "gpt2": (partial(Language, "gpt2"), sentences),
+    "bert": (partial(Language, "bert"), sentences),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm, and what is to become of it in each column: `same` or `exact`, or the reason why not."""
+
+    make: Callable[[], Any]
+    model: str = "dense"
+    surgery: Callable[..., object] | None = None  # the function that changes a model
+    precision: str = "fp32"
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+FACTORIZE = {"min_channels": 4, "latent_channels": 2, "min_features": 1000}
+PER_BATCH = {"two ranks": "own draws"}
+PER_MICROBATCH = {"microbatches": "draws for each", **PER_BATCH}
+ROWS = {
+    "Alibi": Row(partial(algorithms.Alibi, 16, 0.5), "gpt2", partial(functional.apply_alibi, max_sequence_length=16)),
+    "AugMix": Row(algorithms.AugMix, "conv", reasons=PER_BATCH),
+    "BlurPool": Row(algorithms.BlurPool, "conv", functional.apply_blurpool),
+    "ChannelsLast": Row(algorithms.ChannelsLast, "conv", functional.apply_channels_last),
+    "ColOut": Row(algorithms.ColOut, "conv", reasons=PER_BATCH),
+    "CutMix": Row(algorithms.CutMix, "conv", reasons=PER_MICROBATCH),
+    "CutMix(draw_per='batch')": Row(partial(algorithms.CutMix, draw_per="batch"), "conv", reasons=PER_BATCH),
+    "CutOut": Row(algorithms.CutOut, "conv", reasons=PER_BATCH),
+    "EMA": Row(partial(algorithms.EMA, "2ba")),
+    "Factorize": Row(
+        partial(algorithms.Factorize, **FACTORIZE), "conv", partial(functional.apply_factorization, **FACTORIZE)
+    ),
+    "GatedLinearUnits": Row(algorithms.GatedLinearUnits, "bert", functional.apply_gated_linear_units),
+    "GhostBatchNorm": Row(
+        partial(algorithms.GhostBatchNorm, 2),
+        "batch norm",
+        partial(functional.apply_ghost_batchnorm, ghost_batch_size=2),
+        reasons={"two ranks": "other ghosts"},
+    ),
+    "GradientClipping": Row(partial(algorithms.GradientClipping, "norm", 0.1)),
+    "GyroDropout": Row(
+        partial(algorithms.GyroDropout, sigma=4, tau=2),
+        "dropout",
+        partial(functional.apply_gyro_dropout, iters_per_epoch=2, max_epoch=2, p=0.5, sigma=4, tau=2),
+        reasons={"microbatches": "each has all masks", **PER_BATCH},
+    ),
+    "LabelSmoothing": Row(algorithms.LabelSmoothing),
+    "LayerFreezing": Row(partial(algorithms.LayerFreezing, 0.0)),
+    "LowPrecisionGroupNorm": Row(
+        algorithms.LowPrecisionGroupNorm,
+        "conv",
+        partial(functional.apply_low_precision_groupnorm, precision="amp_bf16"),
+        precision="amp_bf16",
+    ),
+    "LowPrecisionLayerNorm": Row(
+        algorithms.LowPrecisionLayerNorm,
+        "dense",
+        partial(functional.apply_low_precision_layernorm, precision="amp_bf16"),
+        precision="amp_bf16",
+    ),
+    "MixUp": Row(algorithms.MixUp, reasons=PER_MICROBATCH),
+    "MixUp(draw_per='batch')": Row(partial(algorithms.MixUp, draw_per="batch"), reasons=PER_BATCH),
+    "NoOpModel": Row(algorithms.NoOpModel, reasons={"replayed": "pass it again"}),
+    "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, delay_fraction=0.2), "conv"),
+    "RandAugment": Row(algorithms.RandAugment, "conv", reasons=PER_BATCH),
+    "SAM": Row(algorithms.SAM, reasons={"two ranks": "each climbs alone", "sharded": "all climb together"}),
+    "SelectiveBackprop": Row(partial(algorithms.SelectiveBackprop, 0.0, 1.0), reasons=PER_BATCH),
+    "SeqLengthWarmup": Row(partial(algorithms.SeqLengthWarmup, 0.5, 4, 16, 4), "gpt2"),
+    "SqueezeExcite": Row(
+        partial(algorithms.SqueezeExcite, 4, 16),
+        "conv",
+        partial(functional.apply_squeeze_excite, latent_channels=4, min_channels=16),
+    ),
+    "StochasticDepth": Row(
+        partial(algorithms.StochasticDepth, "ResNetBottleneck"),
+        "residual",
+        partial(functional.apply_stochastic_depth, target_layer_name="ResNetBottleneck"),
+        reasons={**PER_MICROBATCH, "sharded": "shared draws"},
+    ),
+    "SWA": Row(partial(algorithms.SWA, "0.3dur", "0.9dur", "1ba")),
+    "WeightStandardization": Row(algorithms.WeightStandardization, "conv", functional.apply_weight_standardization),
+}
+
+
+class EventsOfAlgorithms(LoggerDestination):
+    """On which events algorithms acted."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def log_traces(self, traces):
+        self.seen |= {name.rpartition("/")[2] for name in traces}
+
+
+def make_trainer(row, **more):
+    make_model, make_data = MODELS[row.model]
+    torch.manual_seed(11)
+    model, data = make_model(), make_data()
+    settings = {
+        "algorithms": row.make(),
+        "train_dataloader": DataLoader(
+            data, BATCH // dist.get_world_size(), sampler=dist.get_sampler(data, shuffle=False)
+        ),
+        "max_duration": "2ep",
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+        "precision": row.precision,
+        "device": "cpu",
+        "progress_bar": False,
+        "seed": 5,
+        **more,
+    }
+    return Trainer(model=model, **settings)
+
+
+def weights_of(trainer):
+    weights = trainer.strategy.model_state_dict(trainer.state.model)
+    # Running averages of batch norms depend on how often they are updated, and on nothing else here.
+    return {name: value.clone() for name, value in weights.items() if not re.search("running|num_batches", name)}
+
+
+def train(row, **more):
+    """Return the weights at the end of a run."""
+    with make_trainer(row, **more) as trainer:
+        trainer.fit()
+        return weights_of(trainer)
+
+
+def distance(weights, others):
+    assert list(weights) == list(others)
+    return max((weights[name].double() - others[name].double()).abs().max().item() for name in weights)
+
+
+def flat(weights):
+    return torch.cat([value.double().flatten() for value in weights.values()])
+
+
+class Cells:
+    """Runs a row, column by column, and says what became of it."""
+
+    def __init__(self, row, folder, of_two_ranks):
+        self.row, self.of_two_ranks = row, of_two_ranks
+        self.checkpoint = str(folder / "ba3.pt")  # in the middle of the second epoch
+        self.events = EventsOfAlgorithms()
+        saves = {"save_folder": str(folder), "save_interval": "3ba", "save_filename": "ba{batch}.pt"}
+        self.whole = train(row, loggers=self.events, **saves)
+        with make_trainer(row) as trainer:
+            self.start = weights_of(trainer)
+
+    def microbatches(self):
+        return self._same(train(self.row, device_train_microbatch_size=BATCH // 2))
+
+    def two_ranks(self):
+        return self._same(self.of_two_ranks["ddp"])
+
+    def sharded(self):
+        return self._same(self.of_two_ranks["fsdp"], self.of_two_ranks["ddp"])
+
+    def amp_bf16(self):
+        exact, low = (
+            self.whole if precision == self.row.precision else train(self.row, precision=precision)
+            for precision in ("fp32", "amp_bf16")
+        )
+        return TRAINS if self._is_near(low, exact) else DIFFERS
+
+    def compiled(self):
+        torch.compiler.reset()  # what was compiled for other models counts among what may be compiled anew
+        return self._same(train(self.row, compile_config={"backend": "eager"}))
+
+    def resumed(self):
+        return self._exact(train(self.row, load_path=self.checkpoint))
+
+    def replayed(self):
+        if not self.row.make().required_on_load():
+            return NONE
+        try:
+            return self._exact(train(self.row, algorithms=[], load_path=self.checkpoint))
+        except IndexError:  # TODO: drop when the Trainer takes the model that a checkpoint has put in its place
+            return DIFFERS
+
+    def optimizer(self):
+        if self.row.surgery is None:
+            return NONE
+        before, after = (self._train_by_hand(optimizer_first) for optimizer_first in (False, True))
+        return EXACT if distance(before, after) == 0 else DIFFERS
+
+    def _same(self, weights, others=None):
+        others = self.whole if others is None else others
+        is_low = self.row.precision != "fp32"
+        is_same = self._is_near(weights, others) if is_low else distance(weights, others) <= ROUNDING
+        return SAME if is_same else DIFFERS
+
+    def _is_near(self, weights, others):
+        far, way = (flat(others) - flat(one) for one in (weights, self.start))
+        return far.norm() <= OF_THE_WAY * way.norm()
+
+    def _exact(self, weights):
+        return EXACT if distance(weights, self.whole) == 0 else DIFFERS
+
+    def _train_by_hand(self, optimizer_first):
+        make_model, make_data = MODELS[self.row.model]
+        torch.manual_seed(11)
+        model, data = make_model(), make_data()
+        make_optimizer = partial(torch.optim.AdamW, lr=0.02)
+        optimizer = make_optimizer(model.parameters()) if optimizer_first else None
+        knows_optimizers = "optimizers" in inspect.signature(self.row.surgery).parameters
+        torch.manual_seed(12)
+        self.row.surgery(model, **({"optimizers": optimizer} if knows_optimizers else {}))
+        optimizer = optimizer or make_optimizer(model.parameters())
+        torch.manual_seed(13)
+        for batch in DataLoader(data, BATCH):
+            optimizer.zero_grad()
+            model.loss(model(batch), batch).backward()
+            optimizer.step()
+        return model.state_dict()
+
+
+def train_on_two_ranks():
+    warnings.simplefilter("ignore")
+    sharded = {"parallelism_config": {"fsdp": {}}}
+    return {name: {"ddp": train(row), "fsdp": train(row, **sharded)} for name, row in ROWS.items()}
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory):
+    first, second = run_ranks(train_on_two_ranks, store=tmp_path_factory.mktemp("ranks") / "store", timeout_s=400)
+    for name in ROWS:
+        for kind, weights in first[name].items():
+            assert distance(weights, second[name][kind]) == 0, f"{name}: the ranks' weights differ"
+    return first
+
+
+@pytest.fixture(scope="module")
+def documented(root):
+    lines = (root / "docs" / "composition.md").read_text().splitlines()
+    return {re.split(" *\\| *", line)[1]: line for line in lines if line.startswith("| ")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_documented_row_is_what_was_seen(name, of_two_ranks, documented, tmp_path):
+    row = ROWS[name]
+    cells = Cells(row, tmp_path, of_two_ranks[name])
+    seen = {column: getattr(cells, column.replace(" ", "_"))() for column in COLUMNS}
+    for column, reason in row.reasons.items():
+        assert seen[column] == DIFFERS, f"{column} is {seen[column]}: there is nothing to give a reason for"
+        seen[column] = reason
+    assert f"| {name} | {' | '.join(seen.values())} |" == documented[name]
+    assert cells.events.seen <= set(map(str, row.make().acts_on))
+
+
+def test_the_table_has_every_algorithm(documented):
+    classes = {name for name in algorithms.__all__ if not re.search("Transform|2d$|^AGC$", name)}
+    assert {name.split("(")[0] for name in ROWS} == classes
+    assert [name for name in documented if name in ROWS] == list(ROWS)
