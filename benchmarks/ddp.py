@@ -2,31 +2,15 @@
 
     python benchmarks/ddp.py [--rounds 6] [--steps 8]
 
-Both train in the same two processes, in turns, one thread each. Printed are the median times of a step on rank 0 and
-their ratio, once for a Trainer that nobody listens to and once with a callback, for which the ranks also exchange the
-loss and the clock.
+All train in the same two processes, in turns, one thread each. Printed are the median times of a step on rank 0 and
+their ratios to the loop by hand: for a Trainer that checks no losses, as the loop does not either; for one as it is by
+default; and for one with a callback, for which the ranks also exchange the loss and the clock.
 """
 
-import argparse
-import itertools
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
-
-import torch
-from torch import Tensor, nn
+from gpt_steps import by_hand, make_network, median_steps_s, report, run, with_trainer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
-from composer import Callback, Trainer
-from composer.models import ComposerModel
-from composer_dist import dist
-from composer_dist.testing import run_ranks
-from composer_models.gpt import GPT, GPTConfig
-
-VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 8192, 320, 6, 5, 64, 2
+from composer import Callback
 
 
 class Listener(Callback):
@@ -36,119 +20,16 @@ class Listener(Callback):
         """Do nothing."""
 
 
-class Sentences(Dataset[tuple[Tensor, Tensor]]):
-    """Random tokens, which notes when each batch was asked for: a step lasts from one to the next."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.asked_s: list[float] = []
-        tokens = torch.randint(VOCABULARY, (2 * BATCH * (num_steps + 1), LENGTH + 1))
-        self._pairs = list(zip(tokens[:, :-1], tokens[:, 1:], strict=True))
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._pairs[index]
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return a batch's examples, as a DataLoader asks for them if it can."""
-        self.asked_s.append(time.perf_counter())
-        return [self._pairs[index] for index in indices]
-
-    def step_times_s(self) -> list[float]:
-        """Return the length of each step since the last call."""
-        asked_s, self.asked_s = self.asked_s, []
-        return [later - earlier for earlier, later in itertools.pairwise(asked_s)]
-
-
-def make_loader(num_steps: int) -> tuple[Sentences, DataLoader]:
-    """Return a dataset for so many steps and one more, and this rank's loader of it."""
-    sentences = Sentences(num_steps)
-    return sentences, DataLoader(sentences, batch_size=BATCH, sampler=dist.get_sampler(sentences))
-
-
-def make_network() -> nn.Module:
-    """Return a GPT with tied embeddings."""
-    torch.manual_seed(0)
-    config = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": LENGTH}
-    return GPT(GPTConfig.from_any(config))
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of the next token."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def by_hand(num_steps: int) -> Callable[[], list[float]]:
-    """Return a function that trains some steps in a loop of its own and returns their lengths."""
-    network = DistributedDataParallel(make_network(), gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-    sentences, loader = make_loader(num_steps)
-
-    def train() -> list[float]:
-        for tokens, targets in loader:
-            optimizer.zero_grad()
-            loss_of(network(tokens), targets).backward()
-            optimizer.step()
-        return sentences.step_times_s()
-
-    return train
-
-
-def with_trainer(num_steps: int, callbacks: list[Callback]) -> Callable[[], list[float]]:
-    """Return a function that trains some steps with the Trainer and returns their lengths."""
-    model = ComposerModel.from_module(make_network(), loss_of)
-    sentences, loader = make_loader(num_steps)
-    trainer = Trainer(
-        model=model,
-        train_dataloader=loader,
-        max_duration="1000000ba",
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        callbacks=callbacks,
-        device="cpu",
-        progress_bar=False,
-        seed=1,
-    )
-
-    def train() -> list[float]:
-        trainer.fit(duration="1ep")
-        return sentences.step_times_s()
-
-    return train
-
-
-def measure(rounds: int, num_steps: int) -> tuple[int, dict[str, float]]:
-    """Return the number of parameters and the median step in seconds of each loop, trained in turns."""
+def measure(rounds: int, num_steps: int) -> dict[str, float]:
+    """Return the median step of each loop in seconds."""
     loops = {
-        "by hand": by_hand(num_steps),
-        "Trainer": with_trainer(num_steps, []),
-        "Trainer with a callback": with_trainer(num_steps, [Listener()]),
+        "by hand": by_hand(DistributedDataParallel(make_network(), gradient_as_bucket_view=True), num_steps),
+        "Trainer(on_divergence=None)": with_trainer(make_network(), num_steps, on_divergence=None),
+        "Trainer": with_trainer(make_network(), num_steps),
+        "Trainer with a callback": with_trainer(make_network(), num_steps, callbacks=[Listener()]),
     }
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for train in loops.values():
-        train()  # to warm up
-    for _ in range(rounds):
-        for name, train in loops.items():
-            times[name] += train()
-    num_parameters = sum(parameter.numel() for parameter in make_network().parameters())
-    return num_parameters, {name: statistics.median(steps) for name, steps in times.items()}
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6, help="how often the loops take turns")
-    parser.add_argument("--steps", type=int, default=8, help="of each loop in a round")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        num_parameters, medians = run_ranks(
-            measure, arguments.rounds, arguments.steps, store=store, world_size=2, timeout_s=600
-        )[0]
-    print(f"GPT with {num_parameters / 1e6:.1f} M parameters, 2 ranks")
-    for name, median_s in medians.items():
-        print(f"{name}: {1000 * median_s:.1f} ms, {median_s / medians['by hand']:.3f}x")
+    return median_steps_s(loops, rounds)
 
 
 if __name__ == "__main__":
-    main()
+    report(run(measure, "Compare a DDP step of the Trainer with one by hand.")[0])

@@ -221,8 +221,8 @@ def test_blocks_have_settings_of_their_own_as_the_function_says(tmp_path):
         assert (dtype, num_wrapped, ranks) == ("torch.float32", 1, [0, 1])
 
 
-def save_local(folder):
-    os.chdir(folder)
+def local_trainer(max_duration, **paths):
+    """The Trainer of both texts, which differ in what is saved and what is loaded."""
     composer_model = composer_model_of(n_layers=3)
 
     fsdp_config = {
@@ -230,14 +230,22 @@ def save_local(folder):
         "state_dict_type": "local",
     }
 
-    trainer = Trainer(
+    return Trainer(
         model=composer_model,
-        max_duration="2ba",
+        max_duration=max_duration,
         fsdp_config=fsdp_config,
+        **paths,
+        **the_rest(),
+    )
+
+
+def save_local(folder):
+    os.chdir(folder)
+    trainer = local_trainer(
+        max_duration="2ba",
         save_folder="checkpoints",
         save_filename="ba{batch}_rank{rank}.pt",
         save_interval="2ba",
-        **the_rest(),
     )
 
     trainer.fit()
@@ -248,18 +256,7 @@ def save_local(folder):
 
 def load_local(folder):
     os.chdir(folder)
-    composer_model = composer_model_of(n_layers=3)
-    fsdp_config = {
-        "sharding_strategy": "FULL_SHARD",
-        "state_dict_type": "local",
-    }
-    trainer = Trainer(
-        model=composer_model,
-        max_duration="4ba",
-        fsdp_config=fsdp_config,
-        load_path="./checkpoints/ba2_rank{rank}.pt",
-        **the_rest(),
-    )
+    trainer = local_trainer(max_duration="4ba", load_path="./checkpoints/ba2_rank{rank}.pt")
     weights = trainer.strategy.model_state_dict(trainer.state.model)
     begun = int(trainer.state.timestamp.batch)
     trainer.fit()

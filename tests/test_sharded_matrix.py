@@ -87,26 +87,11 @@ class Residual(nn.Sequential):
         return "Bottleneck" in type(module).__name__
 
 
-class Adapted(nn.Module):
-    """A layer that stays as it is, with a low-rank one beside it that learns."""
+def adapted():
+    """Return a network that stays as it is, with low-rank layers beside its own that learn."""
+    from peft import LoraConfig, get_peft_model
 
-    def __init__(self, layer, rank=2):
-        super().__init__()
-        self.base = layer.requires_grad_(False)
-        self.a, self.b = nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, inputs):
-        return self.base(inputs) + self.b(self.a(inputs))
-
-
-class AdaptedDense(Dense):
-    def __init__(self):
-        super().__init__()
-        self[0].requires_grad_(False)
-        for block in (self[1], self[2]):
-            block.norm.requires_grad_(False)
-            block.up, block.down = Adapted(block.up), Adapted(block.down)
+    return get_peft_model(Dense(), LoraConfig(r=2, target_modules=["up", "down"]))
 
 
 class Language(ComposerModel):
@@ -178,7 +163,7 @@ def without_dropout():
 MODELS = {
     "plain": (without_dropout, vectors),
     "dense": (lambda: ComposerClassifier(Dense(), num_classes=CLASSES), vectors),
-    "adapted": (lambda: ComposerClassifier(AdaptedDense(), num_classes=CLASSES), vectors),
+    "adapted": (lambda: ComposerClassifier(adapted(), num_classes=CLASSES), vectors),
     "conv": (lambda: ComposerClassifier(Convolutions(), num_classes=CLASSES), images),
     "residual": (lambda: ComposerClassifier(Residual(), num_classes=CLASSES), images),
     "gpt2": (lambda: Language("gpt2"), Sentences),
@@ -314,7 +299,7 @@ SETTINGS = {
         lambda _: {"device": SmallDevice(), "device_train_microbatch_size": "auto"}
     ),
     "`compile_config` (backend `eager`)": Row(lambda _: {"compile_config": {"backend": "eager"}}),
-    "low-rank adapters on a frozen model": Row(model="adapted"),
+    "low-rank adapters of PEFT": Row(model="adapted", resumes=True),
     "surgery before wrapping": Row(algorithm("SqueezeExcite", 4, 16), "conv", resumes=True),
     "surgery after wrapping, in place": Row(surgery=to_low_precision, make=in_bfloat16, tolerance=BFLOAT16),
     "surgery after wrapping, with the same weights in new layers": Row(

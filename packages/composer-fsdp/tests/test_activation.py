@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from composer_fsdp import apply_ac
-from composer_fsdp.activation import chosen_for_checkpointing, clean_name
+from composer_fsdp.activation import chosen_for_checkpointing
+from composer_fsdp.names import clean_name
 
 
 class Layer(nn.Linear):
@@ -55,6 +56,17 @@ def test_an_attribute_comes_before_the_function_which_may_be_another():
     last._activation_checkpointing = True
     assert chosen_for_checkpointing(model) == [second, last]
     assert chosen_for_checkpointing(model, lambda module: False) == [last]
+
+
+def test_a_plain_module_chooses_among_its_own_layers():
+    net = make().net
+    assert chosen_for_checkpointing(net) == [net[0], net[1]]
+
+
+def test_what_is_wrapped_is_not_wrapped_again():
+    model = make()
+    apply_ac(model, True, False)
+    assert apply_ac(model, True, False) == {}
 
 
 def test_nothing_is_wrapped_where_nothing_is_asked_for():

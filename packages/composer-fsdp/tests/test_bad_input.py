@@ -26,7 +26,7 @@ from composer_fsdp import (
 
 CPU = get_device("cpu")
 WORLD_SIZE = 4
-FUZZED = 10_000
+FUZZED = 3_000
 
 
 class Block(nn.Linear):
@@ -81,6 +81,10 @@ DEGREES = [
     ),
     (ParallelismConfig(fsdp=FSDPConfig(), tp=TPConfig(tensor_parallel_degree=3)), "World size 4 is not divisible"),
     (FSDPConfig(data_parallel_shard_degree=0), "data_parallel_shard_degree=0"),
+    (
+        ParallelismConfig(fsdp=FSDPConfig(sharding_strategy="NO_SHARD"), tp=TPConfig(tensor_parallel_degree=2)),
+        "'NO_SHARD' does not go with tensor parallelism",
+    ),
 ]
 
 
@@ -89,6 +93,13 @@ DEGREES = [
 def test_degrees_that_do_not_make_up_the_world_are_refused(config, text, as_one_of_four):
     with pytest.raises(ValueError, match=text):
         shard(Model(), config)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
+def test_weights_cannot_be_kept_over_a_number_of_ranks_that_does_not_divide_them(as_one_of_four):
+    said = "reshard_after_forward=3 does not divide the 4 ranks"
+    refusal(ValueError, said, Model(), FSDP2Config(reshard_after_forward=3))
+    assert "'net.1'" in refusal(ValueError, said, Model({"reshard_after_forward": 3}))
 
 
 @pytest.mark.parametrize("group", ["set3", "mod3"])

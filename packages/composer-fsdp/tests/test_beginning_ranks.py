@@ -123,6 +123,13 @@ def refusals():
         model.net = nn.Module()
         model.net.weight = nn.Parameter(torch.empty(3, 3))
     refuse("neither param_init_fn and reset_parameters", model)
+    with torch.device("meta"):
+        model = Model()
+        model.left_alone = nn.Linear(2, 2)
+        model.left_alone._fsdp_wrap = False
+    with pytest.raises(AssertionError, match=r"'left_alone\.weight', .* are not sharded") as refusal:
+        shard(model)
+    said.append(str(refusal.value))
     shared = nn.Linear(2, 2)
     model = nn.Module()
     model.net = nn.Sequential(shared, shared)

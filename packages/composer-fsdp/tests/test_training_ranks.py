@@ -158,48 +158,54 @@ SPLITTING = [
 ]
 
 
+def distances_of_each(calls):
+    return [distances(*arguments) for arguments in calls]
+
+
+def assert_close_on(world_size, *calls, store):
+    """Compare on so many ranks, in one start of the processes, since that takes longer than the training."""
+    for ranks in run_ranks(distances_of_each, calls, store=store, world_size=world_size, timeout_s=240):
+        for (cases, *_), seen in zip(calls, ranks, strict=True):
+            assert all(distance < TOLERANCE for distance in seen), dict(zip(map(str, cases), seen, strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_two_ranks_reach_the_weights_of_data_parallelism(max_norm, tmp_path):
-    for seen in run_ranks(distances, ON_TWO, max_norm, store=tmp_path / "store", timeout_s=120):
-        assert all(distance < TOLERANCE for distance in seen), dict(zip(map(str, ON_TWO), seen, strict=True))
+def test_two_ranks_reach_the_weights_of_data_parallelism(tmp_path):
+    assert_close_on(2, (ON_TWO, None), (ON_TWO, 0.1), store=tmp_path / "store")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_three_ranks_reach_the_weights_of_data_parallelism(tmp_path):
-    for seen in run_ranks(distances, ON_THREE, 0.1, store=tmp_path / "store", world_size=3, timeout_s=120):
-        assert all(distance < TOLERANCE for distance in seen), dict(zip(map(str, ON_THREE), seen, strict=True))
-
-
-@pytest.mark.slow
-def test_copies_of_a_sharded_model_reach_the_weights_of_data_parallelism(tmp_path):
-    for seen in run_ranks(distances, ON_FOUR, 0.1, store=tmp_path / "store", world_size=4, timeout_s=120):
-        assert all(distance < TOLERANCE for distance in seen), dict(zip(map(str, ON_FOUR), seen, strict=True))
+    assert_close_on(3, (ON_THREE, 0.1), store=tmp_path / "store")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_split_tensors_reach_the_weights_of_data_parallelism(tmp_path):
+def test_copies_and_split_tensors_reach_the_weights_of_data_parallelism(tmp_path):
     # Of a width that tensor parallelism can cut evenly; gradients are clipped over both meshes together.
-    for seen in run_ranks(distances, SPLITTING, 0.1, 8, store=tmp_path / "store", world_size=4, timeout_s=120):
-        assert all(distance < TOLERANCE for distance in seen), dict(zip(map(str, SPLITTING), seen, strict=True))
+    assert_close_on(4, (ON_FOUR, 0.1), (SPLITTING, 0.1, 8), store=tmp_path / "store")
 
 
-def train_in_low_precision(settings):
-    weights, model = train(strategy_of(settings, "amp_bf16"))
-    stored = {str(parameter.dtype) for parameter in model.parameters()}
+LOW = ["DEFAULT", "PURE", {"param_dtype": "bf16"}]
+
+
+def train_in_low_precision():
     full, _ = train(strategy_of({}))
-    return weights, stored, farthest(weights, full)
+    seen = []
+    for mixed_precision in LOW:
+        weights, model = train(strategy_of({"mixed_precision": mixed_precision}, "amp_bf16"))
+        stored = {str(parameter.dtype) for parameter in model.parameters()}
+        seen.append((weights, stored, farthest(weights, full)))
+    return seen
 
 
-@pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE", {"param_dtype": "bf16"}])
-def test_weights_that_compute_in_bfloat16_are_stored_in_float32_and_agree(mixed_precision, tmp_path):
-    first, second = run_ranks(train_in_low_precision, {"mixed_precision": mixed_precision}, store=tmp_path / "store")
-    assert first[1] == second[1] == {"torch.float32"}
-    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
-    # Adam moves each weight by about the rate in each step, with the sign of a gradient that bfloat16 may turn.
-    assert 0 < first[2] < 2 * STEPS * LR
+def test_weights_that_compute_in_bfloat16_are_stored_in_float32_and_agree(tmp_path):
+    for first, second in zip(*run_ranks(train_in_low_precision, store=tmp_path / "store"), strict=True):
+        assert first[1] == second[1] == {"torch.float32"}
+        assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+        # Adam moves each weight by about the rate in each step, with the sign of a gradient that bfloat16 may turn.
+        assert 0 < first[2] < 2 * STEPS * LR
 
 
 def prefetched(settings):

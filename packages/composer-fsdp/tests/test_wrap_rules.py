@@ -1,8 +1,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from composer_fsdp import FSDP2Config, FSDPConfig, make_plan
+from composer_fsdp.policies import function_of_policy
 from composer_fsdp.wrap_rules import choose_units
 
 
@@ -184,3 +186,21 @@ def test_choosing_changes_nothing_and_works_without_weights():
     before = dict(model.named_parameters())
     assert len(choose_units(model, plan_of())) == 3
     assert dict(model.named_parameters()) == before
+
+
+@pytest.mark.parametrize("policy", [CustomPolicy(is_block), ModuleWrapPolicy({Block}), is_block])
+def test_policies_of_torch_choose_as_a_function_does(policy):
+    model = Net()
+    assert names(model, wraps_itself=True, wrap_fn=function_of_policy(model, policy)) == ["blocks.0", "blocks.1", ""]
+
+
+def test_settings_that_a_policy_of_torch_returns_are_those_of_the_unit():
+    model = Net()
+    policy = CustomPolicy(lambda module: {"mixed_precision": "FULL"} if is_block(module) else False)
+    units = choose_units(model, plan_of(), wraps_itself=True, wrap_fn=function_of_policy(model, policy))
+    assert [dict(unit.options) for unit in units] == [{"mixed_precision": "FULL"}] * 2 + [{}]
+
+
+def test_a_policy_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="the policy 3 is a int"):
+        function_of_policy(Net(), 3)

@@ -1,10 +1,11 @@
 """Which activations are computed again in the backward pass, or wait for it on the host.
 
 `module._activation_checkpointing` decides; without it `activation_checkpointing_fn(module)` of the model's direct
-child. What neither chooses stays as it is.
+child, or of the model itself where the child has none. What neither chooses stays as it is.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-__all__ = ["apply_ac", "chosen_for_checkpointing", "clean_name"]
+__all__ = ["apply_ac", "chosen_for_checkpointing", "warn_of_none_chosen"]
 
-_WRAPPED = "_checkpoint_wrapped_module"
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
@@ -85,27 +85,35 @@ def apply_ac(
 
 
 def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
-    """Return the modules that the rules choose, each once."""
+    """Return the modules that the rules choose, each once, without those that are wrapped already."""
     chosen: dict[nn.Module, None] = {}
+    done = {module for wrapper in model.modules() if _is_wrapper(wrapper) for module in (wrapper, *wrapper.children())}
+    own_function = getattr(model, "activation_checkpointing_fn", None)  # a plain module is its own root
     for child in model.children():
-        function = check_fn or getattr(child, "activation_checkpointing_fn", None)
+        function = check_fn or getattr(child, "activation_checkpointing_fn", own_function)
         for module in child.modules():
+            if module in done:
+                continue
             own = getattr(module, "_activation_checkpointing", None)
             if own if own is not None else (function is not None and function(module)):
                 chosen[module] = None
     return list(chosen)
 
 
-def clean_name(name: str) -> str:
-    """Return a parameter's name without what wrappers add to it.
+def warn_of_none_chosen(model: nn.Module, stacklevel: int) -> None:
+    """Warn that activations are to be computed again, or to wait on the host, and those of no module.
 
-    Example:
-        >>> clean_name("blocks.0._checkpoint_wrapped_module.weight")
-        'blocks.0.weight'
+    A model that is wrapped already does so.
     """
-    if _WRAPPED not in name and "_orig_mod" not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part not in (_WRAPPED, "_orig_mod"))
+    if any(_is_wrapper(module) for module in model.modules()):
+        return
+    warnings.warn(
+        "activation_checkpointing or activation_cpu_offload is on, and no module is chosen for it, so that it does "
+        "nothing. Define activation_checkpointing_fn(module) on the model or its child, which says which modules, or "
+        "set _activation_checkpointing = True on them.",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _wrapper(

@@ -1,13 +1,40 @@
-"""Whether all ranks hold the same weights before these are sharded, which nobody could tell afterwards."""
+"""Whether all ranks begin with the same before a model is sharded, which nobody could tell afterwards."""
 
 import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from composer_dist import dist
+from composer_dist import RankDisagreementError, check_agreement, dist
 
-__all__ = ["warn_of_different_weights"]
+__all__ = ["agreed", "warn_of_different_weights"]
+
+T = TypeVar("T")
+
+
+def agreed(choose: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]) -> T:
+    """Return what a function gives on this rank, if it gives the same on all. Every rank must call this.
+
+    Args:
+        choose: Asks no other rank.
+        describe: The facts of its result that must be alike.
+
+    Raises:
+        RankDisagreementError: If the facts differ, or another rank has refused.
+        Exception: What `choose` raises on this rank. Where there is no process group yet it comes at once.
+    """
+    try:
+        chosen = choose()
+    except Exception as refusal:
+        with suppress(RankDisagreementError):  # what this rank has to say is more than that others do not say it
+            check_agreement({"refused": f"{type(refusal).__name__}: {refusal}"})
+        raise
+    check_agreement({"refused": "nothing"})
+    check_agreement(describe(chosen))
+    return chosen
 
 
 def warn_of_different_weights(model: nn.Module) -> None:

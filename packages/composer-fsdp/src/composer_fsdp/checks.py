@@ -15,6 +15,7 @@ __all__ = [
     "PREFETCHES",
     "STRATEGIES",
     "check_fsdp",
+    "check_reshard",
     "check_tensor_parallel",
     "number_of_parameters",
     "one_of",
@@ -75,6 +76,28 @@ def check_fsdp(config: FSDPConfig) -> None:
         log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
 
 
+def check_reshard(reshard: Any, shard_degree: int | None) -> None:
+    """Refuse what is no `reshard_after_forward`.
+
+    Args:
+        reshard: What a user gave.
+        shard_degree: Over how many ranks the weights are sharded; `None` if that is not known yet.
+
+    Raises:
+        ValueError: If it is none, or a number of ranks that the others cannot be dealt out in.
+    """
+    if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
+        raise ValueError(
+            f"reshard_after_forward={reshard!r} is neither True nor False nor a number of ranks over which weights "
+            f"stay sharded after the forward pass."
+        )
+    if shard_degree is not None and not isinstance(reshard, bool) and shard_degree % reshard:
+        raise ValueError(
+            f"reshard_after_forward={reshard!r} does not divide the {shard_degree} ranks over which the weights are "
+            f"sharded. Give a divisor of {shard_degree}, True or False."
+        )
+
+
 def say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
     """Warn of settings that are without effect.
 
@@ -126,6 +149,12 @@ def check_tensor_parallel(config: ParallelismConfig) -> None:
         raise ValueError(
             "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
             "Use use_orig_params=True, which is the default, or leave tp out."
+        )
+    mesh, degree = config.tp.device_mesh, config.tp.tensor_parallel_degree
+    if mesh is not None and degree != 1 and (mesh.ndim != 1 or mesh.size() != degree):
+        raise ValueError(
+            f"the device_mesh of TPConfig is {mesh!r}, and tensor_parallel_degree={degree!r}. Give a mesh with one "
+            f"axis of so many ranks, or only the degree."
         )
     if config.tp.tensor_parallel_degree != 1 and own.load_monolith_rank0_only:
         raise ValueError(

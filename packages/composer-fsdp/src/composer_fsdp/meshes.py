@@ -52,11 +52,6 @@ class Meshes:
 
     def _replicating(self, plan: ShardingPlan) -> DeviceMesh:
         """Return a mesh on which every rank has all weights."""
-        if plan.tensor_parallel_degree > 1:
-            raise ValueError(
-                "sharding_strategy='NO_SHARD' does not go with tensor parallelism. Use 'FULL_SHARD' with "
-                "data_parallel_shard_degree=1 instead."
-            )
         group = plan.process_group
         ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
         return self._from_ranks([[rank] for rank in ranks], "self", group)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
-from composer_fsdp.activation import clean_name
+from composer_fsdp.names import clean_name
 from composer_fsdp.placements import own_region
 
 __all__ = ["Beginning", "agree_on_beginning", "initialize", "materialize", "state_to_share", "take_rank_zero_state"]
@@ -105,13 +105,19 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
 
     Raises:
         ValueError: If a module has neither, and there is no default.
+        AssertionError: If a parameter is not sharded.
     """
     pending = [
         (module, _init_function(name, module, ancestors, default)) for name, module, ancestors in _to_fill(model)
     ]
-    for _, parameter in model.named_parameters():
-        # One that is not sharded would be made anew, and lose what it shares with others.
-        assert isinstance(parameter, DTensor) or not parameter.is_meta, "an unsharded parameter is on the meta device"
+    whole = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DTensor)]
+    if whole:
+        # They would be made anew, each rank's with numbers of its own, and lose what they share with others.
+        raise AssertionError(
+            f"the parameters {whole[:5]} are on the meta device and are not sharded (_fsdp_wrap=False, "
+            f"ignored_modules, or a parameter of the model itself), so that nobody can fill them alike on every rank. "
+            f"Build these modules with real weights, or let them be sharded."
+        )
     materialize(model, device)
     for module, fill in pending:
         _fill_whole(module, fill, device)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
 
-from composer_fsdp.activation import clean_name
+from composer_fsdp.names import clean_name
 
 __all__ = [
     "check_optimizers",

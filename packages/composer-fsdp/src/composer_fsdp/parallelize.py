@@ -11,6 +11,7 @@ from composer_dist import Precision, dist, get_device, seed_context
 from composer_dist.devices import Device
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
 from composer_fsdp.plan import make_plan
+from composer_fsdp.policies import function_of_policy
 from composer_fsdp.sharding import ShardedModel, shard_model
 
 __all__ = ["parallelize_composer_model", "parallelize_model"]
@@ -21,7 +22,7 @@ def parallelize_model(
     config: FSDP2Config | FSDPConfig | ParallelismConfig,
     optimizer: Optimizer | None = None,
     precision: str | Precision | None = None,
-    fsdp_wrap_policy: Callable[[nn.Module], Any] | None = None,
+    fsdp_wrap_policy: Any = None,
     activation_checkpointing_check_fn: Callable[[nn.Module], bool] | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     *,
@@ -36,7 +37,7 @@ def parallelize_model(
         config: The settings.
         optimizer: Made for the module; it owns the shards afterwards.
         precision: In which the weights compute. By default `'amp_fp16'` on a GPU, and `'fp32'` elsewhere.
-        fsdp_wrap_policy: In place of the module's `fsdp_wrap_fn`.
+        fsdp_wrap_policy: In place of the module's `fsdp_wrap_fn`: a function like it, or one of torch's policies.
         activation_checkpointing_check_fn: In place of the `activation_checkpointing_fn` of its children.
         param_init_fn: Fills the weights of a module, of those that have no `param_init_fn` of their own, where the
             model is on the meta device.
@@ -57,7 +58,7 @@ def parallelize_model(
         device,
         seed,
         wraps_itself=True,
-        wrap_fn=fsdp_wrap_policy,
+        wrap_fn=function_of_policy(model, fsdp_wrap_policy),
         check_fn=activation_checkpointing_check_fn,
         param_init_fn=param_init_fn,
     )

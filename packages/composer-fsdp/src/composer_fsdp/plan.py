@@ -10,6 +10,7 @@ from composer_dist import Precision
 from composer_fsdp.checks import (
     STRATEGIES,
     check_fsdp,
+    check_reshard,
     check_tensor_parallel,
     number_of_parameters,
     one_of,
@@ -17,7 +18,7 @@ from composer_fsdp.checks import (
     warn,
 )
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
-from composer_fsdp.degrees import fill_degrees
+from composer_fsdp.degrees import AXES, fill_degrees
 from composer_fsdp.groups import check_group
 from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
 
@@ -82,6 +83,13 @@ class ShardingPlan:
     def replicates(self) -> bool:
         """Whether there are several copies of the sharded model."""
         return self.sharding_strategy in _ON_ONE_AXIS
+
+    @property
+    def shard_degree(self) -> int | None:
+        """Over how many ranks the weights are sharded, where that is known before there are groups of ranks."""
+        if self.device_mesh is not None:
+            return self.device_mesh.shape[-1]
+        return self.degrees.get(AXES[1])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that decide how ranks go on together, as values that JSON knows.
@@ -160,17 +168,16 @@ def make_plan(
         "tp_device_mesh": None if tp is None else tp.device_mesh,
     }
     if isinstance(own, FSDP2Config):
-        return ShardingPlan(version=2, **shared, **_from_fsdp2(own, tp, world_size))
+        plan = ShardingPlan(version=2, **shared, **_from_fsdp2(own, tp, world_size))
+        check_reshard(plan.reshard_after_forward, plan.shard_degree)
+        return plan
     return ShardingPlan(version=1, **shared, **_from_fsdp(own, tp, world_size, stacklevel + 1))
 
 
 def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int) -> dict[str, Any]:
     mesh, reshard = config.device_mesh, config.reshard_after_forward
-    if not isinstance(reshard, int) or (reshard is not True and reshard is not False and reshard < 1):
-        raise ValueError(
-            f"reshard_after_forward={reshard!r} is neither True nor False nor a number of ranks over which weights "
-            f"stay sharded after the forward pass."
-        )
+    if mesh is not None and tp is not None:
+        _check_both_meshes(mesh, tp, world_size)
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"device_mesh={mesh!r} has {mesh.ndim} axes. Give one axis to shard over, or two, of which the first "
@@ -184,6 +191,20 @@ def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int) -> di
         "device_mesh": mesh,
         "degrees": {} if mesh is not None else fill_degrees(config, tp, world_size),
     }
+
+
+def _check_both_meshes(mesh: Any, tp: TPConfig, world_size: int) -> None:
+    """Refuse a mesh of a user's own beside which there is none of the ranks that hold one tensor together."""
+    if tp.device_mesh is None:
+        raise ValueError(
+            f"FSDP2Config has device_mesh={mesh!r}, and TPConfig has none. Give both the parts of one mesh, such as "
+            f"mesh['data_parallel_shard'] and mesh['tensor_parallel'], or neither."
+        )
+    if mesh.size() * tp.tensor_parallel_degree != world_size:
+        raise ValueError(
+            f"device_mesh={mesh!r} has {mesh.size()} ranks, and tensor_parallel_degree={tp.tensor_parallel_degree}, "
+            f"which do not multiply to the world size {world_size}. Give two parts of one mesh of all ranks."
+        )
 
 
 def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
@@ -200,6 +221,11 @@ def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stackle
         group = None
     if group is not None:
         check_group(group, world_size)
+    if config.sharding_strategy == "NO_SHARD" and tp is not None:
+        raise ValueError(
+            "sharding_strategy='NO_SHARD' does not go with tensor parallelism. Use 'FULL_SHARD' with "
+            "data_parallel_shard_degree=1 instead."
+        )
     strategy = _strategy_that_fits(config, group, has_degrees, tp is not None, stacklevel + 1)
     by_nodes = strategy in _ON_ONE_AXIS and not has_degrees and group is None and tp is None
     is_left_to_groups = group is not None or by_nodes or (strategy == "NO_SHARD" and not has_degrees)

@@ -1,6 +1,6 @@
 """The single steps of sharding, under the names by which Composer's users call them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from composer_fsdp.config import FSDP2Config, FSDPConfig, TPConfig
 from composer_fsdp.degrees import AXES
 from composer_fsdp.optimizers import check_optimizers, names_of_parameters, rebuild
 from composer_fsdp.plan import make_plan
+from composer_fsdp.policies import function_of_policy
 from composer_fsdp.sharding import shard_model
 from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
 
-__all__ = ["prepare_fsdp_module", "prepare_fully_shard", "prepare_tp_module"]
+__all__ = ["apply_fully_shard", "prepare_fsdp_module", "prepare_fully_shard", "prepare_tp_module"]
 
 
 def prepare_fsdp_module(
@@ -83,7 +84,7 @@ def prepare_fully_shard(
     model: nn.Module,
     config: FSDP2Config | FSDPConfig,
     precision: str | Precision | None = None,
-    policy: Callable[[nn.Module], Any] | None = None,
+    policy: Any = None,
 ) -> None:
     """Shard a plain module that has weights on every rank, in place. Every rank must call this.
 
@@ -91,8 +92,12 @@ def prepare_fully_shard(
         model: Itself the outermost unit.
         config: The settings.
         precision: In which the weights compute; `'fp32'` when `None`.
-        policy: In place of its `fsdp_wrap_fn`.
+        policy: In place of its `fsdp_wrap_fn`: a function like it, or one of torch's policies.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     plan = make_plan(config, precision=precision or "fp32", world_size=dist.get_world_size(), stacklevel=2)
-    shard_model(model, plan, device=device, wraps_itself=True, wrap_fn=policy)
+    shard_model(model, plan, device=device, wraps_itself=True, wrap_fn=function_of_policy(model, policy))
+
+
+apply_fully_shard = prepare_fully_shard
+"""The same: Composer has both names."""

@@ -23,14 +23,15 @@ from composer_dist import dist
 from composer_fsdp import meta_init
 from composer_fsdp.activation import apply_ac
 from composer_fsdp.agreement import warn_of_different_weights
+from composer_fsdp.choice import choose
 from composer_fsdp.meshes import Meshes
 from composer_fsdp.mixed_precision import Dtypes, cast_buffers, resolve_dtypes
-from composer_fsdp.optimizers import check_optimizers, names_of_parameters, rebuild
+from composer_fsdp.optimizers import rebuild
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.prefetch import Prefetching
-from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
-from composer_fsdp.tied import check_param_tying, resolve_ties
-from composer_fsdp.wrap_rules import Unit, choose_units
+from composer_fsdp.tensor_parallel import split_tensors
+from composer_fsdp.tied import check_param_tying
+from composer_fsdp.wrap_rules import Unit
 
 __all__ = ["ShardedModel", "Sharder", "prefetch_ahead", "shard_model", "wrap_activations"]
 
@@ -113,17 +114,8 @@ def shard_model(
     Raises:
         ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not go together.
     """
-    units = choose_units(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
-    _check_check_fn(plan, check_fn)
-    units = resolve_ties(model, units, plan.tie_policy)
-    names = names_of_parameters(model)
-    splits = plan.layer_plan is not None
-    check_optimizers(optimizers, names, use_orig_params=plan.use_orig_params, splits_tensors=splits)
-    if plan.layer_plan is not None:
-        check_layer_plan(model, plan.layer_plan)
+    choice = choose(model, plan, optimizers, wraps_itself=wraps_itself, wrap_fn=wrap_fn, check_fn=check_fn)
     syncs = plan.sync_module_states and plan.auto_wrap
-    if syncs or plan.load_monolith_rank0_only:
-        _refuse_duplicates(model)
     beginning = meta_init.agree_on_beginning(model, sync=syncs, follows_weights=plan.version == 2)
     if beginning is meta_init.Beginning.REAL and plan.auto_wrap:
         warn_of_different_weights(model)
@@ -132,7 +124,7 @@ def shard_model(
     with check_param_tying(model):
         if plan.layer_plan is not None and meshes.tensor is not None:
             split_tensors(model, meshes.tensor, plan.layer_plan)
-        units = wrap_activations(model, plan, units, check_fn)
+        units = wrap_activations(model, plan, choice.units, choice.recomputed.__contains__)
         sharder = Sharder(plan, meshes, device)
         for unit in units:
             sharder.shard(unit)
@@ -141,7 +133,7 @@ def shard_model(
         elif beginning is meta_init.Beginning.META:
             meta_init.initialize(model, sharder.storage, param_init_fn)
     _move_the_rest(model, device)
-    rebuild(optimizers, names, model)
+    rebuild(optimizers, choice.names, model)
     sharded = ShardedModel(
         model=model,
         plan=plan,
@@ -252,14 +244,6 @@ def wrap_activations(
     ]
 
 
-def _check_check_fn(plan: ShardingPlan, check_fn: Callable[[nn.Module], bool] | None) -> None:
-    if check_fn is not None and not plan.activation_checkpointing and not plan.activation_cpu_offload:
-        raise ValueError(
-            "a function chooses modules for activation checkpointing, and neither activation_checkpointing nor "
-            "activation_cpu_offload is on. Set one of them, or leave the function out."
-        )
-
-
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
     """Yield a unit's module and its descendants, without those of units inside it."""
     yield unit
@@ -285,17 +269,6 @@ def _move_the_rest(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():  # `buffers()` gives nothing to assign to
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def _refuse_duplicates(model: nn.Module) -> None:
-    names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if module in names and next(module.parameters(), None) is not None:
-            raise ValueError(
-                f"the model has duplicate module references, {names[module]!r} and {name!r}, and rank 0's weights are "
-                f"handed on by name. Keep the module under one name, or give every rank the weights itself."
-            )
-        names[module] = name
 
 
 def prefetch_ahead(units: Sequence[Unit], plan: ShardingPlan) -> Prefetching:

@@ -21,6 +21,7 @@ from composer_fsdp.clipping import clip_grad_norm
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.recovery import checked_meetings
 from composer_fsdp.sharding import ShardedModel, shard_model
+from composer_fsdp.twins import FirstBatch
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -58,11 +59,20 @@ class FSDP(SingleDevice):
         self.mesh = mesh
         self._sharded: ShardedModel | None = None
         self._postpones = False  # whether gradients wait for the end of an attempt
+        self._first_batch: FirstBatch | None = None  # where several ranks must read the same
 
     @property
     def world_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # constant by then
         """Over how many ranks the gradients are a mean: those that have batches of their own."""
         return dist.get_world_size() // self.plan.tensor_parallel_degree
+
+    @property
+    def batch_rank(self) -> int:
+        """Which part of a step's batch this rank reads. Ranks that hold one tensor together read the same part."""
+        given = self.plan.tp_device_mesh
+        if given is not None:
+            return min(tdist.get_process_group_ranks(given.get_group()))
+        return dist.get_global_rank() // self.plan.tensor_parallel_degree
 
     @property
     def is_prepared(self) -> bool:
@@ -95,11 +105,24 @@ class FSDP(SingleDevice):
                 model, self.plan, device=self.device.torch_device, optimizers=optimizers, mesh=self.mesh
             )
         self.mesh = self._sharded.meshes.whole or self._sharded.meshes.data
+        if self._sharded.meshes.tensor is not None:
+            self._first_batch = FirstBatch(self._sharded.meshes.tensor)
         for optimizer in optimizers:
             if not self.plan.cpu_offload:
                 self.device.optimizer_to_device(optimizer)
         self._tell()
         return model, optimizers
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """Return the batch as it is.
+
+        The first one is compared among the ranks that hold one tensor together, which are warned if theirs differ.
+        """
+        if self._first_batch is not None:
+            self._first_batch.see(batch)
+            if not self._postpones:
+                self._first_batch.compare()
+        return batch
 
     def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
         """Return the context in which one microbatch runs forward and backward.
@@ -145,12 +168,16 @@ class FSDP(SingleDevice):
                 f"FSDPModule.reset_iter_state. Use a newer torch, or give the size of a microbatch as a number."
             )
         self._postpones = True
+        if self._first_batch is not None:
+            self._first_batch.forget()  # what an attempt saw that was given up may be cut otherwise
         try:
             with checked_meetings(self.sharded.roots, check):
                 yield
                 check()
         finally:
             self._postpones = False
+        if self._first_batch is not None:
+            self._first_batch.compare()
         if self.sharded.whole and torch.is_grad_enabled():
             average_gradients(self.sharded.whole)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from composer_fsdp.activation import clean_name
+from composer_fsdp.names import clean_name
 from composer_fsdp.wrap_rules import Unit
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import nn
 
 from composer_dist import dist
-from composer_fsdp.checks import PREFETCHES, STRATEGIES
+from composer_fsdp.checks import PREFETCHES, STRATEGIES, check_reshard
 from composer_fsdp.config import FSDP2Config
 from composer_fsdp.groups import check_group
 from composer_fsdp.keys import explain_key
@@ -105,11 +105,10 @@ def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
         value = options.get(key, accepted[0])
         if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in accepted:
             raise ValueError(f"{key}={value!r} is none that there is. Use one of {', '.join(map(repr, accepted))}.")
-    for key, what in (("reshard_after_forward", "True, False or a number of ranks"), ("forward_prefetch_limit", "1")):
-        value = options.get(key, 1)
-        is_number = isinstance(value, int) and (value >= 1 or value is False)
-        if not is_number or (key == "forward_prefetch_limit" and isinstance(value, bool)):
-            raise ValueError(f"{key}={value!r} is no such number. Use {what}{' or more' if what == '1' else ''}.")
+    check_reshard(options.get("reshard_after_forward", True), None if "process_group" in options else plan.shard_degree)
+    limit = options.get("forward_prefetch_limit", 1)
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"forward_prefetch_limit={limit!r} is not a number of modules: it has to be 1 or more.")
     if not callable(options.get("shard_placement_fn", len)):
         raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is no function of a parameter.")
     if options.get("process_group") is not None:

@@ -38,6 +38,7 @@ __getattr__, __dir__ = lazy_face(
         "dist_strategy",
         "fsdp2",
         "fsdp2_utils",
+        "param_init",
         "prepare_distributed",
         "shared_utils",
     ],

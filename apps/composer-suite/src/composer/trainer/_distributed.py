@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer.trainer._ranks import Ranks, agreed_facts
-from composer.trainer._sharding import make_strategy, refuse_late_surgery
-from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
+from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
+from composer_dist import agreement, dist, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed_config import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.env import check_environment
@@ -161,9 +161,9 @@ def share_seed(seed: int | None) -> int:
     return int(drawn)
 
 
-def seed_rank(rank_zero_seed: int) -> None:
-    """Seed this rank, so that dropout and augmentation differ between ranks."""
-    reproducibility.seed_all((rank_zero_seed + get_global_rank()) % (reproducibility.MAX_SEED + 1))
+def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
+    """Seed this rank, so that dropout and augmentation differ between ranks, unless they share their batches."""
+    reproducibility.seed_all((rank_zero_seed + batch_rank(strategy)) % (reproducibility.MAX_SEED + 1))
 
 
 def share_run_name(run_name: str) -> str:

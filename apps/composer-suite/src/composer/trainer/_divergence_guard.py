@@ -18,8 +18,10 @@ from composer.trainer._spikes import Spikes
 from composer.trainer._step_control import has_fused_step, overflow_of, takes_none, tell_device
 from composer.trainer._undo import StepUndo
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
+from composer_dist import get_world_size
 from composer_dist.strategy import Strategy
 from composer_events.state import State
+from composer_fsdp.names import clean_name
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +145,7 @@ class DivergenceGuard:
         found = torch.zeros_like(self._found)
         for optimizer in self._state.optimizers:
             note_non_finite(_tensors_of(optimizer), found, self._one)
-        if self._strategy.world_size > 1:
+        if get_world_size() > 1:  # also where all of them read one batch, each holds its own part
             found = self._strategy.mean({"found": found})["found"]
         if found.item():
             self._refuse_weights()
@@ -303,7 +305,7 @@ def _values(entries: Mapping[str, object]) -> list[Tensor]:
 
 def _names_of_bad(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the names of the first tensors that are not finite."""
-    names = [name for name, tensor in tensors if not _is_finite(tensor)]
+    names = [clean_name(name) for name, tensor in tensors if not _is_finite(tensor)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 

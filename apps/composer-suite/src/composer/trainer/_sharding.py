@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from composer.trainer._caller import level_of_user
-from composer_dist import get_world_size
+from composer_dist import get_global_rank, get_world_size
 
 if TYPE_CHECKING:
     from composer.trainer._given import Given
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
 
 __all__ = [
+    "batch_rank",
     "facts_of",
     "make_strategy",
     "needs_group",
@@ -109,7 +110,20 @@ def _refuse_with_sharding(
 def facts_of(strategy: Strategy) -> dict[str, Any] | None:
     """Return what the ranks must have alike of how the model is sharded."""
     plan: ShardingPlan | None = getattr(strategy, "plan", None)
-    return None if plan is None else plan.to_dict()
+    if plan is None:
+        return None
+    facts = plan.to_dict()
+    # Ranks may belong to different parts of one mesh, and give different lists of ranks, which are compared later.
+    if plan.device_mesh is not None:
+        facts["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
+    if not isinstance(plan.process_group, str | None):
+        facts["process_group"] = type(plan.process_group).__name__
+    return facts
+
+
+def batch_rank(strategy: Strategy) -> int:
+    """Return which part of a step's batch this rank reads, where ranks that hold one tensor together read the same."""
+    return cast("FSDP", strategy).batch_rank if hasattr(strategy, "plan") else get_global_rank()
 
 
 def needs_group(strategy: Strategy) -> bool:

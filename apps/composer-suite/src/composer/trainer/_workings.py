@@ -26,6 +26,7 @@ from composer.trainer._plan import Plan
 from composer.trainer._prediction import Prediction
 from composer.trainer._preemption import Preemption
 from composer.trainer._ranks import Ranks
+from composer.trainer._recomputation import recompute_activations
 from composer.trainer._report import Report, log_run_facts
 from composer.trainer._train_metrics import TrainMetrics
 from composer.trainer.loop import Loop
@@ -74,6 +75,7 @@ class Workings:
     def __init__(self, given: Given, parts: Parts) -> None:
         self.saver = parts.saver
         self._compilation = parts.compilation
+        self._recomputes = parts.recomputes
         self._by_tokens = given.accumulate_train_batch_on_tokens
         self._on_divergence = parts.on_divergence
         self.divergences: list[Divergence] = []
@@ -83,7 +85,7 @@ class Workings:
         rank_zero_seed = distributed.share_seed(given.seed)
         if given.deterministic_mode:
             reproducibility.configure_deterministic_mode()
-        distributed.seed_rank(rank_zero_seed)
+        distributed.seed_rank(rank_zero_seed, self.strategy)
         self.strategy.place(parts.model, parts.optimizers)
         self.state = make_state(given, parts, rank_zero_seed)
         checkpoints.check_load_path(parts.loading, self.state)
@@ -124,7 +126,7 @@ class Workings:
             self._prepare_model()
         self._compilation.apply(state.model)
         # Whatever algorithms drew so far, training draws the same numbers.
-        distributed.seed_rank(state.rank_zero_seed)
+        distributed.seed_rank(state.rank_zero_seed, self.strategy)
 
     def _take_model(self, model: ComposerModel) -> None:
         self.model = model
@@ -138,6 +140,7 @@ class Workings:
 
     def _prepare_model(self) -> None:
         state = self.state
+        recompute_activations(state.model, self._recomputes)
         state.model, state.optimizers = self.strategy.prepare(state.model, list(state.optimizers))
         sharding.share_mesh(self.strategy, state)
 
