@@ -1,1 +1,76 @@
-"""How a Hugging Face model trains and is published."""
+"""How a Hugging Face model trains and is published.
+
+- `model`: `HuggingFaceModel`, any model of transformers as the training loop asks for it.
+- `causal_lm`: `ComposerHFCausalLM`, one that is built from its name or path, as configurations spell it.
+- `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders while training goes on.
+- `publishing`: from a checkpoint to such a folder. `metadata`, `pretrained_folder`, `published_weights`,
+  `weight_files`: its parts, which need neither the weights nor transformers until they are used.
+- `from_checkpoint`, `saved_state`: from a checkpoint to a model and a tokenizer.
+- `adapters`: LoRA. `sharding_hints`: what FSDP shards as a unit.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_hf.adapters import filter_state_dict_peft as filter_state_dict_peft
+    from composer_hf.adapters import maybe_get_underlying_model as maybe_get_underlying_model
+    from composer_hf.causal_lm import ComposerHFCausalLM as ComposerHFCausalLM
+    from composer_hf.causal_lm import hf_causal_lm as hf_causal_lm
+    from composer_hf.checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
+    from composer_hf.from_checkpoint import hf_from_composer_checkpoint as hf_from_composer_checkpoint
+    from composer_hf.metadata import HuggingFaceMetadata as HuggingFaceMetadata
+    from composer_hf.metadata import MissingMetadataError as MissingMetadataError
+    from composer_hf.model import HuggingFaceModel as HuggingFaceModel
+    from composer_hf.published_weights import PublishedPiece as PublishedPiece
+    from composer_hf.published_weights import plan_weights as plan_weights
+    from composer_hf.publishing import (
+        write_huggingface_pretrained_from_composer_checkpoint as write_huggingface_pretrained_from_composer_checkpoint,
+    )
+    from composer_hf.saved_state import (
+        get_hf_config_from_composer_state_dict as get_hf_config_from_composer_state_dict,
+    )
+    from composer_hf.saved_state import (
+        get_peft_config_from_composer_state_dict as get_peft_config_from_composer_state_dict,
+    )
+    from composer_hf.sharding_hints import prepare_hf_model_for_fsdp as prepare_hf_model_for_fsdp
+
+# The model's class needs torch and, once it is used, transformers, which take seconds to load.
+_HOME = {
+    "HuggingFaceModel": "model",
+    "ComposerHFCausalLM": "causal_lm",
+    "hf_causal_lm": "causal_lm",
+    "HuggingFaceCheckpointer": "checkpointer",
+    "hf_from_composer_checkpoint": "from_checkpoint",
+    "write_huggingface_pretrained_from_composer_checkpoint": "publishing",
+    "get_hf_config_from_composer_state_dict": "saved_state",
+    "get_peft_config_from_composer_state_dict": "saved_state",
+    "filter_state_dict_peft": "adapters",
+    "maybe_get_underlying_model": "adapters",
+    "prepare_hf_model_for_fsdp": "sharding_hints",
+    "HuggingFaceMetadata": "metadata",
+    "MissingMetadataError": "metadata",
+    "PublishedPiece": "published_weights",
+    "plan_weights": "published_weights",
+}
+
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # declared in the block above
+
+__version__: str
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # reading the metadata is slow, and few ask for it
+
+        value: object = version("composer-hf")
+    elif name in _HOME:
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

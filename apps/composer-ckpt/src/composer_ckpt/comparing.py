@@ -1,0 +1,193 @@
+"""`composer-ckpt diff`: where two checkpoints differ, of whatever formats they are."""
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from composer_checkpoint.tensors import StoredTensor, TensorSource
+from composer_ckpt.folders import describe_folder
+from composer_ckpt.inspecting import describe, dtype_name
+from composer_ckpt.outcomes import ExitCode, Result
+from composer_ckpt.progress import progress_bar
+from composer_ckpt.selection import select
+from composer_ckpt.sources import opened, place_of
+
+__all__ = ["diff"]
+
+_BLOCK_NUMEL = 1 << 20
+_PREFIX = "model."
+
+
+def diff(options: argparse.Namespace) -> Result:
+    """Run the command."""
+    with opened(options.a) as a, opened(options.b) as b:
+        of_a, of_b = _tensors(a, options), _tensors(b, options)
+        of_a, of_b = _aligned(of_a, of_b)
+        data: dict[str, Any] = {
+            "a": options.a,
+            "b": options.b,
+            "only_a": [name for name in of_a if name not in of_b],
+            "only_b": [name for name in of_b if name not in of_a],
+            "shape": [],
+            "dtype": [],
+            "value": [],
+        }
+        with progress_bar("comparing", sum(tensor.size_bytes for tensor in of_a.values())) as progress:
+            for name, tensor in of_a.items():
+                if name in of_b:
+                    _compare(name, tensor, of_b[name], options, data)
+                progress(tensor.size_bytes)
+        data["timestamp"] = _different(_times(a, options.a), _times(b, options.b))
+        data["config"] = _different(_config(a, options.a), _config(b, options.b))
+    faults = ("only_a", "only_b", "shape", "dtype", "value")
+    data["first_divergent"] = _first(of_a, data)
+    data["equal"] = not any(data[key] for key in faults)
+    return Result(_text(data, options.most, len(of_a)), data, ExitCode.FINE if data["equal"] else ExitCode.FAILURE)
+
+
+def _tensors(source: TensorSource, options: argparse.Namespace) -> dict[str, StoredTensor]:
+    return select(dict(source.tensors if options.all else source.weights), options.keys)
+
+
+def _aligned(
+    a: dict[str, StoredTensor], b: dict[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return both with names that fit: a Composer checkpoint has `model.` before those of a Hugging Face folder."""
+    ways = {
+        (False, False): (a, b),
+        (True, False): (_without_prefix(a), b),
+        (False, True): (a, _without_prefix(b)),
+    }
+    return max(ways.values(), key=lambda pair: len(pair[0].keys() & pair[1].keys()))
+
+
+def _without_prefix(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Namespace, data: dict[str, Any]) -> None:
+    if a.shape != b.shape:
+        data["shape"].append({"name": name, "a": list(a.shape), "b": list(b.shape)})
+        return
+    if a.dtype != b.dtype:
+        data["dtype"].append({"name": name, "a": dtype_name(a.dtype), "b": dtype_name(b.dtype)})
+    found = _Difference()
+    for start in range(0, a.numel, _BLOCK_NUMEL):
+        count = min(_BLOCK_NUMEL, a.numel - start)
+        found.add(a.read_range(start, count), b.read_range(start, count), options.rtol, options.atol)
+    if found.is_different:
+        data["value"].append({"name": name, **found.numbers()})
+
+
+@dataclass(slots=True)
+class _Difference:
+    """What two tensors have in common, summed up piece by piece."""
+
+    is_different: bool = False
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    dot: float = 0.0
+    norm_a: float = 0.0
+    norm_b: float = 0.0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> None:
+        if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            wide = _wide(a)
+            square = float(wide.dot(wide))
+            self.dot, self.norm_a, self.norm_b = self.dot + square, self.norm_a + square, self.norm_b + square
+            return
+        wide_a, wide_b = _wide(a), _wide(b)
+        if not torch.allclose(wide_a, wide_b, rtol=rtol, atol=atol, equal_nan=True):
+            self.is_different = True
+        gap = (wide_a - wide_b).abs()
+        self.max_abs = max(self.max_abs, _largest(gap))
+        self.max_rel = max(self.max_rel, _largest(gap / wide_b.abs().clamp_min(torch.finfo(torch.float64).tiny)))
+        self.dot += float(wide_a.dot(wide_b))
+        self.norm_a += float(wide_a.dot(wide_a))
+        self.norm_b += float(wide_b.dot(wide_b))
+
+    def numbers(self) -> dict[str, float | None]:
+        length = math.sqrt(self.norm_a) * math.sqrt(self.norm_b)
+        cosine = self.dot / length if length > 0 and math.isfinite(length) else None
+        return {"max_abs": _finite(self.max_abs), "max_rel": _finite(self.max_rel), "cosine": cosine}
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    plain = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
+    return plain.to(torch.float64)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Return the largest value; of NaN, infinity."""
+    return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
+
+
+def _finite(value: float) -> float | None:
+    """Return a number, `None` for one that JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def _times(source: TensorSource, name: str) -> Mapping[str, Any]:
+    return describe(source, name, {})["timestamp"]
+
+
+def _config(source: TensorSource, name: str) -> dict[str, Any]:
+    """Return a model's configuration, flat, by paths."""
+    saved: Any = source.state.get("integrations", {})
+    saved = saved.get("huggingface") if isinstance(saved, dict) else None
+    if not saved and place_of(name).is_dir():
+        saved = describe_folder(place_of(name))
+    config: Any = saved
+    for key in ("model", "config", "content"):
+        config = config.get(key) if isinstance(config, dict) else None
+    return dict(_flat("", config)) if isinstance(config, dict) else {}
+
+
+def _flat(path: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [pair for key, item in value.items() for pair in _flat(f"{path}.{key}" if path else str(key), item)]
+    return [(path, value)]
+
+
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what both say, and say differently, or only one of two that say something."""
+    if not a or not b:
+        return {}
+    return {key: [a.get(key), b.get(key)] for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
+
+
+def _first(tensors: Mapping[str, StoredTensor], data: Mapping[str, Any]) -> str | None:
+    listed = {item["name"] for key in ("shape", "dtype", "value") for item in data[key]} | {*data["only_a"]}
+    return next((name for name in tensors if name in listed), next(iter(data["only_b"]), None))
+
+
+def _text(data: Mapping[str, Any], most: int, count: int) -> str:
+    if data["equal"]:
+        lines = [f"equal: {count} tensors of {data['a']} and {data['b']}"]
+    else:
+        lines = [f"different: the first is {data['first_divergent']}"]
+    for key, side in (("only_a", data["a"]), ("only_b", data["b"])):
+        lines += [f"  only in {side}: {name}" for name in data[key][:most]] + _more(data[key], most)
+    for key in ("shape", "dtype"):
+        lines += [f"  {key} of {item['name']}: {item['a']} and {item['b']}" for item in data[key][:most]]
+        lines += _more(data[key], most)
+    largest = sorted(data["value"], key=lambda item: -(math.inf if item["max_abs"] is None else item["max_abs"]))
+    lines += [f"  value of {item['name']}: {_measures(item)}" for item in largest[:most]] + _more(largest, most)
+    for key in ("timestamp", "config"):
+        lines += [f"  {key} {path}: {a!r} and {b!r}" for path, (a, b) in list(data[key].items())[:most]]
+    return "\n".join(lines)
+
+
+def _measures(item: Mapping[str, Any]) -> str:
+    names = {"max_abs": "largest difference", "max_rel": "relative", "cosine": "cosine"}
+    return ", ".join(
+        f"{text} {'NaN' if item[key] is None else format(item[key], '.6g')}" for key, text in names.items()
+    )
+
+
+def _more(items: list[Any], most: int) -> list[str]:
+    return [f"  ... and {len(items) - most} more"] if len(items) > most else []

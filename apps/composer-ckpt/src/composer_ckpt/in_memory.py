@@ -1,0 +1,104 @@
+"""The weights of a Hugging Face folder under the names that the model has for them in memory.
+
+Most models have the same names on the disk. Transformers 5 keeps some weights as one in memory, such as the experts of
+a mixture, and says for each model how they are put together.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_checkpoint import UnfittingWeightsError
+from composer_checkpoint.tensors import StoredTensor
+from composer_hf.published_weights import tied_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["in_memory_weights"]
+
+_MAX_NAMES = 8
+Weights = dict[str, StoredTensor]
+
+
+def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
+    """Return a folder's weights as the model's state dict has them, tied ones under each of their names.
+
+    Args:
+        weights: By the names of the folder.
+        model: The model, on the meta device.
+
+    Raises:
+        UnfittingWeightsError: If weights are missing or too many for the model.
+    """
+    expected = model.state_dict()
+    found = _put_together(weights, model) if weights.keys() - expected.keys() else dict(weights)
+    for alias, kept in tied_names(model).items():
+        if kept in found:
+            found.setdefault(alias, found[kept])
+        elif alias in found:
+            found[kept] = found[alias]
+    missing, surplus = (
+        [name for name in expected if name not in found],
+        [name for name in found if name not in expected],
+    )
+    other = [name for name in found if name in expected and found[name].shape != tuple(expected[name].shape)]
+    lists = (("missing", missing), ("not in the model", surplus), ("of another shape", other))
+    if told := [f"{len(names)} {what}: {', '.join(names[:_MAX_NAMES])}" for what, names in lists if names]:
+        raise UnfittingWeightsError(
+            f"the weights do not fit the {type(model).__name__} that the folder's config.json describes: "
+            f"{'; '.join(told)}. Give --config with the one that fits."
+        )
+    return {name: found[name] for name in expected}
+
+
+def _put_together(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # before transformers 5 the names are those of the disk
+        return dict(weights)
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    found: Weights = {}
+    for name in sorted(weights, key=_natural):
+        new, pattern = rename_source_key(name, renamings, converters)
+        if pattern is None:
+            found[new] = weights[name]
+        else:
+            groups.setdefault(new, []).append((name, pattern))
+    for target, parts in groups.items():
+        makes = _maker(by_pattern[parts[0][1]], target, parts, weights, model)
+        like = makes(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        for name, described in like.items():
+            found[name] = StoredTensor(
+                described.dtype,
+                tuple(described.shape),
+                lambda makes=makes, name=name: makes(StoredTensor.read)[name].contiguous(),
+            )
+    return found
+
+
+def _maker(
+    converter: Any, target: str, parts: list[tuple[str, str]], weights: Mapping[str, StoredTensor], model: Any
+) -> Callable[[Callable[[StoredTensor], torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return a function that puts parts together, once it is told how to get a part."""
+
+    def make(read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = deepcopy(converter)
+        for name, pattern in parts:
+            own.add_tensor(target, name, pattern, read(weights[name]))
+        made = own.convert(target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    return make
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort numbers in names by their value: the tenth expert comes after the ninth."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,0 +1,243 @@
+"""`composer-ckpt inspect`: what is in a checkpoint."""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from composer_checkpoint import Manifest
+from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of
+from composer_ckpt.folders import describe_folder
+from composer_ckpt.outcomes import ExitCode, Result
+from composer_ckpt.progress import progress_bar
+from composer_ckpt.selection import select
+from composer_ckpt.sizes import format_size
+from composer_ckpt.sources import opened, place_of
+from composer_ckpt.trees import draw_tree
+
+__all__ = ["describe", "inspect"]
+
+_BLOCK_NUMEL = 1 << 20
+_MOST_TENSORS = 200
+
+
+def inspect(options: argparse.Namespace) -> Result:
+    """Run the command."""
+    with opened(options.source, options.kind, record_unknown=True) as source:  # to say what it asks for
+        tensors = select(source.tensors, options.keys)
+        data = describe(source, options.source, tensors)
+        if options.stats:
+            with progress_bar("reading", sum(tensor.size_bytes for tensor in tensors.values())) as progress:
+                for entry in data["tensors"]:
+                    entry["stats"] = statistics(tensors[entry["name"]])
+                    progress(entry["bytes"])
+    return Result(_text(data, options.tree), data, ExitCode.UNSAFE if data["unsafe"] else ExitCode.FINE)
+
+
+def describe(source: TensorSource, name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return what `inspect --json` prints."""
+    info, state = _info(source.manifest), source.state
+    metadata = _dict(state.get("metadata"))
+    environment = _dict(metadata.get("composer_env_info"))
+    saved = _dict(_dict(state.get("integrations")).get("huggingface"))
+    hugging_face = describe_hugging_face(saved or _dict(_beside(source, name)))
+    aliases = aliases_of(tensors)
+    entries = [
+        {
+            "name": tensor_name,
+            "shape": list(tensor.shape),
+            "dtype": dtype_name(tensor.dtype),
+            "bytes": tensor.size_bytes,
+            "alias_of": aliases.get(tensor_name),
+        }
+        for tensor_name, tensor in tensors.items()
+    ]
+    return {
+        "source": name,
+        "format": source.format,
+        "bytes": source.size_bytes,
+        "files": dict(source.files),
+        "has_manifest": source.manifest is not None,
+        "composer_version": environment.get("composer_version") or info.get("composer_version"),
+        "torch_version": _text_or_none(metadata.get("torch_version") or info.get("torch_version")),
+        "transformers_version": (hugging_face or {}).get("transformers_version"),
+        "deepspeed_version": _text_or_none(_dict(source.tree).get("ds_version")),
+        "world_size": metadata.get("world_size") or info.get("world_size") or _dict(source.tree).get("dp_world_size"),
+        "timestamp": _timestamp(state, info),
+        "run_name": state.get("run_name") or info.get("run_name"),
+        "rank_zero_seed": state.get("rank_zero_seed"),
+        "algorithms": [_algorithm(item) for item in state.get("algorithms") or ()],
+        "optimizers": _optimizers(state),
+        "schedulers": _names(state.get("schedulers")),
+        "callbacks": _names(state.get("callbacks")),
+        "huggingface": hugging_face,
+        "tensors": entries,
+        "totals": _totals(tensors, aliases),
+        "missing": list(source.missing),
+        "unsafe": list(source.unsafe_globals),
+    }
+
+
+def describe_hugging_face(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what is said of a Hugging Face model, read without importing transformers."""
+    if not saved:
+        return None
+    config = _dict(_dict(saved.get("model")).get("config"))
+    content = _dict(config.get("content"))
+    return {
+        "model_class": _text_or_none(config.get("class")),
+        "model_type": _text_or_none(content.get("model_type")),
+        "transformers_version": _text_or_none(content.get("transformers_version")),
+        "tokenizer_files": sorted(map(str, _dict(saved.get("tokenizer")))),
+        "peft": _dict(_dict(_dict(saved.get("model")).get("peft_config")).get("content")).get("peft_type"),
+    }
+
+
+def _beside(source: TensorSource, name: str) -> dict[str, Any] | None:
+    return describe_folder(place_of(name)) if source.format == "hf" else None
+
+
+def statistics(tensor: StoredTensor) -> dict[str, Any]:
+    """Return a tensor's least, largest and mean value and how many are NaN or infinite, read piece by piece."""
+    if tensor.dtype.is_complex or not tensor.numel:
+        return {"min": None, "max": None, "mean": None, "nan": 0, "inf": 0}
+    least, most, total, count, num_nan, num_inf = float("inf"), float("-inf"), 0.0, 0, 0, 0
+    for start in range(0, tensor.numel, _BLOCK_NUMEL):
+        piece = tensor.read_range(start, min(_BLOCK_NUMEL, tensor.numel - start)).to(torch.float64)
+        finite = piece[piece.isfinite()]
+        num_nan += int(piece.isnan().sum())
+        num_inf += int(piece.isinf().sum())
+        if finite.numel():
+            least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+            total, count = total + float(finite.sum()), count + finite.numel()
+    found = (least, most, total / count) if count else (None, None, None)
+    return {"min": found[0], "max": found[1], "mean": found[2], "nan": num_nan, "inf": num_inf}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _info(manifest: Manifest | None) -> Mapping[str, Any]:
+    return {} if manifest is None else manifest.info
+
+
+def _timestamp(state: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    time = _dict(state.get("timestamp")) or _dict(info.get("timestamp"))
+    return {str(name): _plain(value) for name, value in _dict(time.get("Timestamp", time)).items()}
+
+
+def _algorithm(item: Any) -> dict[str, Any]:
+    """Describe an algorithm; Composer saves pairs of its class and its state."""
+    name, state = item if isinstance(item, list | tuple) and len(item) == 2 else (item, {})
+    return {"name": str(name), "repr": _text_or_none(_dict(state).get("repr"))}
+
+
+def _optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for name, optimizer in _dict(state.get("optimizers")).items():
+        groups = _dict(optimizer).get("param_groups")
+        found.append(
+            {
+                "name": str(name),
+                "groups": len(groups) if isinstance(groups, list) else 0,
+                "params": len(_dict(_dict(optimizer).get("state"))),
+            }
+        )
+    return found
+
+
+def _names(saved: Any) -> list[str]:
+    if isinstance(saved, Mapping):
+        return [str(name) for name in saved]
+    return [str(item[0]) if isinstance(item, list | tuple) and item else str(item) for item in saved or ()]
+
+
+def _totals(tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> dict[str, Any]:
+    by_dtype: Counter[str] = Counter()
+    by_prefix: Counter[str] = Counter()
+    own = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    for name, tensor in own.items():
+        by_dtype[dtype_name(tensor.dtype)] += tensor.size_bytes
+        by_prefix[_prefix(name)] += tensor.size_bytes
+    return {
+        "tensors": len(tensors),
+        "params": sum(tensor.numel for tensor in own.values()),
+        "bytes": sum(tensor.size_bytes for tensor in own.values()),
+        "by_dtype": dict(by_dtype),
+        "by_prefix": dict(by_prefix),
+    }
+
+
+def _prefix(name: str) -> str:
+    """Return what a tensor belongs to: the part of the state, or of the model."""
+    parts = name.split("/")
+    return "/".join(parts[:2]) if len(parts) > 1 else name.split(".")[0]
+
+
+def _text(data: Mapping[str, Any], everything: bool) -> str:
+    lines = [f"{data['source']}: {data['format']}, {format_size(data['bytes'])}"]
+    lines += [f"  {label}: {value}" for label, value in _facts(data) if value not in (None, "", [], {})]
+    if data["unsafe"]:
+        lines.append(f"  UNSAFE: asks for {', '.join(data['unsafe'])}; nothing of it was run")
+    if data["missing"]:
+        lines.append(f"  MISSING: {len(data['missing'])} tensors of the index: {', '.join(data['missing'][:5])}")
+    lines.append("")
+    lines += draw_tree(data["tensors"], None if everything else _MOST_TENSORS)
+    totals = data["totals"]
+    shares = ", ".join(f"{format_size(size)} {dtype}" for dtype, size in sorted(totals["by_dtype"].items()))
+    lines += [
+        "",
+        f"{totals['tensors']} tensors, {totals['params']:,} parameters, {format_size(totals['bytes'])} ({shares})",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(data: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    time = data["timestamp"]
+    yield "run", data["run_name"]
+    yield (
+        "time",
+        ", ".join(
+            f"{name} {time[name]}" for name in ("epoch", "batch", "sample", "token") if time.get(name) is not None
+        ),
+    )
+    versions = ("composer", "torch", "transformers", "deepspeed")
+    yield "written by", ", ".join(f"{name} {data[key]}" for name in versions if data[key := f"{name}_version"])
+    yield "world size", data["world_size"]
+    yield "seed", data["rank_zero_seed"]
+    yield "algorithms", ", ".join(item["repr"] or item["name"] for item in data["algorithms"])
+    yield (
+        "optimizers",
+        ", ".join(f"{o['name']} ({o['groups']} groups, {o['params']} parameters)" for o in data["optimizers"]),
+    )
+    yield "schedulers", ", ".join(data["schedulers"])
+    yield "callbacks", ", ".join(data["callbacks"])
+    yield "model", _model(data["huggingface"])
+    yield "files", len(data["files"]) if len(data["files"]) > 1 else None
+    yield "verified", "has a manifest with hashes" if data["has_manifest"] else "no manifest: changes cannot be seen"
+
+
+def _model(hugging_face: Mapping[str, Any] | None) -> str | None:
+    if hugging_face is None:
+        return None
+    adapter = f", {hugging_face['peft']} adapter" if hugging_face["peft"] else ""
+    tokenizer = (
+        f", tokenizer of {len(hugging_face['tokenizer_files'])} files" if hugging_face["tokenizer_files"] else ""
+    )
+    return f"{hugging_face['model_class'] or hugging_face['model_type']}{adapter}{tokenizer}"
+
+
+def _dict(value: Any) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else str(value)

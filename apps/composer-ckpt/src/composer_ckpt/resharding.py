@@ -1,0 +1,107 @@
+"""`composer-ckpt reshard`: the same checkpoint, cut into other files."""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from composer_checkpoint import write_atomically
+from composer_checkpoint.tensors import (
+    TensorSource,
+    aliases_of,
+    find_kind,
+    plan_shards,
+    stream_local,
+    stream_sharded,
+    stream_shards,
+)
+from composer_ckpt.folders import is_weight_file
+from composer_ckpt.outcomes import Result, UsageError
+from composer_ckpt.progress import progress_bar
+from composer_ckpt.sizes import format_size
+from composer_ckpt.sources import opened, place_of
+
+__all__ = ["reshard"]
+
+_DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+def reshard(options: argparse.Namespace) -> Result:
+    """Run the command."""
+    place = place_of(options.source)
+    kind = options.kind if options.kind != "auto" else find_kind(place)
+    by_size = kind in ("hf", "safetensors")
+    if not by_size and kind not in ("dcp", "local"):
+        raise UsageError(
+            f"SRC={options.source!r} is {kind}, which is not cut into files of its own format. Use convert --to dcp or "
+            f"--to hf."
+        )
+    if by_size == (options.world_size is not None):
+        raise UsageError(
+            f"a checkpoint of the format {kind} is cut by {'--max-shard-size' if by_size else '--world-size N'}."
+        )
+    with opened(options.source, kind) as source:
+        total = sum(tensor.size_bytes for tensor in source.tensors.values())
+        plan = _plan(source, kind, options)
+        if not options.dry_run:
+            with progress_bar("writing", total, quiet=options.quiet) as progress:
+                _write(source, kind, place, plan, options, progress)
+    data = {"source": options.source, "target": options.target, "format": kind, "files": plan, "bytes": total}
+    verb = "would write" if options.dry_run else "wrote"
+    text = f"{verb} {len(source.tensors)} tensors, {format_size(total)}, in {len(plan)} files to {options.target}"
+    return Result(text, data)
+
+
+def _plan(source: TensorSource, kind: str, options: argparse.Namespace) -> list[str]:
+    match kind:
+        case "dcp":
+            return [f"__{rank}_0.distcp" for rank in range(options.world_size)]
+        case "local":
+            return [Path(options.target.replace("{rank}", str(rank))).name for rank in range(options.world_size)]
+        case _:
+            return list(_shards(source, options))
+
+
+def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]:
+    aliases = aliases_of(source.tensors)
+    own = {name: tensor for name, tensor in source.tensors.items() if name not in aliases}
+    return plan_shards(own, options.max_shard_size or _DEFAULT_SHARD_BYTES)
+
+
+def _write(
+    source: TensorSource, kind: str, place: Path, plan: list[str], options: argparse.Namespace, progress: Any
+) -> None:
+    info = {} if source.manifest is None else {k: v for k, v in source.manifest.info.items() if k != "encoded"}
+    match kind:
+        case "dcp":
+            stream_sharded(
+                source.tree,
+                options.target,
+                num_files=options.world_size,
+                info=info,
+                overwrite=options.overwrite,
+                progress=progress,
+            )
+        case "local":
+            stream_local(
+                source.tree,
+                options.target,
+                world_size=options.world_size,
+                info=info,
+                overwrite=options.overwrite,
+                progress=progress,
+            )
+        case _:
+            need = sum(tensor.size_bytes for tensor in source.tensors.values())
+            with write_atomically(options.target, overwrite=options.overwrite, folder=True, need_bytes=need) as folder:
+                _copy_the_rest(place, folder)
+                aliases = aliases_of(source.tensors)
+                stream_shards(_shards(source, options), folder, aliases=aliases, progress=progress)
+
+
+def _copy_the_rest(place: Path, folder: Path) -> None:
+    if not place.is_dir():
+        return
+    for path in sorted(place.iterdir()):
+        if path.is_file() and not is_weight_file(path.name):
+            shutil.copyfile(path, folder / path.name)

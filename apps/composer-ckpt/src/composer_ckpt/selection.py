@@ -1,0 +1,101 @@
+"""Which tensors are taken, by their names, and what they are called afterwards."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, TypeVar
+
+from composer_ckpt.outcomes import UsageError
+
+if TYPE_CHECKING:
+    from composer_checkpoint.tensors import StoredTensor
+
+__all__ = ["cast", "refuse_doubles", "rename", "select"]
+
+T = TypeVar("T")
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# Quantized weights cannot be read without these as they are.
+_SCALES = ("_scale", ".scales", ".zeros")
+
+
+def select(
+    tensors: Mapping[str, T], include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+) -> dict[str, T]:
+    """Return the tensors whose names fit a pattern of `include`, if there are any, and none of `exclude`.
+
+    Raises:
+        UsageError: If a pattern fits no name.
+
+    Example:
+        >>> select({"h.0.weight": 1, "h.0.bias": 2, "wte": 3}, ["h.*"], ["*bias"])
+        {'h.0.weight': 1}
+    """
+    for option, patterns in (("--include", include), ("--exclude", exclude)):
+        for pattern in patterns or ():
+            if not any(fnmatchcase(name, pattern) for name in tensors):
+                raise UsageError(f"{option} {pattern!r} fits none of the {len(tensors)} names: {_some(tensors)}.")
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (not include or any(fnmatchcase(name, pattern) for pattern in include))
+        and not any(fnmatchcase(name, pattern) for pattern in exclude or ())
+    }
+
+
+def rename(
+    tensors: Mapping[str, T], renames: Sequence[str] | None = None, prefixes: Sequence[str] | None = None
+) -> dict[str, T]:
+    r"""Return the tensors without the given prefixes of their names, and then with each `OLD=NEW` replaced.
+
+    Raises:
+        UsageError: If a rename is no regular expression, or two tensors would have one name.
+
+    Example:
+        >>> rename({"model.h.0.w": 1}, [r"h[.](\d+)=layers.\1"], ["model."])
+        {'layers.0.w': 1}
+    """
+    names = {name: _without(name, prefixes or ()) for name in tensors}
+    for text in renames or ():
+        old, equals, new = text.partition("=")
+        try:
+            names = {name: re.sub(old, new, current) for name, current in names.items()}
+        except re.error as error:
+            raise UsageError(f"--rename {text!r}: {error}. Give OLD=NEW with a regular expression.") from error
+        if not equals or not old:
+            raise UsageError(f"--rename {text!r} is not OLD=NEW.")
+    refuse_doubles(names)
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def refuse_doubles(names: Mapping[str, str]) -> None:
+    """Raise a `UsageError` if two names become one."""
+    taken: dict[str, str] = {}
+    for name, new in names.items():
+        other = taken.setdefault(new, name)
+        if other != name:
+            raise UsageError(f"{other!r} and {name!r} would both be called {new!r}. Rename one, or exclude it.")
+
+
+def cast(tensors: "Mapping[str, StoredTensor]", precision: str) -> "dict[str, StoredTensor]":
+    """Return floating point tensors in another precision, straight from the one they have; all others as they are."""
+    if precision == "keep":
+        return dict(tensors)
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _DTYPES[precision])
+    return {
+        name: tensor.to(dtype) if tensor.dtype.is_floating_point and not name.endswith(_SCALES) else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _without(name: str, prefixes: Sequence[str]) -> str:
+    for prefix in prefixes:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")

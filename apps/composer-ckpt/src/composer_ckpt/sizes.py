@@ -1,0 +1,41 @@
+"""Numbers of bytes as people write them, in powers of 1000 as Hugging Face has them."""
+
+import argparse
+import re
+
+__all__ = ["format_size", "parse_size"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Return how many bytes a text such as `'1GB'` or `'500MiB'` means.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is no size above 0.
+
+    Example:
+        >>> parse_size("1.5GB"), parse_size("2kib"), parse_size("7")
+        (1500000000, 2048, 7)
+    """
+    match = _WRITTEN.fullmatch(text)
+    factor = None if match is None else _UNITS.get(match[2].upper())
+    size = 0 if match is None or factor is None else int(float(match[1]) * factor)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number above 0 and a unit, as 5GB or 500MiB")
+    return size
+
+
+def format_size(size_bytes: float) -> str:
+    """Return a number of bytes in the largest decimal unit that it fills.
+
+    Example:
+        >>> format_size(1500), format_size(6_740_000_000), format_size(12)
+        ('1.50 kB', '6.74 GB', '12 B')
+    """
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes:.0f} B"

@@ -1,0 +1,147 @@
+"""Planning a checkpoint of Composer: a `.pt`, a sharded folder, or a `.safetensors` with the weights alone."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_checkpoint import CorruptCheckpointError, verify, write_atomically
+from composer_checkpoint.tensors import (
+    StoredTensor,
+    TensorSource,
+    aliases_of,
+    stream_pt,
+    stream_safetensors,
+    stream_sharded,
+    tensors_in,
+)
+from composer_ckpt.descriptions import saved_description
+from composer_ckpt.outcomes import MismatchError
+from composer_ckpt.plans import Plan, Progress
+from composer_ckpt.weights import chosen_weights
+
+__all__ = ["plan_checkpoint"]
+
+_PREFIX = "model."
+_ALWAYS = ("integrations", "metadata")  # what weights alone have beside them
+Weights = dict[str, StoredTensor]
+
+
+def plan_checkpoint(source: TensorSource, target: str, options: argparse.Namespace) -> Plan:
+    """Plan a checkpoint.
+
+    Args:
+        source: The opened one.
+        target: `'pt'`, `'dcp'` or `'safetensors'`.
+        options: Of `convert`.
+    """
+    weights, renamed, cast = chosen_weights(source, options)
+    notes: list[str] = []
+    tree = _tree(source, options, weights, notes)
+    weights = tree["state"]["model"]
+    aliases = aliases_of(weights)
+    own = {name: tensor for name, tensor in weights.items() if name not in aliases}
+    if target == "safetensors":
+        files = {Path(options.target).name: own}
+    else:
+        every = tensors_in(tree)
+        repeated = aliases_of(every)
+        files = {Path(options.target).name: {name: tensor for name, tensor in every.items() if name not in repeated}}
+    info = _info(source)
+    return Plan(
+        options.source,
+        options.target,
+        (source.format, target),
+        files,
+        lambda progress: _write(tree, target, own, aliases, info, options, progress),
+        cast,
+        {},
+        renamed,
+        notes,
+        max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
+    )
+
+
+def _tree(source: TensorSource, options: argparse.Namespace, weights: Weights, notes: list[str]) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": weights}
+    if source.format == "hf":
+        saved = saved_description(source, options)
+        if saved is None:
+            notes.append("there is no config.json, so the checkpoint does not say which model it is of")
+        else:
+            state["integrations"] = {"huggingface": saved}
+            state["model"] = _named_as_in_composer(weights, saved, options, notes)
+        state["metadata"] = {"torch_version": str(torch.__version__)}
+        return {"state": state}
+    left_out = []
+    for key, value in source.state.items():
+        is_kept = options.optimizer if key == "optimizers" else options.resumption or key in _ALWAYS
+        if key != "model" and is_kept:
+            state[key] = value
+        elif key != "model":
+            left_out.append(key)
+    tree: dict[str, Any] = {"state": state}
+    if options.resumption and isinstance(source.tree, dict) and "rng" in source.tree:
+        tree["rng"] = source.tree["rng"]
+    if left_out:
+        notes.append(f"left out: {', '.join(left_out)} (kept by --optimizer and --resumption)")
+    return tree
+
+
+def _named_as_in_composer(
+    weights: Weights, saved: Mapping[str, Any], options: argparse.Namespace, notes: list[str]
+) -> Weights:
+    """Return a folder's weights as a model of the installed transformers has them, below `model.`."""
+    from composer_ckpt.in_memory import in_memory_weights
+    from composer_ckpt.to_hugging_face import with_adapter
+    from composer_hf.metadata import HuggingFaceMetadata
+    from composer_hf.model_classes import meta_model
+
+    metadata = HuggingFaceMetadata.from_saved(saved, options.source)
+    if metadata.peft_config is not None:
+        return {f"{_PREFIX}{with_adapter(name)}": tensor for name, tensor in weights.items()}
+    if not metadata.model_class or options.include or options.exclude:
+        notes.append("nobody has looked whether the weights are all that the model needs")
+        return {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
+    model = meta_model(metadata, trust_remote_code=options.trust_remote_code)
+    return {f"{_PREFIX}{name}": tensor for name, tensor in in_memory_weights(weights, model).items()}
+
+
+def _info(source: TensorSource) -> dict[str, Any]:
+    info = {} if source.manifest is None else dict(source.manifest.info)
+    return {key: value for key, value in info.items() if key not in ("encoded", "aliases", "layout", "save_id")}
+
+
+def _write(
+    tree: dict[str, Any],
+    target: str,
+    own: Weights,
+    aliases: Mapping[str, str],
+    info: Mapping[str, Any],
+    options: argparse.Namespace,
+    progress: Progress,
+) -> None:
+    need = sum(tensor.size_bytes for tensor in own.values())
+    with write_atomically(
+        options.target, overwrite=options.overwrite, folder=target == "dcp", need_bytes=need
+    ) as unfinished:
+        if target == "pt":
+            stream_pt(tree, unfinished, info=info, progress=progress)
+        elif target == "dcp":
+            unfinished.rmdir()  # the writer makes it, whole or not at all; then it is read back, and gets its name
+            stream_sharded(tree, unfinished, info=info, progress=progress)
+        else:
+            stream_safetensors(own, unfinished, info={**info, "layout": "composer"}, aliases=aliases, progress=progress)
+        if not options.no_verify:
+            _read_back(unfinished)
+
+
+def _read_back(path: Path) -> None:
+    try:
+        verify(path)
+    except CorruptCheckpointError as error:
+        raise MismatchError(
+            f"what was written is not what was read: {error} Nothing was left. Look at the disk."
+        ) from error

@@ -1,0 +1,223 @@
+"""Planning a Hugging Face folder: which weights of the checkpoint become which of the folder, tensor by tensor."""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from composer_checkpoint import CorruptCheckpointError, verify_file
+from composer_checkpoint.tensors import StoredTensor, TensorSource, plan_shards, stream_pt, stream_shards
+from composer_ckpt.descriptions import metadata_of
+from composer_ckpt.lora import has_base, merge_adapters
+from composer_ckpt.outcomes import MismatchError
+from composer_ckpt.plans import Plan, Progress
+from composer_ckpt.weights import chosen_weights
+from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model_classes import meta_model
+from composer_hf.pretrained_folder import pretrained_folder
+from composer_hf.published_weights import PublishedPiece, plan_weights, published_name
+
+__all__ = ["plan_folder", "with_adapter"]
+
+_PREFIX = "model."
+_WHOLE = 1 << 62
+_ADAPTER, _MODEL = "adapter_model", "model"
+Weights = dict[str, StoredTensor]
+
+
+def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitStack) -> Plan:
+    """Plan the folder; nothing is read but descriptions.
+
+    Args:
+        source: The opened checkpoint.
+        options: Of `convert`.
+        stack: Closes what else has to be opened.
+
+    Raises:
+        MissingMetadataError: If nobody says which model it is.
+        UnfittingWeightsError: If weights are missing or too many.
+        IncompatibleCheckpointError: If transformers does not know the model.
+    """
+    metadata = metadata_of(source, options)
+    weights, renamed, cast = chosen_weights(source, options)
+    notes: list[str] = []
+    is_adapter = metadata.peft_config is not None and options.peft != "merge"
+    if metadata.peft_config is not None and not is_adapter:
+        weights, metadata = merge_adapters(_named_as_in_composer(weights, source, metadata), metadata, options, stack)
+    elif is_adapter and has_base(weights):
+        notes.append("only the adapter is written; --peft merge adds it to its base")
+    weights = (
+        weights
+        if metadata.peft_config is None and options.peft == "merge"
+        else _named_as_in_composer(weights, source, metadata)
+    )
+    if options.include or options.exclude:
+        published, dropped, pieces = {published_name(name): tensor for name, tensor in weights.items()}, {}, []
+        notes.append(
+            "chosen by --include and --exclude, so that nobody has looked whether they are all that the model needs"
+        )
+    else:
+        pieces = plan_weights(_on_meta(weights), metadata, trust_remote_code=options.trust_remote_code)
+        published, dropped = _published(pieces, weights), _dropped(pieces)
+    name = _ADAPTER if is_adapter else _MODEL
+    files = plan_shards(published, _WHOLE if is_adapter else options.max_shard_size, name)
+    if options.format == "bin":
+        files = _as_bin(files)
+    return Plan(
+        options.source,
+        options.target,
+        (source.format, "hf"),
+        files,
+        lambda progress: _write(files, name, metadata, dropped, options, progress),
+        cast,
+        dropped,
+        renamed,
+        notes,
+        max((tensor.size_bytes for tensor in weights.values()), default=0),
+        lambda: _check_ties(pieces, weights),
+    )
+
+
+def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: HuggingFaceMetadata) -> Weights:
+    """Return the weights with `model.` before the names that the model of transformers has for them."""
+    if metadata.peft_config is not None:
+        is_bare = not any(name.startswith(f"{_PREFIX}base_model.") for name in weights)
+        adapters = {with_adapter(name): tensor for name, tensor in weights.items()} if is_bare else weights
+        return {f"{_PREFIX}{name}": tensor for name, tensor in adapters.items()} if is_bare else weights
+    if source.format != "hf" and source.state.get("integrations"):
+        return weights
+    prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
+    if source.format == "hf":
+        return prefixed
+    known = meta_model(metadata).state_dict().keys()
+    fitting = [len({published_name(name) for name in names} & known) for names in (weights, prefixed)]
+    return weights if fitting[0] >= fitting[1] else prefixed
+
+
+def with_adapter(name: str) -> str:
+    """Return how an adapter's weight is called in memory, by the name in `adapter_model.safetensors`."""
+    for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+        if f".{kind}.default" not in name:
+            name = name.replace(f".{kind}.", f".{kind}.default.")
+            if name.endswith(f".{kind}"):
+                name += ".default"
+    return name
+
+
+def _on_meta(weights: Weights) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}
+
+
+class _LastPiece:
+    """Remembers what one piece became, since its parts are written one after the other."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._piece: PublishedPiece | None = None
+        self._made: dict[str, torch.Tensor] = {}
+
+    def part(self, piece: PublishedPiece, target: str) -> torch.Tensor:
+        """Return one of the weights that a piece becomes, which is then forgotten."""
+        if self._piece is not piece or target not in self._made:
+            self._made.clear()
+            (first,) = piece.sources
+            self._piece, self._made = piece, piece.convert({first: self._weights[first].read()})
+        return self._made.pop(target).contiguous()
+
+
+def _published(pieces: Sequence[PublishedPiece], weights: Weights) -> Weights:
+    last = _LastPiece(weights)
+    published: Weights = {}
+    for piece in pieces:
+        own = replace(piece, sources=piece.sources[:1], copies=())  # copies are compared once, before writing
+        for target, described in piece.targets.items():
+            published[target] = StoredTensor(
+                described.dtype, tuple(described.shape), lambda own=own, target=target: last.part(own, target)
+            )
+    return published
+
+
+def _dropped(pieces: Sequence[PublishedPiece]) -> dict[str, str]:
+    return {published_name(name): next(iter(piece.targets)) for piece in pieces for name in piece.copies}
+
+
+def _check_ties(pieces: Sequence[PublishedPiece], weights: Weights) -> None:
+    """Compare weights that the model ties, unless they are one tensor in the checkpoint, too."""
+    for piece in pieces:
+        first = weights[piece.sources[0]]
+        others = [name for name in piece.copies if first.storage is None or weights[name].storage != first.storage]
+        for name in others:
+            one = replace(piece, sources=(piece.sources[0], name), copies=(name,))
+            one.convert({piece.sources[0]: first.read(), name: weights[name].read()})
+
+
+def _as_bin(files: Mapping[str, Weights]) -> dict[str, Weights]:
+    """Return the files under the names that they have as pickles."""
+    return {
+        name.replace("model", "pytorch_model", 1)
+        .replace("adapter_pytorch_", "adapter_")
+        .replace(".safetensors", ".bin"): t
+        for name, t in files.items()
+    }
+
+
+def _main_dtype(files: Mapping[str, Weights]) -> torch.dtype | None:
+    """Return the floating point type that most of the bytes have."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensors in files.values():
+        for tensor in tensors.values():
+            if tensor.dtype.is_floating_point:
+                sizes[tensor.dtype] += tensor.size_bytes
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _write(
+    files: Mapping[str, Weights],
+    name: str,
+    metadata: HuggingFaceMetadata,
+    dropped: Mapping[str, str],
+    options: argparse.Namespace,
+    progress: Progress,
+) -> None:
+    total = sum(tensor.size_bytes for tensors in files.values() for tensor in tensors.values())
+    with pretrained_folder(
+        options.target,
+        metadata,
+        dtype=_main_dtype(files),
+        overwrite=options.overwrite,
+        trust_remote_code=options.trust_remote_code,
+        need_bytes=total,
+    ) as folder:
+        if options.format == "bin":
+            _write_bin(files, folder, progress)
+        else:
+            info = {"dropped_aliases": dict(dropped)} if dropped else {}
+            stream_shards(files, folder, name=name, info=info, progress=progress)
+        if not options.no_verify:
+            _read_back(files, folder)
+
+
+def _write_bin(files: Mapping[str, Weights], folder: Path, progress: Progress) -> None:
+    for file, tensors in files.items():
+        stream_pt(tensors, folder / file, progress=progress)
+    if len(files) > 1:
+        total = sum(tensor.size_bytes for tensors in files.values() for tensor in tensors.values())
+        weight_map = {name: file for file, tensors in files.items() for name in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _read_back(files: Mapping[str, Weights], folder: Path) -> None:
+    """Compare what the disk has with what was handed to it."""
+    for file in files:
+        try:
+            verify_file(folder / file)
+        except CorruptCheckpointError as error:
+            raise MismatchError(
+                f"what was written is not what was read: {error} Nothing was left. Look at the disk."
+            ) from error

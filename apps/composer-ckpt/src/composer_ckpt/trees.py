@@ -1,0 +1,84 @@
+"""Drawing tensors as the tree that their names are."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from composer_ckpt.sizes import format_size
+
+__all__ = ["draw_tree"]
+
+
+def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[str]:
+    r"""Return lines with each tensor's shape, dtype and size, and each branch's total.
+
+    Args:
+        tensors: As `inspect --json` has them.
+        limit: How many lines at most; branches are folded where there would be more.
+
+    Example:
+        >>> tensor = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32", "bytes": 24, "alias_of": None}
+        >>> print("\n".join(draw_tree([tensor, {**tensor, "name": "fc.bias", "shape": [2], "bytes": 8}])))
+        fc                              2 tensors     32 B
+        ├── weight  [2, 3]                float32     24 B
+        └── bias  [2]                     float32      8 B
+    """
+    root = _Branch()
+    for tensor in tensors:
+        root.add(_parts(tensor["name"]), tensor)
+    depth = None
+    if limit is not None and len(tensors) > limit:
+        depth = next((depth for depth in range(8, 1, -1) if sum(1 for _ in root.lines("", "", depth)) <= limit), 1)
+    rows = list(root.lines("", "", depth))
+    width = max((len(left) for left, _, _ in rows), default=0)
+    lines = [f"{left:<{max(width, 24)}}  {kind:>15}  {size:>7}" for left, kind, size in rows]
+    return lines if depth is None else [*lines, f"(folded: {len(tensors)} tensors; --tree shows all)"]
+
+
+class _Branch:
+    def __init__(self) -> None:
+        self.children: dict[str, _Branch] = {}
+        self.leaves: list[Mapping[str, Any]] = []
+
+    def add(self, parts: Sequence[str], tensor: Mapping[str, Any]) -> None:
+        here = self
+        for part in parts:
+            here = here.children.setdefault(part, _Branch())
+        here.leaves.append(tensor)
+
+    def all(self) -> Iterator[Mapping[str, Any]]:
+        pending: list[_Branch] = [self]
+        while pending:
+            branch = pending.pop()
+            yield from branch.leaves
+            pending.extend(branch.children.values())
+
+    def lines(self, indent: str, name: str, depth: int | None) -> Iterator[tuple[str, str, str]]:
+        """Yield what is drawn left, the dtype or count, and the size."""
+        for order, (key, child) in enumerate(self.children.items()):
+            is_last = order == len(self.children) - 1
+            corner, below = (("└── ", "    ") if is_last else ("├── ", "│   ")) if name else ("", "")
+            joined, branch = _chain(key, child)
+            for tensor in branch.leaves:
+                left = f"{indent}{corner}{joined}  {tensor['shape']}"
+                kind = tensor["dtype"] if tensor["alias_of"] is None else "tied"
+                yield left, kind, format_size(tensor["bytes"])
+            if branch.children:
+                inside = list(branch.all())
+                own = sum(tensor["bytes"] for tensor in inside if tensor["alias_of"] is None)
+                yield f"{indent}{corner}{joined}", f"{len(inside)} tensors", format_size(own)
+                if depth is None or depth > 1:
+                    yield from branch.lines(indent + below, joined, None if depth is None else depth - 1)
+
+
+def _chain(key: str, branch: _Branch) -> tuple[str, _Branch]:
+    """Join branches that hold one branch and nothing else."""
+    while len(branch.children) == 1 and not branch.leaves:
+        ((below, child),) = branch.children.items()
+        key, branch = f"{key}.{below}", child
+    return key, branch
+
+
+def _parts(name: str) -> list[str]:
+    """Split a name at slashes, and what follows the last of them at dots."""
+    *containers, last = name.split("/")
+    return [*containers, *last.split(".")]

@@ -1,0 +1,125 @@
+"""`composer-ckpt verify`: whether a checkpoint is whole."""
+
+import argparse
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_tensor, verify_file
+from composer_checkpoint import verify as verify_hashes
+from composer_checkpoint.tensors import TensorSource, find_kind
+from composer_ckpt.inspecting import statistics
+from composer_ckpt.outcomes import ExitCode, Result
+from composer_ckpt.progress import progress_bar
+from composer_ckpt.sources import fetched, opened, place_of
+
+__all__ = ["verify"]
+
+_MAX_NAMES = 5
+Check = dict[str, Any]
+
+
+def verify(options: argparse.Namespace) -> Result:
+    """Run the command."""
+    checks: list[Check] = []
+    hashes: dict[str, str] = {}
+    with fetched(options.source) as local:
+        kind = options.kind if options.kind != "auto" else find_kind(place_of(local))
+        code = _hold(checks, "hashes", lambda: _hashes(place_of(local), kind))
+        code = max(code, _hold(checks, "opens", lambda: _read(local, kind, options, checks, hashes)))
+    is_fine = all(check["ok"] for check in checks)
+    data: dict[str, Any] = {"ok": is_fine, "source": options.source, "format": kind, "checks": checks}
+    if options.hash:
+        data["hashes"] = hashes
+    lines = [f"{options.source}: {'whole' if is_fine else 'NOT whole'} ({kind})"]
+    lines += [f"  {'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['detail']}" for check in checks]
+    lines += [f"  {digest}  {name}" for name, digest in hashes.items()]
+    return Result("\n".join(lines), data, ExitCode.FINE if is_fine else max(code, ExitCode.FAILURE))
+
+
+def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
+    """Add a check's outcome; return the exit code that it asks for."""
+    try:
+        checks.append({"name": name, "ok": True, "detail": check()})
+    except UnsafeCheckpointError as error:
+        checks.append({"name": name, "ok": False, "detail": str(error)})
+        return ExitCode.UNSAFE
+    except (CheckpointError, OSError) as error:
+        checks.append({"name": name, "ok": False, "detail": str(error)})
+        return ExitCode.FAILURE
+    return ExitCode.FINE
+
+
+def _hashes(place: Path, kind: str) -> str:
+    """Compare every byte with its hash, as far as there are any."""
+    files = list(_files(place, kind))
+    if kind == "deepspeed":  # its files name classes of DeepSpeed's own, and have no manifest
+        manifests = [None for _ in files]
+    else:
+        manifests = [verify_hashes(place) if kind in ("dcp", "modular") else verify_file(path) for path in files]
+    unsealed = sum(manifest is None for manifest in manifests)
+    if unsealed:
+        for path in files:
+            _check_zip(path)
+        return f"no manifest in {unsealed} of {len(files)} files: only structure and checksums were looked at"
+    return f"every byte of {len(files)} file{'s' if len(files) > 1 else ''} is as it was written"
+
+
+def _files(place: Path, kind: str) -> Iterator[Path]:
+    match kind:
+        case "local":
+            yield from sorted(place.parent.glob(place.name.replace("{rank}", "[0-9]*")))
+        case "hf":
+            index = [*place.glob("*.safetensors.index.json")]
+            yield from index or sorted([*place.glob("*.safetensors"), *place.glob("*.bin")])
+        case "deepspeed":
+            yield from sorted([*place.glob("*_states.pt"), *place.glob("*/*_states.pt")])
+        case _:
+            yield place
+
+
+def _check_zip(path: Path) -> None:
+    """Compare the checksums of a zip, which files of torch have."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return
+    from composer_checkpoint import CorruptCheckpointError
+
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CorruptCheckpointError(
+            f"{path}: the bytes of {damaged!r} do not have their checksum. Use another checkpoint."
+        )
+
+
+def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check], hashes: dict[str, str]) -> str:
+    """Read all tensors, and note what is missing, tied or not finite."""
+    with opened(local, kind) as source:
+        if source.missing:
+            names = ", ".join(source.missing[:_MAX_NAMES])
+            detail = f"{len(source.missing)} tensors of the index are in no file: {names}"
+            checks.append({"name": "complete", "ok": False, "detail": detail})
+        odd: list[str] = []
+        total = sum(tensor.size_bytes for tensor in source.tensors.values())
+        with progress_bar("reading", total) as progress:
+            for name, tensor in source.tensors.items():
+                if tensor.dtype.is_floating_point and _is_odd(statistics(tensor)):
+                    odd.append(name)
+                if options.hash:
+                    hashes[name] = hash_tensor(tensor.read())
+                progress(tensor.size_bytes)
+        # No fault: masks are made of infinities.
+        listed = (
+            f"NaN or infinite numbers in {len(odd)} tensors: {', '.join(odd[:_MAX_NAMES])}" if odd else "all are finite"
+        )
+        checks.append({"name": "finite", "ok": True, "detail": listed})
+        return _summary(source)
+
+
+def _is_odd(found: dict[str, Any]) -> bool:
+    return bool(found["nan"] or found["inf"])
+
+
+def _summary(source: TensorSource) -> str:
+    return f"{len(source.tensors)} tensors can be read"

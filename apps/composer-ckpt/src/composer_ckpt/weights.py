@@ -1,0 +1,49 @@
+"""A checkpoint's weights under the names and in the precision that the target shall have."""
+
+import argparse
+from collections.abc import Mapping
+
+from composer_checkpoint.tensors import StoredTensor, TensorSource
+from composer_ckpt.outcomes import UsageError
+from composer_ckpt.plans import casts
+from composer_ckpt.selection import cast, refuse_doubles, rename, select
+
+__all__ = ["chosen_weights", "without_wrappers"]
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def chosen_weights(
+    source: TensorSource, options: argparse.Namespace
+) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, int]]:
+    """Return the weights that are converted, new names by old ones, and how many change their dtype to which.
+
+    Raises:
+        UsageError: If there are none.
+    """
+    weights = dict(source.weights)
+    if not weights:
+        some = ", ".join(list(source.tensors)[:5]) or "no tensors"
+        raise UsageError(
+            f"SRC={options.source!r} has no weights of a model under state/model, model, module or at its top, but "
+            f"{some}. Name another checkpoint."
+        )
+    weights = select(weights, options.include, options.exclude)
+    old = list(weights)
+    weights = without_wrappers(weights)
+    weights = rename(weights, options.rename, options.strip_prefix)
+    renamed = {before: after for before, after in zip(old, weights, strict=True) if before != after}
+    converted = cast(weights, options.output_precision)
+    return converted, renamed, casts(weights, converted)
+
+
+def without_wrappers(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the weights without what `torch.compile` and checkpointing put into their names.
+
+    Example:
+        >>> list(without_wrappers({"layer._orig_mod.weight": None}))
+        ['layer.weight']
+    """
+    names = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in weights}
+    refuse_doubles(names)
+    return {names[name]: tensor for name, tensor in weights.items()}

@@ -1,0 +1,107 @@
+"""`composer-ckpt inspect` says what is in a checkpoint."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from composer_checkpoint import save_file, save_sharded
+
+KEYS = {
+    "schema", "source", "format", "bytes", "files", "has_manifest", "composer_version", "torch_version",
+    "transformers_version", "deepspeed_version", "world_size", "timestamp", "run_name", "rank_zero_seed", "algorithms",
+    "optimizers", "schedulers", "callbacks", "huggingface", "tensors", "totals", "missing", "unsafe",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("save", "kind"), [(save_file, "composer"), (save_sharded, "dcp")])
+def test_json_says_what_was_saved(save, kind, content, run_json, tmp_path):
+    save(content, tmp_path / "ep2")
+    code, told = run_json("inspect", tmp_path / "ep2")
+    assert code == 0
+    assert told.keys() == KEYS
+    assert told["format"] == kind
+    assert (told["schema"], told["world_size"], told["run_name"], told["rank_zero_seed"]) == (1, 8, "blue-fox", 17)
+    assert told["algorithms"] == [{"name": "MixUp", "repr": "MixUp(alpha=0.2)"}]
+    assert told["optimizers"] == [{"name": "AdamW", "groups": 1, "params": 1}]
+    assert (told["timestamp"]["epoch"], told["timestamp"]["batch"]) == (2, 20)
+    tensors = {tensor["name"].replace("/", "."): tensor for tensor in told["tensors"]}
+    assert tensors["state.model.half"]["dtype"] == "bfloat16"
+    assert tensors["state.model.layer.weight"] | {"alias_of": None} == {
+        "name": tensors["state.model.layer.weight"]["name"],
+        "shape": [4, 3],
+        "dtype": "float32",
+        "bytes": 48,
+        "alias_of": None,
+    }
+
+
+def test_a_tied_weight_is_counted_once(content, run_json, tmp_path):
+    save_file(content["state"]["model"], tmp_path / "weights.pt")
+    _, told = run_json("inspect", tmp_path / "weights.pt")
+    assert {tensor["name"]: tensor["alias_of"] for tensor in told["tensors"]}["tied.weight"] == "layer.weight"
+    assert told["totals"]["params"] == 12 + 5 + 1
+    assert told["totals"]["bytes"] == 48 + 10 + 8
+    assert told["totals"]["by_dtype"] == {"float32": 48, "bfloat16": 10, "int64": 8}
+
+
+def test_text_is_a_tree_with_sizes_and_facts(content, run, tmp_path):
+    save_file(content, tmp_path / "ep2.pt")
+    code, out, _ = run("inspect", tmp_path / "ep2.pt")
+    assert code == 0
+    for words in ("epoch 2, batch 20", "MixUp(alpha=0.2)", "world size: 8", "├── ", "[4, 3]", "tied", "parameters"):
+        assert words in out
+
+
+def test_stats_are_those_of_the_elements(run_json, tmp_path):
+    save_file({"w": torch.tensor([1.0, 5.0, float("nan"), float("inf")])}, tmp_path / "w.pt")
+    _, told = run_json("inspect", tmp_path / "w.pt", "--stats")
+    assert told["tensors"][0]["stats"] == {"min": 1.0, "max": 5.0, "mean": 3.0, "nan": 1, "inf": 1}
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("owned",)
+
+
+def test_a_file_that_asks_for_code_is_shown_and_not_run(run_json, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state": {"model": {"w": torch.ones(2)}, "more": Evil()}}, "evil.pt")
+    code, told = run_json("inspect", "evil.pt")
+    assert code == 4
+    assert told["unsafe"] == [f"{os.mkdir.__module__}.mkdir"]
+    assert [tensor["name"] for tensor in told["tensors"]] == ["state/model/w"]
+    assert run_json("convert", "evil.pt", "out.pt")[0] == 4
+    assert run_json("verify", "evil.pt")[0] == 4
+    assert os.listdir() == ["evil.pt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["inspect"], 2), (["inspect", "nowhere.pt"], 1), (["convert", "a.pt"], 2), (["no"], 2)]
+)
+def test_wrong_arguments_and_missing_files_have_their_codes(arguments, code, run):
+    found, _, errors = run(*arguments)
+    assert found == code
+    assert "composer-ckpt" in errors
+
+
+def test_help_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys, contextlib\nfrom composer_ckpt.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['convert', '--help'])\n"
+        "assert not {'torch', 'transformers', 'numpy', 'tqdm'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_inspecting_does_not_load_transformers(content, tmp_path):
+    save_file(content, tmp_path / "ep2.pt")
+    code = (
+        "import sys\nfrom composer_ckpt.cli import main\nmain(['inspect', sys.argv[1]])\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "ep2.pt"], check=True, timeout=120, stdout=subprocess.DEVNULL
+    )

@@ -1,0 +1,120 @@
+"""`verify` notices damage, `diff` says where two checkpoints part."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from composer_checkpoint import save_file, save_sharded
+from composer_checkpoint.local_files import save_local
+from composer_checkpoint.safetensors_index import save_weights_in_shards
+
+
+def save_shards(content, path):
+    save_weights_in_shards({"a": torch.ones(4), "b": torch.zeros(4)}, path, max_shard_bytes=16)
+
+
+def save_with_torch(content, path):
+    torch.save(content["state"]["model"], path)
+
+
+@pytest.mark.parametrize("save", [save_file, save_sharded, save_shards, save_with_torch])
+def test_what_was_saved_is_whole(save, content, run_json, tmp_path):
+    save(content, tmp_path / "saved")
+    code, told = run_json("verify", tmp_path / "saved", "--hash")
+    assert code == 0
+    assert told["ok"]
+    assert all(check["ok"] for check in told["checks"])
+    assert told["hashes"]
+
+
+@pytest.mark.parametrize("save", [save_file, save_sharded, save_shards, save_with_torch])
+def test_one_flipped_bit_is_noticed(save, content, run_json, tmp_path):
+    save(content, tmp_path / "saved")
+    damaged = tmp_path / "saved"
+    if damaged.is_dir():
+        damaged = max(damaged.glob("*[0-9]*.*"), key=lambda path: path.stat().st_size)
+    needle = (
+        torch.ones(4).numpy().tobytes()
+        if save is save_shards
+        else content["state"]["model"]["layer.weight"].numpy().tobytes()
+    )
+    if save is save_shards:
+        damaged = next(path for path in damaged.parent.glob("*.safetensors") if needle in path.read_bytes())
+    data = bytearray(damaged.read_bytes())
+    data[data.index(needle)] ^= 1
+    damaged.write_bytes(data)
+    code, told = run_json("verify", tmp_path / "saved")
+    assert code == 1
+    assert not told["ok"]
+
+
+def test_a_missing_shard_and_a_missing_tensor_are_named(content, run_json, tmp_path):
+    save_shards(content, tmp_path / "saved")
+    index = tmp_path / "saved" / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    del raw["metadata"]["composer_manifest"]
+    raw["weight_map"]["c"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(raw))
+    code, told = run_json("verify", tmp_path / "saved")
+    assert code == 1
+    assert any("c" in check["detail"] for check in told["checks"] if not check["ok"])
+    (tmp_path / "saved" / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002" in json.dumps(run_json("verify", tmp_path / "saved")[1])
+
+
+def test_formats_differ_and_tensors_do_not(content, run_json, tmp_path):
+    save_file(content, tmp_path / "a.pt")
+    save_sharded(content, tmp_path / "b")
+    save_local(content, tmp_path / "c_{rank}.pt")
+    for other in ("b", "c_{rank}.pt"):
+        code, told = run_json("diff", tmp_path / "a.pt", tmp_path / other)
+        assert code == 0
+        assert told["equal"]
+
+
+def test_the_first_and_the_largest_difference_are_named(content, run_json, tmp_path):
+    save_file(content, tmp_path / "a.pt")
+    weights = content["state"]["model"]
+    weights["half"] = weights["half"] + 1
+    changed = weights["layer.weight"].clone()
+    changed[1, 2] += 0.5
+    weights["layer.weight"] = changed
+    content["state"]["timestamp"]["Timestamp"]["batch"] = 21
+    save_file(content, tmp_path / "b.pt")
+    code, told = run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1
+    assert told["first_divergent"] == "layer.weight"
+    largest = {item["name"]: item["max_abs"] for item in told["value"]}
+    assert largest["layer.weight"] == pytest.approx(0.5, abs=1e-6)  # one rounding of float32
+    assert largest["half"] == pytest.approx(1.0, abs=2**-6)  # one rounding of bfloat16 below 4
+    assert told["timestamp"] == {"batch": [20, 21]}
+
+
+def test_a_tolerance_lets_small_differences_pass(run_json, tmp_path):
+    save_file({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a.pt")
+    save_file({"w": torch.tensor([1.0, 2.001])}, tmp_path / "b.pt")
+    assert run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt")[0] == 1
+    assert run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--atol", "0.01")[0] == 0
+
+
+def test_missing_tensors_shapes_and_dtypes_are_told_apart(run_json, tmp_path):
+    save_file({"x": torch.ones(2), "s": torch.ones(2), "d": torch.ones(2)}, tmp_path / "a.pt")
+    save_file({"y": torch.ones(2), "s": torch.ones(3), "d": torch.ones(2).double()}, tmp_path / "b.pt")
+    code, told = run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1
+    assert (told["only_a"], told["only_b"]) == (["x"], ["y"])
+    assert told["shape"] == [{"name": "s", "a": [2], "b": [3]}]
+    assert told["dtype"] == [{"name": "d", "a": "float32", "b": "float64"}]
+    assert told["value"] == []
+
+
+def test_nan_is_equal_to_itself_and_to_nothing_else(run_json, tmp_path):
+    save_file({"w": torch.tensor([float("nan"), 1.0])}, tmp_path / "a.pt")
+    save_file({"w": torch.tensor([2.0, 1.0])}, tmp_path / "b.pt")
+    shutil.copyfile(tmp_path / "a.pt", tmp_path / "c.pt")
+    assert run_json("diff", tmp_path / "a.pt", tmp_path / "c.pt")[0] == 0
+    code, told = run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1
+    assert told["value"][0]["max_abs"] is None

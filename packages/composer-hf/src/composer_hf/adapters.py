@@ -1,0 +1,131 @@
+"""Adapters of peft: what of a model's weights is theirs, and the model inside."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from torch import nn
+
+__all__ = [
+    "adapter_of",
+    "filter_state_dict_peft",
+    "is_adapter_weight",
+    "is_peft_model",
+    "maybe_get_underlying_model",
+    "peft_config_values",
+    "peft_installed",
+    "published_adapter_names",
+]
+
+peft_installed = importlib.util.find_spec("peft") is not None
+
+_DEFAULT: Final = "default"
+_BIASES: Final = ("none", "all", "lora_only")
+_SAVED_MODULE: Final = "modules_to_save"
+_DORA: Final = "lora_magnitude_vector"
+
+
+def is_peft_model(model: Any) -> bool:
+    """Say whether a model is wrapped by peft."""
+    peft: Any = sys.modules.get("peft")  # whoever has such a model has loaded it
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def maybe_get_underlying_model(model: "nn.Module") -> Any:
+    """Return the model of transformers that peft has wrapped, or the model itself."""
+    return model.get_base_model() if is_peft_model(model) else model  # pyright: ignore[reportCallIssue]  # peft's
+
+
+def adapter_of(peft_model: Any) -> str:
+    """Return the name of the adapter that is trained."""
+    active = peft_model.active_adapter
+    return active if isinstance(active, str) else active[0]
+
+
+def filter_state_dict_peft(
+    state_dict: Mapping[str, Any],
+    peft_config: "PeftConfig",
+    adapter_name: str = _DEFAULT,
+    remove_adapter_names: bool = True,
+) -> dict[str, Any]:
+    """Return those weights that belong to an adapter.
+
+    These are LoRA's own, the biases that its configuration trains, and the modules that it saves whole.
+
+    Args:
+        state_dict: Of the model that peft has wrapped, or of what holds it.
+        peft_config: The adapter's.
+        adapter_name: Which of several.
+        remove_adapter_names: Whether names are those of `adapter_model.safetensors`, without the adapter's.
+
+    Raises:
+        NotImplementedError: If the adapter is not LoRA, or `bias` is none of `'none'`, `'all'`, `'lora_only'`.
+    """
+    kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)).upper()
+    if kind != "LORA":
+        raise NotImplementedError(f"Only LoRA PEFT is supported, and peft_type={kind!r} is none. Use peft.LoraConfig.")
+    bias = getattr(peft_config, "bias", "none")
+    if bias not in _BIASES:
+        raise NotImplementedError(f"bias={bias!r} is none that LoRA has. Use one of {', '.join(map(repr, _BIASES))}.")
+    names = set(state_dict)
+    biases = _biases(names, bias)
+    kept = {n: v for n, v in state_dict.items() if n in biases or is_adapter_weight(n, adapter_name)}
+    if not remove_adapter_names:
+        return kept
+    return {_without_adapter(name, adapter_name): value for name, value in kept.items()}
+
+
+def published_adapter_names(
+    names: Iterable[str], peft_config: Mapping[str, Any], adapter_name: str = _DEFAULT
+) -> dict[str, str]:
+    """Return by the names of an adapter's weights those that `adapter_model.safetensors` has.
+
+    Args:
+        names: Of all weights.
+        peft_config: The values of the adapter's configuration.
+        adapter_name: Which of several.
+
+    Example:
+        >>> names = ["base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.wte.weight"]
+        >>> published_adapter_names(names, {"bias": "none"})
+        {'base_model.model.h.0.c_attn.lora_A.default.weight': 'base_model.model.h.0.c_attn.lora_A.weight'}
+    """
+    names = list(names)
+    biases = _biases(set(names), str(peft_config.get("bias", "none")))
+    return {
+        name: _without_adapter(name, adapter_name)
+        for name in names
+        if name in biases or is_adapter_weight(name, adapter_name)
+    }
+
+
+def is_adapter_weight(name: str, adapter_name: str = _DEFAULT) -> bool:
+    """Say whether a weight is one that an adapter has added."""
+    parts = name.split(".")
+    return adapter_name in parts and any(part.startswith("lora_") or part == _SAVED_MODULE for part in parts)
+
+
+def peft_config_values(peft_config: "PeftConfig") -> dict[str, Any]:
+    """Return an adapter's configuration in values that JSON has."""
+    values = {name: value for name, value in peft_config.to_dict().items() if name != "runtime_config"}
+    return json.loads(json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
+
+
+def _biases(names: set[str], bias: str) -> set[str]:
+    if bias == "all":
+        return {name for name in names if name.endswith("bias")}
+    if bias != "lora_only":
+        return set()
+    layers = {name.split("lora_")[0] for name in names if "lora_" in name}
+    return {f"{layer}{inner}bias" for layer in layers for inner in ("", "base_layer.")} & names
+
+
+def _without_adapter(name: str, adapter_name: str) -> str:
+    parts = [part for part in name.split(".") if part not in (adapter_name, _SAVED_MODULE)]
+    if len(parts) > 1 and parts[-2] == _DORA:
+        parts.pop()  # peft's files have the vector without the name of the weight in its module
+    return ".".join(parts)

@@ -1,0 +1,305 @@
+"""A causal language model that is built from its name or path, as configurations of language models spell it."""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from composer_dist import dist
+from composer_hf.model import HuggingFaceModel
+from composer_hf.sharding_hints import prepare_hf_model_for_fsdp
+from composer_models import LanguageCrossEntropy, LanguagePerplexity, MissingConditionalImportError
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+__all__ = ["ComposerHFCausalLM", "InitDevice", "hf_causal_lm"]
+
+InitDevice = Literal["cpu", "meta", "mixed"]
+
+_INIT_DEVICES: Final = ("cpu", "meta", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a model comes from, and how it is loaded."""
+
+    path: str
+    pretrained: bool
+    trust_remote_code: bool
+    options: Mapping[str, Any]
+
+    @property
+    def access(self) -> dict[str, Any]:
+        """What every download needs."""
+        token = {"token": self.options["token"]} if "token" in self.options else {}
+        return {**token, "trust_remote_code": self.trust_remote_code}
+
+
+class ComposerHFCausalLM(HuggingFaceModel):
+    """A causal language model by its name on the Hub or its path, with the metrics of language models.
+
+    Metrics see logits, each compared with the token after it. Where several processes run, one on each node downloads
+    first. With `init_device='mixed'`, rank 0 alone has weights, and FSDP hands them on.
+
+    Args:
+        tokenizer: The model's.
+        pretrained_model_name_or_path: A name on the Hub, or a folder.
+        pretrained: Whether the weights are loaded. Otherwise they are drawn.
+        pretrained_lora_id_or_path: An adapter that is loaded onto the model, and trained further.
+        trust_remote_code: Whether code that lies beside the model is run.
+        use_auth_token: Whether, or with which token, to log in to the Hub.
+        use_flash_attention_2: Whether attention is that of the package flash-attn.
+        attn_implementation: Which attention, as transformers calls them. By default its fastest without more packages.
+        load_in_8bit: Whether weights are quantized while they are loaded, by the package bitsandbytes.
+        init_device: `'cpu'`; `'meta'`, where FSDP draws the weights; or `'mixed'`.
+        config_overrides: Values in place of the configuration's; dicts are merged into its dicts.
+        peft_config: The values of a `peft.LoraConfig`, with `peft_type` LORA and `task_type` CAUSAL_LM.
+        use_train_metrics: Whether training has metrics, too.
+        allow_embedding_resizing: As in `HuggingFaceModel`.
+        additional_train_metrics: Names of metrics of composer_models or torchmetrics.
+        additional_eval_metrics: The same for evaluation.
+        should_save_peft_only: As in `HuggingFaceModel`.
+
+    Raises:
+        ValueError: If settings cannot be used, or contradict each other.
+        RuntimeError: On all ranks, with the ranks' numbers, if the model cannot be built on some of them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        pretrained_model_name_or_path: str,
+        pretrained: bool = True,
+        pretrained_lora_id_or_path: str | None = None,
+        trust_remote_code: bool = False,
+        use_auth_token: bool | str = False,
+        use_flash_attention_2: bool = False,
+        attn_implementation: str | None = None,
+        load_in_8bit: bool = False,
+        init_device: InitDevice = "cpu",
+        config_overrides: Mapping[str, Any] | None = None,
+        peft_config: Mapping[str, Any] | None = None,
+        use_train_metrics: bool = True,
+        allow_embedding_resizing: bool = False,
+        additional_train_metrics: Sequence[str] | None = None,
+        additional_eval_metrics: Sequence[str] | None = None,
+        should_save_peft_only: bool = True,
+    ) -> None:
+        if init_device not in _INIT_DEVICES:
+            raise ValueError(f"init_device={init_device!r} is none that there is. Use 'cpu', 'meta' or 'mixed'.")
+        if init_device == "meta" and pretrained:
+            raise ValueError(
+                "init_device='meta' begins without weights, and pretrained=True asks for them. Set init_device='mixed' "
+                "to load them on rank 0, or pretrained=False."
+            )
+        if peft_config is not None and pretrained_lora_id_or_path is not None:
+            raise ValueError(
+                f"peft_config asks for a new adapter, and pretrained_lora_id_or_path={pretrained_lora_id_or_path!r} "
+                f"for one that exists. Give one of them."
+            )
+        options = _loading_options(use_auth_token, use_flash_attention_2, attn_implementation, load_in_8bit)
+        origin = _Origin(pretrained_model_name_or_path, pretrained, trust_remote_code, options)
+
+        def build() -> Any:
+            model = _build(origin, config_overrides or {}, init_device)
+            if pretrained_lora_id_or_path is None:
+                return model
+            return _with_saved_adapter(model, pretrained_lora_id_or_path)
+
+        model = _on_every_rank(build, pretrained_model_name_or_path)
+        eval_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_eval_metrics)]
+        train_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_train_metrics)]
+        super().__init__(
+            model,
+            tokenizer,
+            use_logits=True,
+            metrics=train_metrics if use_train_metrics else None,
+            eval_metrics=eval_metrics,
+            shift_labels=True,
+            allow_embedding_resizing=allow_embedding_resizing,
+            peft_config=None if peft_config is None else _lora_config(peft_config),
+            should_save_peft_only=should_save_peft_only,
+        )
+        prepare_hf_model_for_fsdp(self.model, init_device)
+
+
+def hf_causal_lm(
+    tokenizer: "PreTrainedTokenizerBase", *, name: str = "hf_causal_lm", **settings: Any
+) -> ComposerHFCausalLM:
+    """Build a model from the `model` section of a configuration file.
+
+    Args:
+        tokenizer: The model's.
+        name: What the section calls the kind of model.
+        **settings: The rest of the section: the arguments of `ComposerHFCausalLM`.
+
+    Raises:
+        ValueError: If `name` is of another kind.
+    """
+    if name != "hf_causal_lm":
+        raise ValueError(f"name={name!r} is another kind of model, and this builds 'hf_causal_lm'.")
+    return ComposerHFCausalLM(tokenizer, **settings)
+
+
+def _loading_options(
+    use_auth_token: bool | str, use_flash_attention_2: bool, attn_implementation: str | None, load_in_8bit: bool
+) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained`, as both transformers 4 and 5 spell them."""
+    options: dict[str, Any] = {"token": use_auth_token} if use_auth_token else {}
+    if use_flash_attention_2:
+        if attn_implementation not in (None, "flash_attention_2"):
+            raise ValueError(
+                f"use_flash_attention_2=True and attn_implementation={attn_implementation!r} ask for two kinds of "
+                f"attention. Give one of them."
+            )
+        from transformers.utils.import_utils import is_flash_attn_2_available
+
+        if not is_flash_attn_2_available():
+            raise ValueError(
+                "use_flash_attention_2=True needs the package flash-attn and a CUDA device, and one of them is not "
+                "here. Run `pip install flash-attn`, or leave the setting out: attention is then the one of PyTorch, "
+                "which has the same results."
+            )
+        attn_implementation = "flash_attention_2"
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if load_in_8bit:
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise MissingConditionalImportError("bitsandbytes", "bitsandbytes", distribution="transformers")
+        from transformers import BitsAndBytesConfig
+
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    return options
+
+
+def _build(origin: _Origin, overrides: Mapping[str, Any], init_device: InitDevice) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    with dist.run_local_rank_zero_first():
+        config = AutoConfig.from_pretrained(origin.path, **origin.access)
+        if config.model_type == "mpt":
+            raise ValueError(
+                f"{origin.path!r} is an MPT model, which is trained by its own class. Choose another model."
+            )
+        config.use_cache = False  # which is of no use in training
+        _override(config, overrides)
+        has_weights = init_device == "cpu" or (init_device == "mixed" and dist.get_global_rank() == 0)
+        if has_weights and origin.pretrained:
+            # Of what dtype the file is must not decide in what dtype is trained.
+            return AutoModelForCausalLM.from_pretrained(
+                origin.path,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=origin.trust_remote_code,
+                **origin.options,
+            )
+        options = {name: value for name, value in origin.options.items() if name == "attn_implementation"}
+        with contextlib.nullcontext() if has_weights else _empty_weights():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=origin.trust_remote_code, **options
+            )
+        model.tie_weights()
+        with contextlib.suppress(OSError):  # there need be none
+            model.generation_config = GenerationConfig.from_pretrained(origin.path, **origin.access)
+        return model
+
+
+@contextlib.contextmanager
+def _empty_weights() -> Iterator[None]:
+    """Let models be built without memory for their weights.
+
+    Buffers that no checkpoint has are computed by constructors in transformers 4, and drawn anew like weights in 5.
+    """
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) >= 5:
+        with torch.device("meta"):
+            yield
+    else:
+        from transformers.integrations.accelerate import (
+            init_empty_weights,  # pyright: ignore[reportAttributeAccessIssue]  # gone in transformers 5
+        )
+
+        with init_empty_weights(include_buffers=False):
+            yield
+
+
+def _override(config: "PretrainedConfig | Any", overrides: Mapping[str, Any]) -> None:
+    """Put values into a configuration, or into that of the text part of one that has several parts."""
+    for name, value in overrides.items():
+        text = getattr(config, "text_config", None)
+        owner = config if hasattr(config, name) or text is None or not hasattr(text, name) else text
+        if not hasattr(owner, name):
+            raise ValueError(
+                f"config_overrides has {name!r}, which the {type(config).__name__} of a {config.model_type!r} model "
+                f"has not. Use one of: {', '.join(sorted(config.to_dict()))}."
+            )
+        current = getattr(owner, name)
+        if isinstance(current, dict) and isinstance(value, Mapping):
+            if unknown := value.keys() - current.keys():
+                raise ValueError(
+                    f"config_overrides[{name!r}] has {sorted(unknown)}, and known are {', '.join(sorted(current))}."
+                )
+            value = {**current, **value}
+        setattr(owner, name, value)
+
+
+def _on_every_rank(build: Callable[[], Any], path: str) -> Any:
+    """Build a model, and raise on all ranks if any of them cannot. Every rank must call this."""
+    model: Any = None
+    error: Exception | None = None
+    try:
+        model = build()
+    except Exception as raised:  # whatever it is, the others wait and must hear of it
+        error = raised
+    told = dist.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    if not any(told):
+        return model
+    if error is not None and dist.get_world_size() == 1:
+        raise error
+    failures = {rank: text for rank, text in enumerate(told) if text}
+    raise RuntimeError(f"{path!r} could not be built on ranks {list(failures)}: {failures}") from error
+
+
+def _with_saved_adapter(model: Any, path: str) -> Any:
+    if importlib.util.find_spec("peft") is None:
+        raise MissingConditionalImportError("peft", "peft", distribution="composer-suite")
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, path, is_trainable=True)
+
+
+def _lora_config(values: Mapping[str, Any]) -> Any:
+    settings = {**values, "peft_type": str(values.get("peft_type", "")).upper()}
+    settings["task_type"] = str(values.get("task_type", "")).upper()
+    if settings["peft_type"] != "LORA" or settings["task_type"] != "CAUSAL_LM":
+        raise ValueError(
+            f"peft_config has peft_type={values.get('peft_type')!r} and task_type={values.get('task_type')!r}. Give "
+            f"'LORA' and 'CAUSAL_LM'."
+        )
+    if importlib.util.find_spec("peft") is None:
+        raise MissingConditionalImportError("peft", "peft", distribution="composer-suite")
+    from peft import LoraConfig
+
+    del settings["peft_type"]
+    return LoraConfig(**settings)
+
+
+def _named(names: Sequence[str] | None) -> "list[Metric]":
+    """Return metrics by the names of their classes."""
+    import torchmetrics
+
+    import composer_models
+
+    found: list[Metric] = []
+    for name in names or ():
+        kind = getattr(composer_models, name, None) or getattr(torchmetrics, name, None)
+        if kind is None:
+            raise ValueError(f"no metric is called {name!r}, neither in composer_models nor in torchmetrics.")
+        found.append(kind())
+    return found

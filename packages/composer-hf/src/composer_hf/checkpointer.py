@@ -1,0 +1,283 @@
+"""A callback that writes Hugging Face folders at intervals, while training goes on."""
+
+import os
+import posixpath
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
+from composer_checkpoint.uris import is_uri, parse_uri
+from composer_dist import dist
+from composer_dist.wrapping import unwrap_model
+from composer_events.callback import Callback
+from composer_events.event import Event
+from composer_events.intervals import create_interval_scheduler
+from composer_hf.adapters import is_adapter_weight
+from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model import HuggingFaceModel
+from composer_hf.pretrained_folder import pretrained_folder
+from composer_hf.published_weights import plan_weights, published_name
+from composer_hf.publishing import as_dtype
+from composer_hf.weight_files import FORMATS, Format, main_dtype, parse_size, total_bytes, write_weight_files
+
+if TYPE_CHECKING:
+    from composer_events import Logger, State
+    from composer_time import Time
+
+__all__ = ["HuggingFaceCheckpointer"]
+
+log = getLogger(__name__)
+
+_SIZE_VARIABLE: Final = "LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE"
+_SUBFOLDER: Final = "huggingface"
+_LAST_UPLOADED: Final = ("config.json", "adapter_config.json")  # without which nobody takes the folder for a model
+
+
+class HuggingFaceCheckpointer(Callback):
+    """Write the model as a folder that `from_pretrained` reads, at intervals and at the end of training.
+
+    The weights are gathered one after the other, converted, and copied to the memory of rank 0's host; then training
+    goes on, and a thread writes the folder beside, flushes it and gives it its name. So there is a whole folder or
+    none. What goes wrong while it is written is logged at once, and raised on all ranks at the next save and at the end
+    of `fit`. Of a model with an adapter, the adapter is written.
+
+    Args:
+        save_folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as
+            `'s3://bucket/run'`. Folders are written to `<save_folder>/huggingface/`.
+        save_interval: How often: epochs, a timestring, a `Time`, or a function of the state and the event.
+        huggingface_folder_name: What each is called, with placeholders for time.
+        precision: Of the floating point weights: `'float32'`, `'float16'` or `'bfloat16'`.
+        overwrite: Whether a folder of the same name is replaced.
+        max_shard_size: How large a file of weights may become; by default what the variable
+            `LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE` says, or `'1GB'`.
+        save_format: `'safetensors'`, `'bin'` for `pytorch_model.bin`, or `'both'`.
+        async_save: Whether training goes on meanwhile.
+        num_concurrent_uploads: How many files are uploaded at a time.
+
+    Raises:
+        ValueError: If names, intervals or sizes cannot be used.
+
+    Example:
+        >>> checkpointer = HuggingFaceCheckpointer("runs/plum", save_interval="1000ba", precision="bfloat16")
+    """
+
+    def __init__(
+        self,
+        save_folder: str,
+        save_interval: "str | int | Time[Any] | Callable[[State, Event], bool]",
+        huggingface_folder_name: str = "ba{batch}",
+        precision: str | torch.dtype = "float32",
+        overwrite: bool = True,
+        *,
+        max_shard_size: int | str | None = None,
+        save_format: Format = "safetensors",
+        async_save: bool = True,
+        num_concurrent_uploads: int = 4,
+    ) -> None:
+        if save_format not in FORMATS:
+            raise ValueError(f"save_format={save_format!r} is none that there is. Use {', '.join(map(repr, FORMATS))}.")
+        folder = str(save_folder)
+        self.overwrite = overwrite
+        self.precision = as_dtype(precision)
+        self.save_format: Format = save_format
+        self.async_save = async_save
+        self.max_shard_bytes = parse_size(max_shard_size or os.environ.get(_SIZE_VARIABLE) or "1GB")
+        self.save_interval: Callable[[State, Event], bool] = (
+            save_interval if callable(save_interval) else create_interval_scheduler(save_interval)
+        )
+        self.remote_uploader: RemoteUploader | None = None
+        if is_uri(folder):
+            self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
+            folder = parse_uri(folder).path
+        self._name = PartialFilePath(huggingface_folder_name, posixpath.join(folder, _SUBFOLDER))
+        self.last_checkpoint_batch: Time[int] | None = None
+        self.saved_folders: list[str] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="huggingface-checkpoint")
+        self._writing: Future[None] | None = None
+
+    def init(self, state: "State", logger: "Logger") -> None:
+        """Refuse what cannot be written later, and ask the store whether it lets us write.
+
+        Raises:
+            ValueError: If the model is no `HuggingFaceModel`, or DeepSpeed keeps its weights in parts.
+            StorageError: If the store refuses.
+        """
+        _model_of(state)
+        if state.deepspeed_enabled and _zero_stage(state.deepspeed_config) == 3:
+            raise ValueError(
+                "`HuggingFaceCheckpointer` needs whole weights, and stage 3 of DeepSpeed keeps them in parts. Save "
+                "checkpoints, and convert them with `composer-ckpt convert`; or use FSDP, or stage 2."
+            )
+        if self.remote_uploader is not None:
+            self.remote_uploader.init()
+
+    def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
+        """Save, if it is time."""
+        self._save_if_due(Event.BATCH_CHECKPOINT, state, logger)
+
+    def epoch_checkpoint(self, state: "State", logger: "Logger") -> None:
+        """Save, if it is time."""
+        self._save_if_due(Event.EPOCH_CHECKPOINT, state, logger)
+
+    def iteration_checkpoint(self, state: "State", logger: "Logger") -> None:
+        """Save, if it is time."""
+        self._save_if_due(Event.ITERATION_CHECKPOINT, state, logger)
+
+    def fit_end(self, state: "State", logger: "Logger") -> None:
+        """Wait for what is being written, and raise on all ranks what went wrong."""
+        self._wait()
+
+    def close(self, state: "State", logger: "Logger") -> None:
+        """Wait for what is being written; what went wrong with it was logged."""
+        self._thread.shutdown()
+        if self.remote_uploader is not None:
+            self.remote_uploader.wait_and_close()
+
+    def save(self, state: "State", logger: "Logger") -> None:
+        """Gather the model's weights, and begin to write them. Every rank must call this.
+
+        Raises:
+            CheckpointError: On all ranks, if the one before could not be written, or there is a folder of this name
+                already that may not be replaced.
+        """
+        self._wait()
+        path = self._name.format(state)
+        model = _model_of(state)
+        self._refuse_existing(path)
+        self.last_checkpoint_batch = state.timestamp.batch
+        is_writer = dist.get_global_rank() == 0
+        weights = _gather(model, self.precision, keep=is_writer)
+        if not is_writer:
+            return
+        saved = self.transform_metadata(HuggingFaceMetadata.from_saved(model.get_metadata()))
+        self.saved_folders.append(path)
+        self._writing = self._thread.submit(self._write, path, weights, saved, state, logger)
+        if not self.async_save:
+            self._writing.exception()  # which the next wait raises, on all ranks
+
+    def transform_metadata(self, metadata: HuggingFaceMetadata) -> HuggingFaceMetadata:
+        """Return what the folder shall say of the model. Subclasses may change it; rank 0 calls this."""
+        return metadata
+
+    def save_additional_contents(self, state: "State", logger: "Logger", folder: Path) -> None:
+        """Write more to a folder before it gets its name. Subclasses may do so; a thread of rank 0 calls this."""
+
+    def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
+        if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
+            self.save(state, logger)
+            if not self.async_save:
+                self._wait()
+
+    def _write(
+        self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
+    ) -> None:
+        try:
+            if self.remote_uploader is None:
+                self._write_folder(path, weights, metadata, state, logger)
+            else:
+                with tempfile.TemporaryDirectory(prefix="composer-hf-") as folder:
+                    local = os.path.join(folder, posixpath.basename(path))
+                    self._write_folder(local, weights, metadata, state, logger)
+                    self._upload(self.remote_uploader, Path(local), path)
+        except BaseException:
+            log.exception("%s could not be written.", path)
+            raise
+        log.info("Wrote %s.", path)
+
+    def _write_folder(
+        self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
+    ) -> None:
+        # The model itself tells its class, so that one of the user's own is no code from outside.
+        pieces = plan_weights(weights, metadata, trust_remote_code=True)
+        with pretrained_folder(
+            path,
+            metadata,
+            dtype=main_dtype(pieces),
+            overwrite=self.overwrite,
+            trust_remote_code=True,
+            need_bytes=total_bytes(pieces) * (2 if self.save_format == "both" else 1),
+        ) as folder:
+            write_weight_files(
+                folder,
+                pieces,
+                weights.__getitem__,
+                max_shard_bytes=self.max_shard_bytes,
+                format=self.save_format,
+                is_adapter=metadata.peft_config is not None,
+            )
+            self.save_additional_contents(state, logger, folder)
+
+    def _upload(self, uploader: RemoteUploader, folder: Path, remote: str) -> None:
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        last = [file for file in files if file.name in _LAST_UPLOADED]
+        for group in ([file for file in files if file not in last], last):
+            self._upload_all(uploader, group, folder, remote)
+
+    def _upload_all(self, uploader: RemoteUploader, files: Sequence[Path], folder: Path, remote: str) -> None:
+        uploads = [
+            uploader.upload_file_async(
+                posixpath.join(remote, file.relative_to(folder).as_posix()), file, self.overwrite, copy=False
+            )
+            for file in files
+        ]
+        for upload in uploads:
+            upload.result()
+
+    def _refuse_existing(self, path: str) -> None:
+        """Raise on all ranks, before anything is gathered, if a folder is in the way."""
+        if self.overwrite or self.remote_uploader is not None:
+            return
+        found = [os.path.lexists(path)]
+        dist.broadcast_object_list(found, src=0)
+        if found[0]:
+            raise CheckpointConflictError(
+                f"{path} exists, and overwrite=False. Choose another save_folder or huggingface_folder_name, or pass "
+                f"overwrite=True to replace it."
+            )
+
+    def _wait(self) -> None:
+        """Wait for the folder that is being written, and raise on all ranks what went wrong."""
+        writing, self._writing = self._writing, None
+        failure: list[BaseException | None] = [None if writing is None else writing.exception()]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise failure[0]
+
+
+def _model_of(state: "State") -> HuggingFaceModel:
+    """Return the model without what spreads it over ranks."""
+    model: Any = unwrap_model(state.model)
+    if not isinstance(model, HuggingFaceModel):
+        raise ValueError(
+            f"`HuggingFaceCheckpointer` is only compatible with `HuggingFaceModel`s, and the model is a "
+            f"{type(model).__name__}. Wrap the model of transformers in a HuggingFaceModel, or leave the callback out."
+        )
+    return model
+
+
+def _gather(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
+    """Return copies of the weights on the host, whole, one gathered after the other; none unless it `keep`s them."""
+    seen: dict[int, Tensor | None] = {}
+    weights: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if model.using_peft and not is_adapter_weight(published_name(name)) and not name.endswith("bias"):
+            continue
+        if id(value) not in seen:  # what is tied is one weight
+            whole: Tensor = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+            target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+            seen[id(value)] = whole.to("cpu", target, copy=True) if keep else None
+        if (copied := seen[id(value)]) is not None:
+            weights[name] = copied
+    return weights
+
+
+def _zero_stage(config: Any) -> int:
+    return int(((config or {}).get("zero_optimization") or {}).get("stage", 0))

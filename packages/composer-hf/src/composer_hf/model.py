@@ -1,0 +1,407 @@
+"""A Hugging Face model as the training loop asks for it."""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from composer_hf import generation
+from composer_hf.adapters import (
+    adapter_of,
+    filter_state_dict_peft,
+    is_peft_model,
+    maybe_get_underlying_model,
+    peft_installed,
+)
+from composer_hf.from_checkpoint import hf_from_composer_checkpoint
+from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
+from composer_hf.saved_state import (
+    describe,
+    get_hf_config_from_composer_state_dict,
+    get_peft_config_from_composer_state_dict,
+    load_model,
+    load_tokenizer,
+)
+from composer_hf.sharding_hints import add_sharding_hints
+from composer_hf.vocabulary import fit_vocabulary
+from composer_models import ComposerModel, MissingConditionalImportError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from torchmetrics import Metric
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "HuggingFaceModel",
+    "filter_state_dict_peft",
+    "get_hf_config_from_composer_state_dict",
+    "get_peft_config_from_composer_state_dict",
+    "maybe_get_underlying_model",
+    "peft_installed",
+    "write_huggingface_pretrained_from_composer_checkpoint",
+]
+
+log = getLogger(__name__)
+
+_IGNORED: Final = -100  # the label that no loss of transformers counts
+
+
+class HuggingFaceModel(ComposerModel):
+    """A model of transformers, with or without adapters of peft, that takes whole batches and knows its loss.
+
+    Batches are mappings, as tokenizers and data collators make them; what the model's `forward` does not name is left
+    out. The loss is the one that the model itself computes where the batch has `labels`. What describes the model and
+    its tokenizer goes into every checkpoint, so that it becomes a model of transformers again.
+
+    Args:
+        model: Any model of transformers, or a `peft.PeftModel`.
+        tokenizer: Is kept in checkpoints, and needed to generate.
+        use_logits: Whether metrics get the logits in place of the model's whole output. Evaluation computes no loss
+            then.
+        metrics: Of torchmetrics, for training, and copies of them for evaluation.
+        eval_metrics: For evaluation, in place of those copies.
+        shift_labels: Whether metrics compare each logit with the label after it. By default, if the model is a causal
+            one, which shifts the labels of its loss itself.
+        allow_embedding_resizing: Whether the embeddings grow where the tokenizer has more tokens than they.
+        peft_config: A `peft.LoraConfig`, by which the model gets an adapter.
+        should_save_peft_only: Whether checkpoints of a model with an adapter have the weights of this alone.
+        extra_forward_args: Keys of batches that are passed on although the model's `forward` takes them only as
+            `**kwargs`.
+
+    Attributes:
+        model: The model, wrapped if there is an adapter. Its weights have the prefix `model.`.
+        config: The model's configuration.
+        labels: Those of the batch that was last evaluated, as metrics get them.
+        model_forward_args: What of a batch is passed on.
+        using_peft: Whether there is an adapter.
+
+    Raises:
+        ValueError: If the tokenizer has more tokens than the model, or the adapter is not LoRA.
+        MissingConditionalImportError: If there is a `peft_config`, and peft is not installed.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+        >>> model = HuggingFaceModel(GPT2LMHeadModel(config), use_logits=True)
+        >>> tokens = torch.tensor([[1, 2, 3, 4]])
+        >>> batch = {"input_ids": tokens, "labels": tokens}
+        >>> model.loss(model(batch), batch).ndim
+        0
+        >>> model.eval_forward(batch).shape, model.labels
+        (torch.Size([1, 4, 16]), tensor([[   2,    3,    4, -100]]))
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel | Any",
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        use_logits: bool | None = False,
+        metrics: "Iterable[Metric] | None" = None,
+        eval_metrics: "Iterable[Metric] | None" = None,
+        shift_labels: bool | None = None,
+        allow_embedding_resizing: bool = False,
+        peft_config: "PeftConfig | None" = None,
+        should_save_peft_only: bool = True,
+        *,
+        extra_forward_args: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        if tokenizer is None:
+            log.warning(
+                "The tokenizer was not provided. This means the tokenizer config will not be saved in the checkpoint."
+            )
+        else:
+            fit_vocabulary(maybe_get_underlying_model(model), tokenizer, may_resize=allow_embedding_resizing)
+        self.model = _with_adapter(model, peft_config)
+        self.config = self.model.config
+        self.tokenizer = tokenizer
+        self.use_logits = bool(use_logits)
+        self.using_peft = is_peft_model(self.model)
+        self.should_save_peft_only = should_save_peft_only
+        self.dummy_forward_called = False
+        self.labels: Tensor | None = None
+        inner = maybe_get_underlying_model(self.model)
+        self.shift_labels = _resolve_shift(inner, shift_labels)
+        self.model_forward_args = _forward_args(inner)
+        self.extra_forward_args = frozenset(extra_forward_args)
+        self.train_metrics = _by_name(metrics)
+        self.val_metrics = _by_name(eval_metrics) if eval_metrics is not None else copy.deepcopy(self.train_metrics)
+        add_sharding_hints(self.model)
+        self.register_state_dict_post_hook(_leave_base_out)
+        self.register_load_state_dict_post_hook(_forgive_missing_base)
+
+    def forward(self, batch: Any) -> Any:
+        """Compute the outputs, with the loss if the batch has `labels`.
+
+        Args:
+            batch: A mapping by the names of the model's arguments.
+
+        Raises:
+            ValueError: If it is no mapping.
+        """
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"Unexpected batch type {type(batch).__name__}: a HuggingFaceModel takes a dict or a BatchEncoding "
+                f"with the names of the model's arguments. Use a collator of transformers, or let the dataset return "
+                f"dicts."
+            )
+        names = self.model_forward_args | self.extra_forward_args
+        return self.model(**{name: value for name, value in batch.items() if name in names})
+
+    def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss that the model computed.
+
+        Raises:
+            ValueError: If it computed none, since the batch has no labels.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        if loss is None:
+            raise ValueError(
+                f"the model computed no loss for a batch with {sorted(batch)}. Put 'labels' into it, as "
+                f"transformers.DataCollatorForLanguageModeling does."
+            )
+        return loss
+
+    def eval_forward(self, batch: Any, outputs: Any | None = None) -> Any:
+        """Compute what metrics see, and keep the labels for them in `labels`.
+
+        Args:
+            batch: A mapping. With `mode='generate'`, its `generation_kwargs` are those of `generate`.
+            outputs: Of `forward`, where the loop has them already.
+
+        Returns:
+            The logits with `use_logits`, else the model's whole output; with `mode='generate'` the texts.
+
+        Raises:
+            ValueError: If text is to be generated without a tokenizer.
+            RuntimeError: If a model with encoder and decoder cannot make the decoder's inputs of the labels.
+        """
+        mode = batch.get("mode") if isinstance(batch, Mapping) else None
+        if mode == "generate":
+            self.labels = batch.get("labels")
+            return generation.continuations(self, batch)
+        if not self.use_logits and mode != "icl_task":
+            return outputs if outputs is not None else self.forward(batch)
+        labels = batch.get("labels")
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        if self.config.is_encoder_decoder and outputs is None and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = self._decoder_inputs(labels)
+        if labels is not None and (self.shift_labels or mode == "icl_task"):
+            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        self.labels = labels
+        return self._logits_of(outputs if outputs is not None else self.forward(inputs))
+
+    def get_metrics(self, is_train: bool = False) -> "dict[str, Metric]":
+        """Return the metrics of training or of evaluation."""
+        return (self.train_metrics if is_train else self.val_metrics) or {}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: "Metric") -> dict[str, Any]:
+        """Update a metric with the outputs of `eval_forward` and the labels that it kept.
+
+        A metric with the attribute `needs_batch` gets the batch as well, by keyword.
+
+        Returns:
+            What the metric's `update` returned, and its name for each sample.
+        """
+        if self.labels is not None and metric.device.type == "cpu":
+            self.labels = self.labels.to("cpu")
+        if getattr(metric, "needs_batch", False):
+            result: Any = metric.update(batch=batch, outputs=outputs, labels=self.labels)
+        else:
+            result = metric.update(outputs, self.labels)
+        result = dict(result) if isinstance(result, Mapping) else {}
+        inputs = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        result["metric_name"] = [type(metric).__name__] * (0 if inputs is None else len(inputs))
+        return result
+
+    def generate(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """Generate tokens. Every rank must call this where the model is sharded, with `synced_gpus=True`.
+
+        Args:
+            input_ids: Shape `(batch, tokens)`.
+            **kwargs: For the `generate` of transformers. Where it has no `pad_token_id`, the tokenizer's is taken.
+
+        Returns:
+            The tokens, with those given before them unless the model encodes these.
+        """
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        if pad is not None:
+            kwargs.setdefault("pad_token_id", pad)
+        return self.model.generate(input_ids=input_ids, **kwargs)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what checkpoints say of the model and its tokenizer; see `composer_hf.HuggingFaceMetadata`."""
+        return describe(self.model, self.tokenizer)
+
+    @staticmethod
+    def load_huggingface_tokenizer_from_saved_state(
+        hf_state: Mapping[str, Any], trust_remote_code: bool = False, tokenizer_save_dir: str | None = None
+    ) -> "PreTrainedTokenizerBase | None":
+        """Return the tokenizer that a checkpoint has, or `None` if it has none.
+
+        Args:
+            hf_state: What the checkpoint has under `state/integrations/huggingface`.
+            trust_remote_code: Whether code among the tokenizer's files is written and run.
+            tokenizer_save_dir: Where the files are written, and stay, since some tokenizers read them later. By
+                default a new folder here.
+
+        Raises:
+            UnsafeCheckpointError: If a file is named so that it would lie outside that folder.
+        """
+        return load_tokenizer(hf_state, trust_remote_code, tokenizer_save_dir)
+
+    @staticmethod
+    def load_huggingface_model_from_saved_state(
+        hf_state: Mapping[str, Any],
+        loaded_state_dict: Mapping[str, Any] | None = None,
+        model_instantiation_class: type | str | None = None,
+        model_config_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> "PreTrainedModel":
+        """Return a model as a checkpoint describes it, with weights as they are drawn: the Trainer loads these.
+
+        Args:
+            hf_state: What the checkpoint has under `state/integrations/huggingface`.
+            loaded_state_dict: The checkpoint's content; not needed.
+            model_instantiation_class: In place of the model's class: a class, an auto class, or the full name of one.
+            model_config_kwargs: Values in place of the configuration's.
+            trust_remote_code: Whether a class outside of transformers, which the checkpoint names, is imported.
+
+        Raises:
+            ValueError: If the class cannot be imported.
+            AttributeError: If it is no model's.
+        """
+        return load_model(hf_state, model_instantiation_class, model_config_kwargs, trust_remote_code=trust_remote_code)
+
+    @staticmethod
+    def hf_from_composer_checkpoint(
+        checkpoint_path: str,
+        model_instantiation_class: type | str | None = None,
+        model_config_kwargs: dict[str, Any] | None = None,
+        local_checkpoint_save_location: Path | str | None = None,
+        trust_remote_code: bool = False,
+        *,
+        load_weights: bool = False,
+    ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
+        """Return the model and the tokenizer of a checkpoint; see `composer_hf.hf_from_composer_checkpoint`."""
+        return hf_from_composer_checkpoint(
+            checkpoint_path,
+            model_instantiation_class,
+            model_config_kwargs,
+            local_checkpoint_save_location,
+            trust_remote_code,
+            load_weights=load_weights,
+        )
+
+    def _decoder_inputs(self, labels: Tensor | None) -> Tensor:
+        prepare = getattr(maybe_get_underlying_model(self.model), "prepare_decoder_input_ids_from_labels", None)
+        if prepare is None or labels is None:
+            raise RuntimeError(
+                f"{type(self.model).__name__} has an encoder and a decoder, and the batch has no decoder_input_ids, "
+                f"which cannot be made of the labels: there are no "
+                f"{'labels' if labels is None else 'prepare_decoder_input_ids_from_labels'}. Let the batch have them."
+            )
+        return prepare(labels=labels)
+
+    def _logits_of(self, outputs: Any) -> Any:
+        if isinstance(outputs, Mapping):
+            logits: Any = outputs["logits"]
+        elif isinstance(outputs, tuple | list):
+            has_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0
+            logits = outputs[1] if has_loss else outputs[0]
+        else:
+            logits = outputs
+        if logits.ndim == 2 and logits.shape[1] == 1:
+            logits = logits.squeeze(dim=1)  # of a regression
+        return logits
+
+
+def _with_adapter(model: Any, peft_config: Any) -> Any:
+    """Return the model, with an adapter if there is a configuration for one."""
+    if peft_config is None:
+        return model
+    if not peft_installed:
+        raise MissingConditionalImportError("peft", "peft", distribution="composer-suite")
+    if is_peft_model(model):
+        warnings.warn(
+            "PEFT model was passed in directly. Ignoring the provided PEFT config.", UserWarning, stacklevel=3
+        )
+        return model
+    kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)).upper()
+    if kind != "LORA":
+        raise ValueError(f"PEFT type {kind} is not supported by HuggingFaceModel. Use LORA, with peft.LoraConfig.")
+    peft_config.peft_type = kind
+    if peft_config.task_type is not None:
+        peft_config.task_type = str(getattr(peft_config.task_type, "value", peft_config.task_type)).upper()
+    from peft import get_peft_model  # optional
+
+    return get_peft_model(model, peft_config)
+
+
+def _resolve_shift(model: Any, shift_labels: bool | None) -> bool:
+    is_causal = _is_causal(model)
+    if shift_labels is None:
+        return is_causal
+    if is_causal and not shift_labels:
+        log.warning(
+            "The shift_labels argument was set to False but the model is an instance of a HuggingFace Causal LM. This "
+            "may lead to incorrect behavior: the logits of each token are compared with that very token."
+        )
+    return shift_labels
+
+
+def _is_causal(model: Any) -> bool:
+    """Say whether a model is one of those that `AutoModelForCausalLM` makes."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names: set[str] = set()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names.update([name] if isinstance(name, str) else name)
+    # By name, since asking for the classes would load the modules of every architecture.
+    return any(base.__name__ in names and base.__module__.startswith("transformers.") for base in type(model).__mro__)
+
+
+def _forward_args(model: Any) -> set[str]:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {parameter.name for parameter in parameters if parameter.kind not in variable}
+    if not names:
+        raise ValueError(
+            f"the forward method of {type(model).__name__} names no arguments, so nothing of a batch could be passed "
+            f"to it. Give a model whose forward names them."
+        )
+    return names
+
+
+def _by_name(metrics: "Iterable[Metric] | None") -> "dict[str, Metric] | None":
+    return None if metrics is None else {type(metric).__name__: metric for metric in metrics}
+
+
+def _leave_base_out(module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """Keep the adapter's weights alone in a state dict, if that is what checkpoints shall have."""
+    assert isinstance(module, HuggingFaceModel)
+    if not (module.using_peft and module.should_save_peft_only):
+        return
+    own = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
+    for name in own.keys() - _adapter_weights(module, own).keys():
+        del state_dict[name]
+
+
+def _forgive_missing_base(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    """Let weights of an adapter alone be loaded; the base model has its own."""
+    assert isinstance(module, HuggingFaceModel)
+    if module.using_peft and module.should_save_peft_only:
+        adapter = _adapter_weights(module, dict.fromkeys(incompatible_keys.missing_keys))
+        incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name in adapter]
+
+
+def _adapter_weights(module: HuggingFaceModel, weights: Mapping[str, Any]) -> dict[str, Any]:
+    peft_model: Any = module.model
+    name = adapter_of(peft_model)
+    return filter_state_dict_peft(weights, peft_model.peft_config[name], name, remove_adapter_names=False)

@@ -1,0 +1,135 @@
+"""The classes that a checkpoint names, looked up without running code that came with it."""
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError
+from composer_hf.metadata import HuggingFaceMetadata
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["build_config", "build_model", "find_class", "meta_model"]
+
+_TRUSTED_PACKAGES: Final = ("transformers", "composer", "composer_hf", "peft")
+_ENTRY_POINTS: Final = "composer.hf_models"
+
+
+def build_config(
+    metadata: HuggingFaceMetadata,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    allow_network: bool = False,
+) -> "PretrainedConfig":
+    """Return the configuration of a checkpoint's model as transformers has it.
+
+    Args:
+        metadata: What the checkpoint says.
+        overrides: Values in place of the checkpoint's.
+        trust_remote_code: Whether code that lies where the model came from may be run.
+        allow_network: Whether an architecture that transformers does not know may be looked for on the Hub.
+
+    Raises:
+        IncompatibleCheckpointError: If this release of transformers does not know the architecture.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig  # it takes seconds to load
+
+    values = {**metadata.config, **(overrides or {})}
+    model_type = values.pop("model_type", None)
+    if overrides and "num_labels" in overrides and "id2label" not in overrides:
+        values.pop("id2label", None)  # of so many labels as before
+        values.pop("label2id", None)
+    if isinstance(labels := values.get("id2label"), Mapping):
+        values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON has no other keys
+    if model_type in CONFIG_MAPPING:
+        values.pop("auto_map", None)
+        return AutoConfig.for_model(model_type, **values)
+    origin = str(values.get("_name_or_path") or "")
+    if origin and (os.path.isdir(origin) or allow_network):
+        config = AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code)
+        for name, value in (overrides or {}).items():
+            setattr(config, name, value)
+        return config
+    import transformers
+
+    raise IncompatibleCheckpointError(
+        f"the checkpoint is of a model of the type {model_type!r}, saved with transformers "
+        f"{metadata.transformers_version or 'of an unknown release'}, and transformers {transformers.__version__} does "
+        f"not know it. Install a release that does; or, if the model's code lies at {origin or 'its origin'!r}, pass "
+        f"allow_network=True, and trust_remote_code=True if you trust it."
+    )
+
+
+def find_class(name: str, *, trust_remote_code: bool = False) -> type:
+    """Return the class of a full name.
+
+    Args:
+        name: Such as `'transformers.GPT2LMHeadModel'`.
+        trust_remote_code: Whether modules other than those of transformers, peft and Composer, and those announced
+            under the entry point `composer.hf_models`, may be imported.
+
+    Raises:
+        UnsafeCheckpointError: If the module is none of these, and not trusted.
+        ValueError: If it cannot be imported, or has no such class.
+    """
+    module_name, _, class_name = name.rpartition(".")
+    package = module_name.partition(".")[0]
+    if not trust_remote_code and package not in _TRUSTED_PACKAGES:
+        announced = {point.value.replace(":", "."): point for point in entry_points(group=_ENTRY_POINTS)}
+        if name not in announced:
+            raise UnsafeCheckpointError(
+                f"the checkpoint names the class {name!r:.200}, and importing a module runs its code. Known without "
+                f"asking are those of transformers. Give model_instantiation_class, or pass trust_remote_code=True "
+                f"if you trust that module."
+            )
+    try:
+        found = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"The model class {name!r:.200} could not be imported: {error}. Give model_instantiation_class as a class, "
+            f"or install the release that has it."
+        ) from error
+    if not isinstance(found, type):
+        raise ValueError(f"{name!r:.200} is a {type(found).__name__}, and a class of a model is needed.")
+    return found
+
+
+def build_model(model_class: Any, config: "PretrainedConfig") -> "PreTrainedModel":
+    """Return a model of a configuration, with weights as they are drawn.
+
+    Raises:
+        AttributeError: If the class is none of transformers' models.
+    """
+    if hasattr(model_class, "from_config"):  # an auto class
+        return model_class.from_config(config)
+    if not hasattr(model_class, "config_class"):
+        raise AttributeError(
+            f"{model_class.__name__} is no class of a Hugging Face model: it has neither from_config, as "
+            f"AutoModelForCausalLM has, nor config_class, as GPT2LMHeadModel has. Give one of those."
+        )
+    return model_class(config)
+
+
+def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False) -> "PreTrainedModel":
+    """Return a checkpoint's model on the meta device, which has names and shapes and takes no memory.
+
+    Raises:
+        IncompatibleCheckpointError: If the checkpoint does not tell the class, or transformers does not know the model.
+        UnsafeCheckpointError: If the class is of a module that is not trusted.
+    """
+    if not metadata.model_class:
+        raise IncompatibleCheckpointError(
+            "the checkpoint does not tell the class of its model. Give a checkpoint that HuggingFaceModel wrote."
+        )
+    config = build_config(metadata, trust_remote_code=trust_remote_code)
+    model_class = find_class(metadata.model_class, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = build_model(model_class, config)
+        model.tie_weights()  # some classes do so when they load weights only
+    return model

@@ -1,0 +1,212 @@
+"""Which weights of a checkpoint become which weights of a Hugging Face folder.
+
+A checkpoint has the names that a model has in memory, below `model.`. A folder has those that `from_pretrained` reads:
+the same ones for most models, others where a release of transformers keeps several weights as one, as it does with
+the experts of a mixture. Weights that the model ties are written once. Nothing here needs the weights themselves
+before `PublishedPiece.convert`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from composer_checkpoint import IncompatibleCheckpointError, UnfittingWeightsError
+from composer_hf.adapters import published_adapter_names
+from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model_classes import meta_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["PublishedPiece", "adapter_names", "plan_weights", "published_name", "tied_names"]
+
+_PREFIX: Final = "model."
+_WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_MAX_NAMES: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPiece:
+    """Weights of a folder that are made together, usually one.
+
+    Attributes:
+        sources: The names in the checkpoint, below `state/model`.
+        targets: By the names in the folder, tensors on the meta device, which tell dtype and shape.
+        copies: Those of `sources` that must hold the same as the first one, since the model ties them.
+    """
+
+    sources: tuple[str, ...]
+    targets: Mapping[str, Tensor]
+    copies: tuple[str, ...] = ()
+    _name: str = ""
+    _model: "PreTrainedModel | None" = field(default=None, repr=False)
+
+    def convert(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the folder's weights, which share memory with those given where nothing is taken apart.
+
+        Args:
+            weights: The weights of `sources` by name.
+
+        Raises:
+            IncompatibleCheckpointError: If weights that the model ties differ.
+        """
+        for name in self.copies:
+            if not _are_same(weights[self.sources[0]], weights[name]):
+                raise IncompatibleCheckpointError(
+                    f"the model's configuration ties {name!r} to {self.sources[0]!r}, and the checkpoint has other "
+                    f"values for it. Set tie_word_embeddings=False in the configuration to keep both."
+                )
+        weight = weights[self.sources[0]]
+        if self._model is not None:
+            return _revert(self._model, {self._name: weight})
+        return dict.fromkeys(self.targets, weight)
+
+
+def plan_weights(
+    weights: Mapping[str, Tensor], metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False
+) -> list[PublishedPiece]:
+    """Say how a checkpoint's weights become those of a folder that `from_pretrained` reads.
+
+    Args:
+        weights: What the checkpoint has below `state/model`, by name; tensors on the meta device will do.
+        metadata: What the checkpoint says of the model. With adapters, the plan is of these alone.
+        trust_remote_code: Whether a class outside of transformers may be imported.
+
+    Returns:
+        The pieces, in the order of the checkpoint.
+
+    Raises:
+        UnfittingWeightsError: If weights are missing or too many for the model.
+        IncompatibleCheckpointError: If transformers does not know the model.
+        UnsafeCheckpointError: If the model's class is of a module that is not trusted.
+    """
+    if metadata.peft_config is not None:
+        return [
+            PublishedPiece((name,), {target: weights[name].to("meta")})
+            for name, target in adapter_names(weights, metadata).items()
+        ]
+    model = meta_model(metadata, trust_remote_code=trust_remote_code)
+    named = {published_name(name): name for name in weights}
+    in_memory = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    on_disk = _revert(model, in_memory)
+    is_published = bool(named.keys() - in_memory.keys()) and not named.keys() - on_disk.keys()
+    ties = tied_names(model)
+    expected = on_disk if is_published else in_memory
+    named = _checked(named, weights, expected, ties, model, metadata)
+    reverting = None if is_published or in_memory.keys() == on_disk.keys() else model
+    return list(_pieces(named, weights, ties, reverting))
+
+
+def published_name(name: str) -> str:
+    """Return what a weight of a checkpoint is called in the model of transformers, without what wraps it.
+
+    Example:
+        >>> published_name("model.transformer.wte.weight")
+        'transformer.wte.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts).removeprefix("module.").removeprefix(_PREFIX)
+
+
+def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[str, str]:
+    """Return by the names of a checkpoint's adapter weights those that `adapter_model.safetensors` has."""
+    inner = {published_name(name): name for name in names}
+    published = published_adapter_names(inner, metadata.peft_config or {})
+    return {inner[name]: target for name, target in published.items()}
+
+
+def tied_names(model: "PreTrainedModel") -> dict[str, str]:
+    """Return by each name that a folder leaves out the name under which it has the same weight.
+
+    Transformers 4 has patterns of the former, 5 a mapping of both, so that this asks the model itself.
+    """
+    aliases = getattr(model, "_tied_weights_keys", None) or ()
+    patterns = [re.compile(str(pattern)) for pattern in aliases]
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    ties: dict[str, str] = {}
+    for names in groups.values():
+        kept = next((name for name in names if not any(p.search(name) for p in patterns)), names[0])
+        ties.update({name: kept for name in names if name != kept})
+    return ties
+
+
+def _pieces(
+    named: Mapping[str, str],
+    weights: Mapping[str, Tensor],
+    ties: Mapping[str, str],
+    model: "PreTrainedModel | None",
+) -> Iterator[PublishedPiece]:
+    """Yield one piece for each weight that is no copy of another one."""
+    groups: dict[str, list[str]] = {}
+    for name in named:
+        groups.setdefault(ties.get(name, name), []).append(name)
+    for kept, names in groups.items():
+        names.sort(key=lambda name: name != kept)
+        sources = tuple(named[name] for name in names)
+        own = {kept: weights[sources[0]].to("meta")}
+        # A checkpoint may have a tied weight under one of its names only, and a folder needs the one that is kept.
+        targets = own if model is None else _revert(model, own)
+        if model is not None and targets.keys() == own.keys():
+            yield PublishedPiece(sources, own, sources[1:])
+        else:
+            yield PublishedPiece(sources, targets, sources[1:], kept, model)
+
+
+def _revert(model: "PreTrainedModel", weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by the names that they have on the disk."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 a model has the names of the disk
+        return dict(weights)
+    return revert_weight_conversion(model, dict(weights))
+
+
+def _checked(
+    named: Mapping[str, str],
+    weights: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    ties: Mapping[str, str],
+    model: "PreTrainedModel",
+    metadata: HuggingFaceMetadata,
+) -> dict[str, str]:
+    """Return the names without those that transformers passes over, after comparing them with the model's."""
+    present = {ties.get(name, name) for name in named}
+    missing = [n for n in expected if ties.get(n, n) not in present and not _ignored(model, "missing", n)]
+    surplus = [n for n in named if n not in expected and not _ignored(model, "unexpected", n)]
+    other = [
+        f"{name} ({tuple(weights[source].shape)} in the checkpoint, {tuple(expected[name].shape)} in the model)"
+        for name, source in named.items()
+        if name in expected and weights[source].shape != expected[name].shape
+    ]
+    lists = (("not in the checkpoint", missing), ("not in the model", surplus), ("of another shape", other))
+    told = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
+    if told:
+        import transformers
+
+        raise UnfittingWeightsError(
+            f"the weights do not fit the {type(model).__name__} that the checkpoint describes. Weights {told}. It was "
+            f"saved with transformers {metadata.transformers_version}, and this is {transformers.__version__}: use "
+            f"that release if the names are of another one, or give the configuration that fits."
+        )
+    return {name: source for name, source in named.items() if name in expected}
+
+
+def _ignored(model: "PreTrainedModel", kind: str, name: str) -> bool:
+    patterns: Any = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    if one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.shape == other.shape:
+        return True
+    return torch.equal(one, other)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")

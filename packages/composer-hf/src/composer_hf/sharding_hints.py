@@ -1,0 +1,88 @@
+"""Which parts of a Hugging Face model are sharded, and computed again, as units of their own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from composer_hf.adapters import maybe_get_underlying_model
+
+__all__ = ["add_sharding_hints", "block_types", "prepare_hf_model_for_fsdp"]
+
+
+@dataclass(frozen=True, slots=True)
+class _IsBlock:
+    """Says of a module whether it is one of a model's blocks; an object, since models with functions do not pickle."""
+
+    types: tuple[type[nn.Module], ...]
+
+    def __call__(self, module: nn.Module) -> bool:
+        return isinstance(module, self.types)
+
+
+def prepare_hf_model_for_fsdp(model: Any, init_device: str | None = None) -> None:
+    """Let each of a model's blocks be sharded, and computed again in the backward pass, as a unit of its own.
+
+    Args:
+        model: Of transformers, or wrapped by peft; attributes of it are set.
+        init_device: With `'meta'` or `'mixed'`, weights are drawn by the model's own rules where a rank has none.
+
+    Raises:
+        ValueError: If the model has no list of blocks.
+    """
+    if not block_types(model):
+        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        raise ValueError(
+            f"no blocks were found in {type(model).__name__}: none of its lists of modules ({lists}) holds several "
+            f"modules of one class. Give the model a method fsdp_wrap_fn(module) that chooses what is sharded."
+        )
+    add_sharding_hints(model)
+    if init_device in ("meta", "mixed"):
+        model.param_init_fn = partial(_draw, maybe_get_underlying_model(model))
+
+
+def add_sharding_hints(model: Any) -> None:
+    """Do what `prepare_hf_model_for_fsdp` does, as far as the model has blocks and does not say otherwise itself."""
+    types = block_types(model)
+    if not types:
+        return
+    for name in ("fsdp_wrap_fn", "activation_checkpointing_fn"):
+        if not hasattr(model, name):
+            setattr(model, name, _IsBlock(types))
+
+
+def block_types(model: Any) -> tuple[type[nn.Module], ...]:
+    """Return the classes of a model's blocks, as transformers names them, or as its lists of modules show.
+
+    Classes that are not in lists are left out: embeddings share their weights with the head of most models, and what
+    shares weights cannot be sharded apart.
+    """
+    inner = maybe_get_underlying_model(model)
+    named = frozenset(getattr(inner, "_no_split_modules", None) or ())
+    in_lists = list(_listed_types(inner))
+    by_name = tuple(kind for kind in in_lists if kind.__name__ in named)
+    return by_name or tuple(in_lists)
+
+
+def _listed_types(model: nn.Module) -> Iterator[type[nn.Module]]:
+    """Yield the classes of the outermost lists' modules, each once; lists inside blocks are not seen."""
+    seen: set[type[nn.Module]] = set()
+
+    def walk(module: nn.Module) -> Iterator[type[nn.Module]]:
+        for child in module.children():
+            if not isinstance(child, nn.ModuleList):
+                yield from walk(child)
+                continue
+            for block in child:
+                if next(block.parameters(), None) is not None and type(block) not in seen:
+                    seen.add(type(block))
+                    yield type(block)
+
+    yield from walk(model)
+
+
+def _draw(model: Any, module: nn.Module) -> None:
+    """Fill a module's own weights as transformers does."""
+    model._init_weights(module)

@@ -1,0 +1,123 @@
+"""A tokenizer's files as a checkpoint holds them, and as they lie in a folder."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError
+
+__all__ = ["decode_files", "encode_files", "for_any_release"]
+
+_CODE: Final = ".py"
+_TEXTS: Final = (_CODE, ".jinja")
+_KINDS: Final = (".json", ".txt", ".model", *_TEXTS)
+_CONFIG_NAME: Final = "tokenizer_config.json"
+
+
+def encode_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what a checkpoint holds of the files that `tokenizer.save_pretrained` wrote.
+
+    Args:
+        folder: Has the files.
+
+    Returns:
+        By the name of each file its `file_extension` and its `content`: of JSON the values, of `.txt` a list of lines,
+            of code and templates the text, and of `.model` the bytes.
+
+    Raises:
+        ValueError: If there is a file of another kind.
+    """
+    return {path.name: _encode(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the files of a checkpoint's tokenizer by their names, of whichever release the checkpoint is.
+
+    Raises:
+        UnsafeCheckpointError: If a name leads out of the folder that the files are for.
+        IncompatibleCheckpointError: If a file is of no known kind.
+    """
+    files: dict[str, bytes] = {}
+    for key, entry in saved.items():
+        extension = entry.get("file_extension") if isinstance(entry, Mapping) else None
+        if extension not in _KINDS or "content" not in entry:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint's tokenizer has a file {key!r:.200} of the kind {extension!r:.200}, and known are "
+                f"{', '.join(_KINDS)}. Give the tokenizer yourself."
+            )
+        # Old releases of Composer left the extension out of the name.
+        name = key if str(key).endswith(extension) else f"{key}{extension}"
+        _check_name(name)
+        files[name] = _decode(name, extension, entry["content"])
+    return files
+
+
+def for_any_release(files: Mapping[str, bytes], *, trust_remote_code: bool = False) -> dict[str, bytes]:
+    """Return a tokenizer's files so that transformers 4 and 5 both load them, without code unless it is trusted.
+
+    Transformers 5 names its own class where 4 has another one, and calls the additional special tokens otherwise.
+
+    Args:
+        files: By name.
+        trust_remote_code: Whether files of code, and what refers to them, are kept.
+    """
+    kept = {name: data for name, data in files.items() if trust_remote_code or not name.endswith(_CODE)}
+    if _CONFIG_NAME in kept:
+        config: dict[str, Any] = json.loads(kept[_CONFIG_NAME])
+        config.pop("backend", None)
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(config.get("extra_special_tokens"), list):
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        if not trust_remote_code:
+            config.pop("auto_map", None)
+        kept[_CONFIG_NAME] = as_json(config)
+    return kept
+
+
+def as_json(values: Any) -> bytes:
+    """Return values as the JSON text of a file."""
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _encode(path: Path) -> dict[str, Any]:
+    extension = path.suffix
+    content: Any
+    if extension == ".json":
+        content = json.loads(path.read_bytes())
+    elif extension == ".txt":
+        content = path.read_bytes().decode().removesuffix("\n").split("\n")  # other separators may be tokens
+    elif extension in _TEXTS:
+        content = path.read_bytes().decode()
+    elif extension == ".model":
+        content = path.read_bytes()
+    else:
+        raise ValueError(
+            f"the tokenizer saves a file {path.name!r}, for which checkpoints have no form: they take "
+            f"{', '.join(_KINDS)}. Give the model no tokenizer, and keep the tokenizer yourself."
+        )
+    return {"file_extension": extension, "content": content}
+
+
+def _decode(name: str, extension: str, content: Any) -> bytes:
+    if extension == ".json":
+        return as_json(content)
+    if extension == ".txt" and isinstance(content, list):
+        return "".join(f"{str(line).removesuffix(chr(10))}\n" for line in content).encode()
+    if extension in _TEXTS and isinstance(content, str):
+        return content.encode()
+    if extension == ".model" and isinstance(content, bytes):
+        return content
+    raise IncompatibleCheckpointError(
+        f"the checkpoint's tokenizer has {name!r:.200} as a {type(content).__name__}, which no such file is. "
+        f"Give the tokenizer yourself."
+    )
+
+
+def _check_name(name: str) -> None:
+    if name != PurePosixPath(name).name or name in (".", "..") or "\\" in name or "\0" in name or ":" in name:
+        raise UnsafeCheckpointError(
+            f"the checkpoint's tokenizer has a file {name!r:.200}, whose name is no plain one: it would be written "
+            f"outside its folder. Nothing was written. Do not use this checkpoint, or give the tokenizer yourself."
+        )
