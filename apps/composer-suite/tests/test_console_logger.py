@@ -1,9 +1,13 @@
 """The console shows what was measured, as text, at the interval that was asked for."""
 
 import io
+import json
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from composer.core import Callback, Evaluator
 from composer.loggers import ConsoleLogger
@@ -19,6 +23,24 @@ def run(make_trainer):
         return stream.getvalue().splitlines()
 
     return run
+
+
+@pytest.fixture
+def begun_on_a_terminal():
+    """Write a block with one table to a stream that is a terminal's, and return it."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def write(columns, rows):
+        stream = Terminal()
+        console = ConsoleLogger(stream=stream)
+        console.log_table(columns, rows, name="mine")
+        console.log_to_console({}, SimpleNamespace(max_duration=None))
+        return stream.getvalue()
+
+    return write
 
 
 def headers(lines):
@@ -92,6 +114,23 @@ def test_tables_come_with_every_block(run):
 
     lines = run(max_duration="2ba", callbacks=LogTable())
     assert lines.count('\t Train mine: {"columns":["a","b"],"data":[[1,"x"],[2,"y"]]}') == 2
+
+
+def test_on_a_terminal_tables_have_rows_and_columns(begun_on_a_terminal):
+    text = begun_on_a_terminal(["prompt", "loss"], [["a\nb", 0.5], ["x" * 100, 12.25]])
+    assert text.splitlines()[1:] == [
+        "\t mine: ",
+        "\t   " + "prompt".ljust(60) + "     loss",
+        "\t   " + "-" * 60 + "  -------",
+        "\t   " + "a b".ljust(60) + "   0.5000",
+        "\t   " + "x" * 59 + "…" + "  12.2500",
+    ]
+
+
+def test_a_table_has_what_tensors_and_arrays_hold():
+    console = ConsoleLogger(stream=io.StringIO())
+    console.log_table(["a", "b"], [[torch.tensor(0.5), np.arange(2)], [{1}, None]], name="mine")
+    assert json.loads(console.tables["mine"]) == {"columns": ["a", "b"], "data": [[0.5, [0, 1]], ["{1}", None]]}
 
 
 def test_the_trainer_makes_one(make_trainer, capsys):

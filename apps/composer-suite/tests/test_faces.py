@@ -53,8 +53,16 @@ IMPORT_MAP = [
         "composer_events.logger_destination",
         "composer.loggers composer.loggers.logger_destination",
     ),
+    ("CometMLLogger", "composer.loggers.cometml_logger", "composer.loggers"),
     ("ConsoleLogger", "composer.loggers.console_logger", "composer.loggers"),
+    ("FileLogger", "composer.loggers.file_logger", "composer.loggers"),
     ("InMemoryLogger", "composer.loggers.in_memory_logger", "composer.loggers"),
+    ("MLFlowLogger", "composer.loggers.mlflow_logger", "composer.loggers"),
+    ("MosaicMLLogger", "composer.loggers.mosaicml_logger", "composer.loggers"),
+    ("NeptuneLogger", "composer.loggers.neptune_logger", "composer.loggers"),
+    ("SlackLogger", "composer.loggers.slack_logger", "composer.loggers"),
+    ("TensorboardLogger", "composer.loggers.tensorboard_logger", "composer.loggers"),
+    ("WandBLogger", "composer.loggers.wandb_logger", "composer.loggers"),
     ("ProgressBarLogger", "composer.loggers.progress_bar_logger", "composer.loggers"),
     (
         "ExportFormat Transform export_for_inference export_with_logger quantize_dynamic",
@@ -69,6 +77,18 @@ IMPORT_MAP = [
     ),
     ("Initializer", "composer_models", "composer.models composer.models.initializers"),
     ("composer_resnet mnist_model ComposerGPT", "composer_models", "composer.models"),
+    (
+        "HuggingFaceModel write_huggingface_pretrained_from_composer_checkpoint",
+        "composer_hf",
+        "composer.models composer.models.huggingface",
+    ),
+    (
+        "filter_state_dict_peft maybe_get_underlying_model get_hf_config_from_composer_state_dict "
+        "get_peft_config_from_composer_state_dict",
+        "composer_hf",
+        "composer.models.huggingface",
+    ),
+    ("HuggingFaceCheckpointer", "composer_hf", "composer.callbacks composer.callbacks.hf_checkpointer"),
     ("Trainer", "composer.trainer.trainer", "composer composer.trainer"),
     ("__version__", "composer._version", "composer"),
     (
@@ -134,6 +154,7 @@ IMPORT_MAP = [
         "composer_fsdp composer.distributed composer.distributed.prepare_distributed",
     ),
     ("prepare_fsdp_module prepare_tp_module", "composer_fsdp.prepare", "composer.distributed"),
+    ("apply_fully_shard prepare_fully_shard", "composer_fsdp.prepare", "composer.distributed.fsdp2"),
     (
         "get_summon_params_fn",
         "composer_fsdp.summon",

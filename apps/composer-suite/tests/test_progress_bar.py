@@ -2,8 +2,11 @@
 
 import io
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
+import tqdm.auto
 
 from composer.loggers import ProgressBarLogger
 
@@ -47,6 +50,44 @@ def test_a_bar_given_as_logger_is_not_doubled(make_trainer):
     with pytest.warns(UserWarning, match="already holds a ProgressBarLogger"):
         trainer = make_trainer(progress_bar=True, loggers=ProgressBarLogger(io.StringIO()))
     assert sum(isinstance(callback, ProgressBarLogger) for callback in trainer.state.callbacks) == 1
+
+
+def test_the_settings_of_the_run_come_before_the_first_bar(shown):
+    text = shown(max_duration="2ep")
+    assert text.count("Config:\n") == 1
+    assert text.index("rank_zero_seed: 3") < text.index("train ")
+
+
+def test_the_bar_moves_once_for_each_batch(make_trainer, make_loader, monkeypatch):
+    moves = []
+
+    class Counted(tqdm.auto.tqdm):
+        def update(self, n=1):
+            moves.append((self.bar_format.split()[0], n))
+            return super().update(n)
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Counted)
+    trainer = make_trainer(
+        max_duration="2ep", progress_bar=True, console_stream=io.StringIO(), eval_dataloader=make_loader(4, 2)
+    )
+    trainer.fit()
+    assert moves == 2 * [("train", 1), ("train", 1), ("eval", 1), ("eval", 1)]
+
+
+def test_in_a_notebook_the_bar_is_left_to_the_widget(make_trainer, monkeypatch):
+    made = []
+
+    class Kept(tqdm.auto.tqdm):
+        def __init__(self, *arguments, **settings):
+            made.append(settings)
+            super().__init__(*arguments, **settings)
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Kept)
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    make_trainer(max_duration="1ep", progress_bar=True, console_stream=io.StringIO()).fit()
+    assert made[0]["ncols"] is None  # a widget takes the width of its cell
+    assert made[0]["bar_format"].endswith("{l_bar}{bar}{r_bar}")  # where the widget puts itself
 
 
 def test_an_unknown_stream_is_refused():

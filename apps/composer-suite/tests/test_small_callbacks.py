@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from composer import Trainer
 from composer.callbacks import FreeOutputs, LRMonitor, MemoryMonitor, NaNMonitor, RuntimeEstimator
 from composer.callbacks.memory_monitor import reduce_value
-from composer.core import Callback, State
+from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 
@@ -63,6 +63,11 @@ def train(callbacks, model=None, batches=6, **arguments):
     return kept
 
 
+@pytest.fixture
+def make_state():
+    return lambda **settings: State(model=Model(), rank_zero_seed=0, run_name="run", device="cpu", **settings)
+
+
 def test_the_learning_rate_of_each_group_is_logged_as_the_scheduler_left_it():
     model = Model()
     optimizer = torch.optim.SGD([{"params": [model.layer.weight]}, {"params": [model.layer.bias], "lr": 0.1}], lr=0.5)
@@ -100,6 +105,12 @@ def test_a_loss_that_is_no_number_is_found_at_its_microbatch(losses, said):
         train(NaNMonitor(), Model(losses))
 
 
+def test_infinite_losses_of_both_signs_are_no_nan(make_state):
+    state = make_state()
+    state.loss = [torch.tensor([math.inf, -math.inf]), torch.tensor(1.0)]
+    NaNMonitor().after_loss(state, None)
+
+
 def test_losses_that_are_numbers_pass():
     train(NaNMonitor(), Model(lambda loss: {"total": loss, "aux": loss}))
 
@@ -130,6 +141,25 @@ def test_evaluations_that_are_still_to_come_count(monkeypatch):
     estimator.eval_end(state, logger)
     estimator.batch_end(state, logger)
     assert kept.of("time/remaining_estimate") == [pytest.approx(9 * 2.0 + 9 * 3.0)]
+
+
+def test_of_several_evaluations_the_first_one_does_not_count_as_typical(monkeypatch, make_state):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    state = make_state(max_duration="10ba")
+    kept, estimator = Kept(), RuntimeEstimator(skip_batches=0, time_unit="seconds")
+    logger = Logger(state, kept)
+    state.set_dataloader([], "eval")
+    estimator.batch_start(state, logger)
+    for evaluation_s in (9, 2, 4):
+        state.timestamp = state.timestamp.to_next_batch()
+        clock[0] += 1.0  # one batch
+        state.eval_timestamp = Timestamp().to_next_batch(duration=datetime.timedelta(seconds=evaluation_s))
+        clock[0] += evaluation_s
+        estimator.eval_end(state, logger)
+    estimator.batch_end(state, logger)
+    # Seven batches of one second remain, and as many evaluations of (2 + 4) / 2 seconds.
+    assert kept.of("time/remaining_estimate") == [pytest.approx(7 * 1.0 + 7 * 3.0)]
 
 
 def test_where_no_accelerator_is_the_memory_monitor_says_so():

@@ -1,6 +1,7 @@
 """SpeedMonitor against counts and rates worked out by hand."""
 
 import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composer import Trainer
 from composer.callbacks import SpeedMonitor
-from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, find_device
-from composer.core import State
+from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, find_device, get_gpu_flops_available
+from composer.core import Precision, State
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 
@@ -142,11 +143,31 @@ def test_settings_that_make_no_sense_are_refused(arguments, said):
         ("Tesla V100S-PCIE-32GB", "v100s-pcie"),
         ("Tesla T4", "t4"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-max"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX A4000", None),  # no A40
+        ("NVIDIA RTX A1000", None),  # no A10
+        ("NVIDIA T400 4GB", None),  # no T4
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
 def test_devices_are_known_by_the_names_that_drivers_give_them(name, key):
     assert find_device(name) == key
+
+
+def test_of_a_trainium_the_peak_of_one_core_is_known():
+    state = SimpleNamespace(device=SimpleNamespace(name="neuron"), precision=Precision.AMP_BF16)
+    assert get_gpu_flops_available(state) == 190e12 / 2
+
+
+def test_every_peak_in_eight_bits_is_twice_that_in_sixteen():
+    for name, peaks in GPU_AVAILABLE_FLOPS.items():
+        if "fp8" in peaks:
+            assert peaks["amp_fp8"] == pytest.approx(2 * peaks["amp_bf16"], rel=0.02), name
 
 
 def test_a_device_of_ones_own_can_be_added(monkeypatch):

@@ -1,5 +1,5 @@
-"""Loading one more checkpoint at an event of training."""
+"""Loading one more checkpoint at an event: the very module of composer-checkpoint, so that it can be patched here."""
 
-from composer_checkpoint.load_callback import LoadCheckpoint
+from composer._lazy import replace_module
 
-__all__ = ["LoadCheckpoint"]
+replace_module(__name__, "composer_checkpoint.load_callback")

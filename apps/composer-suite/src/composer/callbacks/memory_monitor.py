@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -64,15 +64,15 @@ class MemoryMonitor(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Log what is in use before the optimizer's step."""
+        if state.device.name == "cpu":
+            return
         parameter = next(state.model.parameters(), None)
         if parameter is None or parameter.device.type not in ("cuda", "xpu"):
             return
-        report = self._report()
+        report: dict[str, Any] = self._report()
         interval = self.dist_aggregate_batch_interval
         if interval is not None and int(state.timestamp.batch) % interval == 0:
-            for name, value in list(report.items()):
-                for operation in ("avg", "min", "max"):
-                    report[f"{name}_{operation}"] = reduce_value(value, parameter.device, operation)
+            report |= _over_all_ranks(report, parameter.device)
         logger.log_metrics({f"memory/{name}": value for name, value in report.items()})
 
     def _report(self) -> dict[str, float]:
@@ -84,6 +84,17 @@ class MemoryMonitor(Callback):
                 value = stats[key] / _GIGABYTE if is_size else stats[key]
                 report[name.replace("bytes", "gigabytes")] = float(f"{value:.{_DIGITS}g}") if is_size else value
         return report
+
+
+def _over_all_ranks(report: Mapping[str, float], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the mean, the least and the most of each value, on the device, for one collective each."""
+    reduced: dict[str, torch.Tensor] = {}
+    for ending, operation in (("avg", "SUM"), ("min", "MIN"), ("max", "MAX")):
+        values = torch.tensor(list(report.values()), dtype=torch.float64, device=device)
+        dist.all_reduce(values, reduce_operation=operation)
+        values = values / dist.get_world_size() if ending == "avg" else values
+        reduced |= {f"{name}_{ending}": value for name, value in zip(report, values.unbind(), strict=True)}
+    return reduced
 
 
 def reduce_value(value: float, device: torch.device, op: str = "mean") -> float:

@@ -31,17 +31,17 @@ class NaNMonitor(Callback):
         """Look at `state.loss`."""
         loss: Any = state.loss
         if isinstance(loss, torch.Tensor):
-            parts: dict[str, Any] = {"": loss}
+            parts: dict[str, Any] = {"": torch.isnan(loss)}
         elif isinstance(loss, Mapping):
-            parts = {f" {name}": part for name, part in loss.items()}
+            parts = {f" {name}": torch.isnan(part) for name, part in loss.items()}
         elif isinstance(loss, Sequence):
-            parts = {"": torch.stack([part.detach().sum() for part in loss])}
+            parts = {"": torch.stack([torch.isnan(part).any() for part in loss])}
         else:
             raise TypeError(
                 f"The loss is a {type(loss).__name__}, and must be a tensor, or a sequence or dict of them."
             )
         for name, part in parts.items():
-            if torch.isnan(part).any():
+            if part.any():
                 raise RuntimeError(
                     f"Train loss{name} contains a NaN. That is batch {state.timestamp.batch.value}, epoch "
                     f"{state.timestamp.epoch.value}. Look at the batch and the learning rate before it."

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from composer_dist import dist
 from composer_events.callback import Callback
+from composer_fsdp.names import clean_name
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -49,7 +50,8 @@ class OptimizerMonitor(Callback):
         """Log the norms, every `batch_log_interval` batches."""
         if int(state.timestamp.batch) % self.batch_log_interval:
             return
-        parameters = {name: each for name, each in state.model.named_parameters() if each.grad is not None}
+        named = state.model.named_parameters()
+        parameters = {clean_name(name): each for name, each in named if each.grad is not None}
         metrics: dict[str, Any] = {}
         if self.log_optimizer_metrics:
             metrics = _optimizer_metrics(state.optimizers[0], parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from composer.callbacks.speed_monitor import SECONDS
@@ -36,8 +36,8 @@ class RuntimeEstimator(Callback):
         if time_unit not in SECONDS:
             raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
         self.time_unit = time_unit
-        self.eval_wct_per_label: dict[str, list[float]] = defaultdict(list)
         self.eval_frequency_per_label: dict[str, float] = {}
+        self._evaluations: dict[str, _Evaluations] = {}
         self._batches_left_to_skip = skip_batches
         self._start_s: float | None = None
         self._start_fraction = 0.0
@@ -70,7 +70,7 @@ class RuntimeEstimator(Callback):
         fraction = self._elapsed_fraction(state)
         if fraction is None or fraction <= self._start_fraction:
             return
-        train_s = time.monotonic() - self._start_s - sum(map(sum, self.eval_wct_per_label.values()))
+        train_s = time.monotonic() - self._start_s - sum(each.total_s for each in self._evaluations.values())
         remaining_s = train_s / (fraction - self._start_fraction) * (1 - fraction) + self._remaining_eval_s()
         logger.log_metrics({"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]})
 
@@ -80,17 +80,16 @@ class RuntimeEstimator(Callback):
         fraction = None if self._start_s is None else self._elapsed_fraction(state)
         if fraction is None or label is None:
             return
-        done = self.eval_wct_per_label[label]
-        done.append(state.eval_timestamp.total_wct.total_seconds())
-        self.eval_frequency_per_label[label] = max(fraction - self._start_fraction, 0.0) / len(done)
+        done = self._evaluations.setdefault(label, _Evaluations())
+        done.add(state.eval_timestamp.total_wct.total_seconds())
+        self.eval_frequency_per_label[label] = max(fraction - self._start_fraction, 0.0) / done.count
 
     def _remaining_eval_s(self) -> float:
         remaining_s = 0.0
         for label, frequency in self.eval_frequency_per_label.items():
-            done = self.eval_wct_per_label[label]
+            done = self._evaluations[label]
             if frequency > 0:
-                mean_s = sum(done[1:]) / (len(done) - 1) if len(done) > 1 else done[0]  # the first one takes longer
-                remaining_s += mean_s * max((1 - self._start_fraction) / frequency - len(done), 0.0)
+                remaining_s += done.mean_s * max((1 - self._start_fraction) / frequency - done.count, 0.0)
         return remaining_s
 
     def _elapsed_fraction(self, state: State) -> float | None:
@@ -108,3 +107,25 @@ class RuntimeEstimator(Callback):
                 return min(int(now.batch) / (max_duration.value * mean_length), 1.0)
         elapsed = state.get_elapsed_duration()
         return None if elapsed is None else float(elapsed.value)
+
+
+@dataclass(slots=True)
+class _Evaluations:
+    """How many evaluations there were and how long they took, without a record that grows with training."""
+
+    count: int = 0
+    first_s: float = 0.0
+    total_s: float = 0.0
+
+    def add(self, duration_s: float) -> None:
+        if self.count == 0:
+            self.first_s = duration_s
+        self.count += 1
+        self.total_s += duration_s
+
+    @property
+    def mean_s(self) -> float:
+        """The mean of all but the first one, which takes longer, where there are others."""
+        if self.count < 2:
+            return self.total_s
+        return (self.total_s - self.first_s) / (self.count - 1)

@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
+    from composer_hf import HuggingFaceModel as HuggingFaceModel
+    from composer_hf import (
+        write_huggingface_pretrained_from_composer_checkpoint as write_huggingface_pretrained_from_composer_checkpoint,
+    )
     from composer_models import ComposerClassifier as ComposerClassifier
     from composer_models import ComposerGPT as ComposerGPT
     from composer_models import ComposerModel as ComposerModel
@@ -12,7 +16,16 @@ if TYPE_CHECKING:
     from composer_models import composer_resnet as composer_resnet
     from composer_models import mnist_model as mnist_model
 
-__all__ = ["ComposerModel", "ComposerClassifier", "Initializer", "composer_resnet", "mnist_model", "ComposerGPT"]
+__all__ = [
+    "ComposerModel",
+    "ComposerClassifier",
+    "HuggingFaceModel",
+    "Initializer",
+    "composer_resnet",
+    "mnist_model",
+    "ComposerGPT",
+    "write_huggingface_pretrained_from_composer_checkpoint",
+]
 
 _WRAP = "wrap it with ComposerClassifier(module, num_classes=...)."
 _SUBCLASS = "call it in the forward method of a ComposerModel."
@@ -41,7 +54,20 @@ _FORMER_ZOO = {
 
 __getattr__, __dir__ = lazy_face(
     __name__,
-    {"composer_models": __all__},
-    submodules=["base", "initializers", "loss", "tasks"],
+    {
+        "composer_models": [
+            "ComposerModel",
+            "ComposerClassifier",
+            "Initializer",
+            "composer_resnet",
+            "mnist_model",
+            "ComposerGPT",
+        ],
+        "composer.models.huggingface": [
+            "HuggingFaceModel",
+            "write_huggingface_pretrained_from_composer_checkpoint",
+        ],
+    },
+    submodules=["base", "huggingface", "initializers", "loss", "tasks"],
     removed=_FORMER_ZOO,
 )

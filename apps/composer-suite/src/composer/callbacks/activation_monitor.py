@@ -1,0 +1,208 @@
+"""Statistics of what goes into each layer and comes out of it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from composer_events.callback import Callback
+from composer_time import Time, TimeUnit, ensure_time
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from composer_events.logger import Logger
+    from composer_events.logger_destination import LoggerDestination
+    from composer_events.state import State
+
+__all__ = ["ActivationMonitor", "compute_kurtosis"]
+
+_UNITS: Final = (TimeUnit.BATCH, TimeUnit.EPOCH)
+_SELDOM_ENOUGH: Final = 10  # batches
+
+
+class ActivationMonitor(Callback):
+    """Log statistics of the activations of every module, in the first microbatch of every interval.
+
+    Each is logged as `activations/<statistic>/<module>_input.<i>` and `..._output.<i>`, for the positional inputs and
+    the outputs that have floating point or complex numbers. Statistics are taken along the last dim and averaged over
+    all others; of complex numbers, of their absolute values.
+
+    | statistic | what it is |
+    |---|---|
+    | `l2_norm` | the 2-norm |
+    | `average` | the mean |
+    | `max` | the largest value |
+    | `kurtosis` | the fourth moment over the square of the second, 3 for a normal distribution |
+
+    The values stay on the device until a logger reads them. Of a module that is called several times, they are those
+    of the last call. The modules have hooks during the forward passes that are logged, for which compiled ones run as
+    they were written, and none in all others.
+
+    Args:
+        interval: How often: a number of batches, or a time in batches or epochs.
+        ignore_module_types: Parts of names of modules to leave out, such as `['dropout']`.
+        only_log_wandb: Whether to log to the `WandBLogger`s alone, where there are any: the values are many.
+        whole_outputs: Whether an output that is one tensor is one output. By default each of its rows, along the first
+            dim, is one, which gives as many values as there are samples.
+
+    Raises:
+        ValueError: If the interval has another unit.
+
+    Example:
+        >>> monitor = ActivationMonitor(interval='100ba', ignore_module_types=['dropout'])
+    """
+
+    def __init__(
+        self,
+        interval: int | str | Time[int] = "25ba",
+        ignore_module_types: list[str] | None = None,
+        only_log_wandb: bool = True,
+        *,
+        whole_outputs: bool = False,
+    ) -> None:
+        self.interval = ensure_time(interval, TimeUnit.BATCH)
+        if self.interval.unit not in _UNITS or int(self.interval) < 1:
+            raise ValueError(f"interval={interval!r} must be batches or epochs, 1 or more, such as '25ba' or '1ep'.")
+        if self.interval.unit is TimeUnit.BATCH and int(self.interval) < _SELDOM_ENOUGH:
+            warnings.warn(
+                f"interval={interval!r} logs statistics of every layer every {int(self.interval)} batches, which slows "
+                f"training down. Give {_SELDOM_ENOUGH} batches or more.",
+                stacklevel=2,
+            )
+        self.ignore_module_types = [] if ignore_module_types is None else ignore_module_types
+        self.only_log_wandb = only_log_wandb
+        self.whole_outputs = whole_outputs
+        self._last_logged: int | None = None
+        self._is_watching = False
+        self._handles: list[RemovableHandle] = []
+        self._uncompiled = ExitStack()
+        self._metrics: dict[str, Tensor] = {}
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        """Begin to watch, if it is time."""
+        if not self._is_due(state):
+            return
+        self._stop_watching()  # a forward pass that failed may have left something
+        self._is_watching = True
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would load the compiler
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in state.model.named_modules():
+            if not any(part in name for part in self.ignore_module_types):
+                self._handles.append(module.register_forward_hook(functools.partial(self._watch, name)))
+
+    def after_forward(self, state: State, logger: Logger) -> None:
+        """Log what was seen, and stop watching."""
+        if not self._is_watching:
+            return
+        self._last_logged = self._now(state)
+        metrics = self._metrics
+        self._stop_watching()
+        wandb = [place for place in logger.destinations if _is_wandb(place)] if self.only_log_wandb else []
+        step = int(state.timestamp.batch)
+        for destination in wandb:
+            destination.log_metrics(metrics, step)
+        if not wandb:
+            logger.log_metrics(metrics, step)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Leave nothing on the model."""
+        self._stop_watching()
+
+    def _now(self, state: State) -> int:
+        return int(state.timestamp.get(self.interval.unit))
+
+    def _is_due(self, state: State) -> bool:
+        now = self._now(state)
+        return now % int(self.interval) == 0 and now != self._last_logged
+
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._uncompiled.close()
+        self._is_watching = False
+        self._handles, self._metrics = [], {}
+
+    def _watch(self, name: str, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        with torch.no_grad():
+            for suffix, tensor in _items(inputs, "_input"):
+                self._measure(f"{name}{suffix}", tensor)
+            if not isinstance(output, Tensor):
+                for suffix, tensor in _items(output, "_output"):
+                    self._measure(f"{name}{suffix}", tensor)
+            elif self.whole_outputs or output.ndim == 0:
+                self._measure(f"{name}_output.0", output)
+            else:
+                self._measure_rows(f"{name}_output", output)
+
+    def _measure(self, name: str, tensor: Tensor) -> None:
+        self._metrics |= {f"activations/{key}/{name}": value[0] for key, value in _statistics(tensor[None]).items()}
+
+    def _measure_rows(self, name: str, tensor: Tensor) -> None:
+        for key, values in _statistics(tensor).items():
+            self._metrics |= {f"activations/{key}/{name}.{row}": value for row, value in enumerate(values.unbind())}
+
+
+def compute_kurtosis(value: Tensor) -> Tensor:
+    """Return the kurtosis along the last dim, averaged over all others: 3 for a normal distribution.
+
+    Args:
+        value: Shape `(..., n)`, floating point.
+
+    Example:
+        >>> compute_kurtosis(torch.tensor([[-1.0, 1.0, -1.0, 1.0], [0.0, 0.0, 0.0, 4.0]]))
+        tensor(1.6667)
+    """
+    return _kurtosis(value, value.mean(dim=-1, keepdim=True)).mean()
+
+
+def _kurtosis(value: Tensor, mean: Tensor) -> Tensor:
+    squares = (value - mean).square()
+    return squares.square().mean(dim=-1) / squares.mean(dim=-1).square()
+
+
+def _statistics(tensor: Tensor) -> dict[str, Tensor]:
+    """Return each statistic for each row, in one pass over all of them."""
+    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return {}
+    tensor = tensor.abs() if tensor.is_complex() else tensor
+    tensor = tensor.float() if tensor.element_size() < 4 else tensor  # 16 bits have no room for a fourth moment
+    rows = tensor.reshape(len(tensor), -1, tensor.shape[-1] if tensor.ndim > 1 else 1)
+    average = rows.mean(dim=-1, keepdim=True)
+    along_last = {
+        "l2_norm": torch.linalg.vector_norm(rows, dim=-1),
+        "average": average.squeeze(-1),
+        "max": rows.amax(dim=-1),
+        "kurtosis": _kurtosis(rows, average),
+    }
+    return {key: values.mean(dim=-1) for key, values in along_last.items()}
+
+
+def _items(values: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among inputs or outputs, with what their names end in."""
+    if not isinstance(values, Iterable):
+        return
+    for index, item in enumerate(values):
+        if isinstance(item, str):  # a key of an output that is like a dict
+            item = values[item] if isinstance(values, Mapping) else None
+        yield from _nested(item, f"{suffix}.{index}")
+
+
+def _nested(item: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(item, Tensor):
+        yield suffix, item
+    elif isinstance(item, Sequence) and not isinstance(item, str):
+        for index, part in enumerate(item):
+            yield from _nested(part, f"{suffix}_{index}")
+
+
+def _is_wandb(destination: LoggerDestination) -> bool:
+    # By name, since importing the class would import W&B's client wherever anybody watches activations.
+    return any(kind.__name__ == "WandBLogger" for kind in type(destination).__mro__)

@@ -1,0 +1,94 @@
+"""Exporting the model when training ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from composer.utils.inference import ExportFormat, Transform, export_with_logger
+from composer_dist.wrapping import unwrap_model
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["ExportForInferenceCallback"]
+
+_NEED_SAMPLE = (ExportFormat.ONNX, ExportFormat.EXPORT)
+
+
+class ExportForInferenceCallback(Callback):
+    """Export the model when training ends, as `composer.utils.inference.export_with_logger` does.
+
+    Args:
+        save_format: `'torchscript'`, `'onnx'`, `'export'` or `'safetensors'`; see `ExportFormat`.
+        save_path: Where to: a path or an address; with a store, or with a logger that keeps files, the name there.
+        save_object_store: An `ObjectStore`.
+        sample_input: What the model is called with. By default the first batch of training, for formats that need one.
+        transforms: Functions that change the exported copy at the end, such as `quantize_dynamic`.
+        input_names: For `'onnx'`.
+        output_names: For `'onnx'`.
+
+    Raises:
+        ValueError: If there is no such format; when training ends, if the model is none of PyTorch's.
+
+    Example:
+        >>> exporter = ExportForInferenceCallback('export', 'exported/model.pt2')
+    """
+
+    def __init__(
+        self,
+        save_format: str | ExportFormat,
+        save_path: str,
+        save_object_store: Any = None,
+        sample_input: Any = None,
+        transforms: Transform | Sequence[Transform] | None = None,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+    ) -> None:
+        self.save_format = save_format
+        self.save_path = save_path
+        self.save_object_store = save_object_store
+        self.sample_input = sample_input
+        self.transforms = transforms
+        self.input_names = input_names
+        self.output_names = output_names
+        self._needs_sample = ExportFormat(save_format) in _NEED_SAMPLE and sample_input is None
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """Keep a copy of the first batch, where the format needs one."""
+        if self._needs_sample:
+            self.sample_input = copy.deepcopy(state.batch)
+            self._needs_sample = False
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Export the model."""
+        self.export_model(state, logger)
+
+    def export_model(self, state: State, logger: Logger) -> None:
+        """Export the model as it is now.
+
+        Raises:
+            ValueError: If it is none of PyTorch's, or its weights are spread over the ranks.
+        """
+        model: Any = state.model
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model is a {type(model).__name__}, and only a torch.nn.Module can be exported. Give the Trainer a "
+                f"ComposerModel."
+            )
+        export_with_logger(
+            model=unwrap_model(model),
+            save_format=self.save_format,
+            save_path=self.save_path,
+            logger=logger,
+            save_object_store=self.save_object_store,
+            sample_input=(self.sample_input, {}),
+            transforms=self.transforms,
+            input_names=self.input_names,
+            output_names=self.output_names,
+        )

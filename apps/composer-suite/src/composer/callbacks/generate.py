@@ -1,0 +1,149 @@
+"""What a language model makes of given prompts while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_dist import dist
+from composer_dist.precision import get_precision_context
+from composer_dist.reproducibility import seed_context
+from composer_dist.wrapping import unwrap_model
+from composer_events.callback import Callback
+from composer_events.event import Event
+from composer_events.intervals import create_interval_scheduler
+from composer_models.eval_mode import model_eval_mode
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+    from composer_time import Time
+
+__all__ = ["Generate"]
+
+
+class Generate(Callback):
+    """Let the model go on with prompts, at intervals and at the end of training, and log the texts as `generations`.
+
+    The model has `generate`, as those of Hugging Face have, and a `tokenizer`. Training goes on as if nothing had been
+    generated, also where tokens are drawn: draws are seeded from the run's seed and the batch, and the generators put
+    back. Every rank generates, which sharded models need, and rank 0 logs.
+
+    Args:
+        prompts: The beginnings of the texts.
+        interval: How often: epochs, a timestring or a `Time`.
+        batch_size: How many prompts go through the model at a time. By default all.
+        **generate_kwargs: What else `generate` gets, such as `max_new_tokens`.
+
+    Raises:
+        ValueError: If there are no prompts or the batch size is no positive number; when training, if the model cannot
+            generate.
+
+    Example:
+        >>> generate = Generate(['The capital of Peru is'], interval='500ba', max_new_tokens=20)
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        interval: str | int | Time[int],
+        batch_size: int | None = None,
+        **generate_kwargs: Any,
+    ) -> None:
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not self.prompts:
+            raise ValueError(f"prompts={prompts!r} must be a sequence of texts, one or more.")
+        self.batch_size = len(self.prompts) if batch_size is None else batch_size
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r} must be a number of prompts, 1 or more.")
+        self.generate_kwargs = generate_kwargs
+        self._is_due = create_interval_scheduler(interval)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Generate, if it is time."""
+        self._generate_if_due(Event.BATCH_CHECKPOINT, state, logger)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Generate, if it is time."""
+        self._generate_if_due(Event.EPOCH_CHECKPOINT, state, logger)
+
+    def iteration_checkpoint(self, state: State, logger: Logger) -> None:
+        """Generate, if it is time."""
+        self._generate_if_due(Event.ITERATION_CHECKPOINT, state, logger)
+
+    def generate(self, state: State, logger: Logger) -> None:
+        """Generate and log. Every rank must call this.
+
+        Raises:
+            ValueError: If the model has no `generate` or no tokenizer.
+        """
+        model, tokenizer = _generating(state.model)
+        seed = state.rank_zero_seed + int(state.timestamp.batch)
+        with model_eval_mode(model), _padding_left(tokenizer), seed_context(seed), torch.no_grad():
+            inputs: Mapping[str, Any] = tokenizer(self.prompts, return_tensors="pt", padding=True)
+            texts = [text for batch in self._batches(inputs) for text in self._texts(model, tokenizer, batch, state)]
+        if dist.get_global_rank() == 0:
+            rows = [list(row) for row in zip(self.prompts, texts, strict=True)]
+            logger.log_table(columns=["prompt", "generation"], rows=rows, name="generations")
+
+    def _generate_if_due(self, event: Event, state: State, logger: Logger) -> None:
+        if state.get_elapsed_duration() is not None and self._is_due(state, event):
+            self.generate(state, logger)
+
+    def _batches(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(self.prompts), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            yield {name: inputs[name][part] for name in ("input_ids", "attention_mask")}
+
+    def _texts(self, model: Any, tokenizer: Any, batch: dict[str, Any], state: State) -> list[str]:
+        """Return what follows on each prompt; on ranks other than 0, where nobody reads it, empty texts."""
+        on_device = state.device.batch_to_device(batch)
+        if hasattr(model, "dummy_forward_called"):
+            model.dummy_forward_called = False
+        with get_precision_context(state.precision, state.precision_config):
+            output = model.generate(**on_device, synced_gpus=dist.get_world_size() > 1, **self.generate_kwargs)
+        if dist.get_global_rank() != 0:
+            return [""] * len(batch["input_ids"])
+        rows = zip(batch["input_ids"].tolist(), output.tolist(), strict=True)
+        return tokenizer.batch_decode([_after(prompt, row) for prompt, row in rows], skip_special_tokens=True)
+
+
+def _generating(model: Any) -> tuple[Any, Any]:
+    """Return the model that generates, without what spreads it over the ranks, and its tokenizer."""
+    model = unwrap_model(model)
+    name = type(model).__name__
+    if not callable(getattr(model, "generate", None)):
+        raise ValueError(
+            f"{name} has no method 'generate', and the callback Generate needs one. Train a HuggingFaceModel, or give "
+            f"your model generate(input_ids, attention_mask, **settings)."
+        )
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(
+            f"{name} has no tokenizer, and the callback Generate needs one. Give it: HuggingFaceModel(..., "
+            f"tokenizer=tokenizer)."
+        )
+    return model, tokenizer
+
+
+def _after(prompt: list[int], row: list[int]) -> list[int]:
+    # Models that go on from the prompt give it back, those that encode it do not.
+    return row[len(prompt) :] if row[: len(prompt)] == prompt else row
+
+
+@contextmanager
+def _padding_left(tokenizer: Any) -> Iterator[None]:
+    """Let prompts of unequal length end at one place, and pad with the end of text where nothing else is known."""
+    side, pads = tokenizer.padding_side, tokenizer.pad_token_id is not None
+    tokenizer.padding_side = "left"
+    if not pads:
+        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        yield
+    finally:
+        tokenizer.padding_side = side
+        if not pads:
+            tokenizer.pad_token = None

@@ -1,0 +1,12 @@
+"""Hugging Face folders, written while training goes on."""
+
+from importlib.util import find_spec
+
+from composer_models import MissingConditionalImportError
+
+if find_spec("composer_hf") is None:
+    raise MissingConditionalImportError("nlp", "composer-hf", None)
+
+from composer_hf.checkpointer import HuggingFaceCheckpointer
+
+__all__ = ["HuggingFaceCheckpointer"]

@@ -1,0 +1,116 @@
+"""A record of every allocation of a few batches."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import TYPE_CHECKING
+
+from composer.callbacks import _cuda_memory
+from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
+from composer.callbacks._memory_pages import timeline_page
+from composer_events.callback import Callback
+from composer_time import Time, TimeUnit, ensure_time
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["MemorySnapshot"]
+
+_log = logging.getLogger(__name__)
+
+
+class MemorySnapshot(Callback):
+    """Record what CUDA's allocator does over a few batches, and keep it as files.
+
+    `<filename>.html` shows it in any browser, without a network. `<filename>.pickle` is for
+    `python -m torch.cuda._memory_viz` and PyTorch's page; open only those that you made. On other devices it warns and
+    does nothing. What goes wrong while files are written is logged and does not end training.
+
+    Args:
+        skip_batches: How many batches to leave out first.
+        interval: How long to record: batches, or a time.
+        max_entries: How many of the last actions are kept.
+        folder: Where to, with the run's and the ranks' placeholders.
+        filename: What the files are called, with placeholders for run, ranks and time.
+        remote_file_name: The folder where loggers keep them, or an address to upload to. `None` uploads nothing.
+        overwrite: Whether there may be files in the folder, and of these names in the store.
+
+    Raises:
+        ValueError: If a number is negative; at the start, `FileExistsError` if the folder has files.
+
+    Example:
+        >>> snapshot = MemorySnapshot(skip_batches=2, interval='1ba')
+    """
+
+    def __init__(
+        self,
+        skip_batches: int = 1,
+        interval: int | str | Time[int] = "3ba",
+        max_entries: int = 100000,
+        folder: str = "{run_name}/torch_traces",
+        filename: str = "rank{rank}.{batch}.memory_snapshot",
+        remote_file_name: str | None = "{run_name}/torch_memory_traces",
+        overwrite: bool = False,
+    ) -> None:
+        if skip_batches < 0:
+            raise ValueError(f"skip_batches={skip_batches!r} must be a number of batches, 0 or more.")
+        self.interval = ensure_time(interval, TimeUnit.BATCH)
+        if int(self.interval) < 1:
+            raise ValueError(f"interval={interval!r} must be how long to record, such as '3ba'.")
+        self.skip_batches = skip_batches
+        self.max_entries = max_entries
+        self.filename = filename
+        self.folder, self.remote_file_name, self.overwrite = folder, remote_file_name, overwrite
+        self._files = MemoryFiles(folder, remote_file_name, overwrite)
+        self._batches_left_to_skip = skip_batches
+        self._end: Time[int] | None = None
+        self._enabled = False
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Make the folder, where there is memory to watch."""
+        self._enabled = has_cuda_memory(state, "memory snapshot")
+        if self._enabled:
+            self._files.prepare(state, logger)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Begin to record after the batches to skip."""
+        if not self._enabled or self._end is not None:
+            return
+        if self._batches_left_to_skip > 0:
+            self._batches_left_to_skip -= 1
+            return
+        self._end = state.timestamp.get(self.interval.unit) + self.interval
+        _cuda_memory.record_history(self.max_entries)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Keep the record when the interval is over."""
+        if self._enabled and self._end is not None and state.timestamp.get(self.interval.unit) >= self._end:
+            self._export(state, logger)
+            self._stop()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Stop recording."""
+        if self._enabled and self._end is not None:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._enabled = False
+        _cuda_memory.stop_history()
+
+    def _export(self, state: State, logger: Logger) -> None:
+        try:
+            snapshot = _cuda_memory.take_snapshot()
+        except Exception:  # it watches training, and must not end it
+            _log.exception("No snapshot of the memory could be taken.")
+            return
+        if not any(snapshot["device_traces"]):
+            _log.info("Nothing was allocated while memory was recorded, so no snapshot is kept.")
+            return
+        path = self._files.path(self.filename, state)
+        files = {
+            f"{path}.pickle": lambda: pickle.dumps(snapshot),
+            f"{path}.html": lambda: timeline_page(snapshot).encode(),
+        }
+        self._files.keep(files, state, logger)

@@ -1,0 +1,261 @@
+"""The log of an MLPerf training run, as its compliance checker reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+import shlex
+import subprocess
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from composer.callbacks._system_description import get_system_description
+from composer_dist import dist
+from composer_events.callback import Callback
+from composer_models import MissingConditionalImportError
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["MLPerfCallback", "get_system_description"]
+
+_BENCHMARKS: Final = ("resnet", "bert")
+_DIVISIONS: Final = ("open",)
+_STATUSES: Final = ("onprem", "cloud", "preview")
+
+
+class MLPerfCallback(Callback):
+    """Write the log and the description of the system that MLPerf Training asks for.
+
+    They are `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt` and
+    `<root_folder>/systems/<system_name>.json`, and are handed to loggers that keep files under the same names below
+    the run's. It needs the extra `mlperf`.
+
+    Args:
+        root_folder: Where the submission is put together.
+        index: The number of the run among those of the submission.
+        benchmark: `'resnet'` or `'bert'`.
+        target: The value of the metric at which the run is a success.
+        division: `'open'`.
+        metric_name: Name of the metric.
+        metric_label: Label of the evaluator.
+        submitter: Who submits.
+        system_name: By default made up of the devices.
+        status: `'onprem'`, `'cloud'` or `'preview'`.
+        cache_clear_cmd: A command that clears the system's caches before training, run without a shell.
+        host_processors_per_node: How many CPUs a node has, for the description.
+        exit_at_target: Whether training stops at the target.
+
+    Attributes:
+        success: Whether the target was reached.
+
+    Raises:
+        MissingConditionalImportError: If mlperf-logging is not installed.
+        ValueError: If an argument is none of the words above; when training begins, if there are several evaluators.
+        FileExistsError: At the start, if there is such a result already.
+
+    Reference:
+        MLPerf Training rules and logging: https://github.com/mlcommons/training_policies, https://github.com/mlcommons/logging.
+    """
+
+    def __init__(
+        self,
+        root_folder: str,
+        index: int,
+        benchmark: str = "resnet",
+        target: float = 0.759,
+        division: str = "open",
+        metric_name: str = "MulticlassAccuracy",
+        metric_label: str = "eval",
+        submitter: str = "MosaicML",
+        system_name: str | None = None,
+        status: str = "onprem",
+        cache_clear_cmd: str | Sequence[str] | None = None,
+        host_processors_per_node: int | None = None,
+        exit_at_target: bool = False,
+    ) -> None:
+        given = {
+            "benchmark": (benchmark, _BENCHMARKS),
+            "division": (division, _DIVISIONS),
+            "status": (status, _STATUSES),
+        }
+        for name, (value, accepted) in given.items():
+            if value not in accepted:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, accepted))}.")
+        self._mllog, self._constants = _import_mllog()
+        self.mllogger: Any = self._mllog.get_mllogger()
+        self.root_folder = root_folder
+        self.benchmark, self.target = benchmark, target
+        self.metric_name, self.metric_label = metric_name, metric_label
+        self.cache_clear_cmd = shlex.split(cache_clear_cmd) if isinstance(cache_clear_cmd, str) else cache_clear_cmd
+        self.exit_at_target = exit_at_target
+        self.success = False
+        self.system_desc = get_system_description(submitter, division, status, system_name, host_processors_per_node)
+        self.system_name = str(self.system_desc["system_name"])
+        self._systems_name = posixpath.join("systems", f"{self.system_name}.json")
+        self._result_name = posixpath.join("results", self.system_name, benchmark, f"result_{index}.txt")
+        self.systems_path = os.path.join(root_folder, self._systems_name)
+        self.filename = os.path.join(root_folder, self._result_name)
+        self._file_handler: logging.FileHandler | None = None
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Make the files, clear the caches, and say who submits what. Every rank must call this."""
+        if os.path.exists(self.filename):
+            raise FileExistsError(
+                f"{self.filename} exists: a result is written once. Give another index, or move the file away."
+            )
+        dist.barrier()  # before one of them makes it
+        if dist.get_local_rank() == 0:
+            self._make_files()
+            self._file_handler = logging.FileHandler(self.filename)
+            self._file_handler.setLevel(logging.INFO)
+            self.mllogger.logger.addHandler(self._file_handler)
+            self._clear_caches()
+            self.mllogger.start(key=self._constants.INIT_START)
+        if dist.get_global_rank() == 0:
+            for key, value in {
+                self._constants.SUBMISSION_BENCHMARK: self.benchmark,
+                self._constants.SUBMISSION_DIVISION: self.system_desc["division"],
+                self._constants.SUBMISSION_ORG: self.system_desc["submitter"],
+                self._constants.SUBMISSION_PLATFORM: self.system_name,
+                self._constants.SUBMISSION_STATUS: self.system_desc["status"],
+            }.items():
+                self._event(key, value)
+            logger.upload_file(posixpath.join("{run_name}", self._systems_name), self.systems_path)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Say with what data and batches, and that the run starts. Every rank must call this."""
+        sizes = self._sizes(state)  # which may raise, and then on every rank
+        if dist.get_global_rank() == 0:
+            for key, value in sizes.items():
+                self._event(key, value)
+        if dist.get_local_rank() == 0:
+            self.mllogger.end(key=self._constants.INIT_STOP)
+        dist.barrier()
+        if dist.get_global_rank() == 0:
+            self.mllogger.start(key=self._constants.RUN_START)
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        """Say that an epoch starts."""
+        if dist.get_global_rank() == 0:
+            number = self._epoch_number(state)
+            self.mllogger.start(key=self._constants.EPOCH_START, metadata={"epoch_num": number})
+            metadata = {"first_epoch_num": number, "epoch_count": 1}
+            self.mllogger.start(key=self._constants.BLOCK_START, metadata=metadata)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Say that it stops."""
+        if dist.get_global_rank() == 0:
+            self.mllogger.end(key=self._constants.EPOCH_STOP, metadata={"epoch_num": self._epoch_number(state)})
+            self._upload(logger)
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Say that an evaluation starts."""
+        if dist.get_global_rank() == 0:
+            metadata = {"epoch_num": self._epoch_number(state)}
+            self.mllogger.start(key=self._constants.EVAL_START, metadata=metadata)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Say how good the model is, and whether that is good enough. Every rank must call this."""
+        metric = state.eval_metrics.get(self.metric_label, {}).get(self.metric_name)
+        if metric is None:
+            raise ValueError(
+                f"metric_name={self.metric_name!r} is no metric of the evaluator labelled {self.metric_label!r}, which "
+                f"has {sorted(state.eval_metrics.get(self.metric_label, {}))}."
+            )
+        accuracy = float(metric.compute())
+        succeeds = accuracy > self.target and not self.success
+        self.success = self.success or succeeds
+        if dist.get_global_rank() == 0:
+            self._log_evaluation(self._epoch_number(state), accuracy, succeeds)
+            if succeeds:
+                self._upload(logger)
+        if succeeds and self.exit_at_target:
+            state.stop_training()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Let go of the file."""
+        if self._file_handler is not None:
+            self.mllogger.logger.removeHandler(self._file_handler)
+            self._file_handler.close()
+            self._file_handler = None
+
+    def _make_files(self) -> None:
+        for path in (self.systems_path, self.filename):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(self.systems_path, "w", encoding="utf-8") as file:
+            json.dump(self.system_desc, file, sort_keys=True, indent=4)
+
+    def _clear_caches(self) -> None:
+        if self.cache_clear_cmd is None:
+            warnings.warn(
+                "cache_clear_cmd is not set. MLPerf asks that the system's caches are cleared before each run.",
+                stacklevel=3,
+            )
+            return
+        subprocess.run(self.cache_clear_cmd, check=True, text=True)
+        self.mllogger.start(key=self._constants.CACHE_CLEAR)
+
+    def _sizes(self, state: State) -> dict[str, Any]:
+        if len(state.evaluators) > 1:
+            labels = [evaluator.label for evaluator in state.evaluators]
+            raise ValueError(f"MLPerf has one evaluator, and the Trainer was given {len(labels)}: {labels}. Give one.")
+        loader = _checked(state.train_dataloader, "train_dataloader")
+        if loader.batch_size is None:
+            raise ValueError("train_dataloader has batch_size=None, and MLPerf asks for the size of batches. Give one.")
+        constants, microbatch = self._constants, state.device_train_microbatch_size
+        sizes: dict[str, Any] = {
+            constants.SEED: state.seed,
+            constants.GLOBAL_BATCH_SIZE: loader.batch_size * dist.get_world_size(),
+            constants.GRADIENT_ACCUMULATION_STEPS: -(-loader.batch_size // int(microbatch or loader.batch_size)),
+            constants.TRAIN_SAMPLES: _num_samples(loader),
+        }
+        for evaluator in state.evaluators:
+            sizes[constants.EVAL_SAMPLES] = _num_samples(_checked(evaluator.dataloader.dataloader, "eval_dataloader"))
+        return sizes
+
+    def _log_evaluation(self, epoch: int, accuracy: float, succeeds: bool) -> None:
+        constants = self._constants
+        self.mllogger.end(key=constants.EVAL_STOP, metadata={"epoch_num": epoch})
+        self._event(constants.EVAL_ACCURACY, accuracy, {"epoch_num": epoch})
+        self.mllogger.end(key=constants.BLOCK_STOP, metadata={"first_epoch_num": epoch})
+        if succeeds:
+            self.mllogger.end(key=constants.RUN_STOP, metadata={"status": constants.SUCCESS})
+
+    def _event(self, key: str, value: Any, metadata: dict[str, Any] | None = None) -> None:
+        self.mllogger.event(key=key, value=value, metadata={} if metadata is None else metadata)
+
+    def _epoch_number(self, state: State) -> int:
+        # In BERT's rules an "epoch" is counted in samples.
+        return int(state.timestamp.epoch if self.benchmark == "resnet" else state.timestamp.sample)
+
+    def _upload(self, logger: Logger) -> None:
+        logger.upload_file(posixpath.join("{run_name}", self._result_name), self.filename, overwrite=True)
+
+
+def _import_mllog() -> tuple[Any, Any]:
+    try:
+        return import_module("mlperf_logging.mllog"), import_module("mlperf_logging.mllog.constants")
+    except ImportError as error:
+        raise MissingConditionalImportError("mlperf", "mlperf-logging", None) from error
+
+
+def _checked(loader: Any, name: str) -> DataLoader[Any]:
+    if loader is None:
+        raise ValueError(f"{name}=None, and MLPerf asks for its size. Give the Trainer one, before fit.")
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"{name} is a {type(loader).__name__}, and MLPerf asks for the sizes of a torch DataLoader.")
+    return loader
+
+
+def _num_samples(loader: DataLoader[Any]) -> int:
+    dataset: Any = loader.dataset
+    # Each rank has a part of its own of what can only be iterated over, and all of what can be indexed.
+    return len(dataset) * (dist.get_world_size() if isinstance(dataset, IterableDataset) else 1)

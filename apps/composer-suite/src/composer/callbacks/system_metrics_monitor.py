@@ -1,0 +1,93 @@
+"""What the machine does while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from composer.callbacks._machine import GPU_KEYS, GPUReader, HostReader
+from composer_dist import dist
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = ["SystemMetricsMonitor"]
+
+_FRESH_S: Final = 1.0  # the drivers' own numbers are means over about as long
+
+
+class SystemMetricsMonitor(Callback):
+    """Log what the machine is doing when a batch of training, evaluation or prediction begins.
+
+    | metric | what it is |
+    |---|---|
+    | `cpu_percentage` | use of the processors |
+    | `cpu_memory_<field>`, `disk_memory_<field>` | bytes and percent of memory and of the disk with the root folder |
+    | `network_<field>` | bytes, packets and errors since the computer was started |
+    | `min_<key>_rank_<r>`, `max_<key>_rank_<r>` | the least and the most over all ranks, and whose it is |
+
+    The keys of the last line are `gpu_percentage`, `memory_percentage`, `gpu_temperature_C` and `gpu_power_usage_W`, of
+    NVIDIA's GPUs. The rest is of this rank's computer. The machine is asked at most once a second, and its last answer
+    logged in between. With GPUs on several ranks there is a collective for each batch, between the CPUs. It needs the
+    extra `system`.
+
+    Args:
+        log_all_data: Whether to log the GPUs of all ranks, as `<key>_rank_<r>`, instead of the least and the most.
+
+    Raises:
+        MissingConditionalImportError: If psutil is not installed, or nvidia-ml-py where there are GPUs.
+    """
+
+    def __init__(self, log_all_data: bool = False) -> None:
+        self.log_all_data = log_all_data
+        self._host = HostReader()
+        has_nvidia = torch.cuda.is_available() and torch.version.hip is None
+        self._gpu = GPUReader() if has_nvidia else None
+        self._read_at_s: float | None = None
+        self._of_host: dict[str, float] = {}
+        self._of_gpu: dict[str, float] = {}
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Log, while training."""
+        self._log(logger)
+
+    def eval_batch_start(self, state: State, logger: Logger) -> None:
+        """Log, while evaluating."""
+        self._log(logger)
+
+    def predict_batch_start(self, state: State, logger: Logger) -> None:
+        """Log, while predicting."""
+        self._log(logger)
+
+    def _log(self, logger: Logger) -> None:
+        now_s = time.monotonic()
+        if self._read_at_s is None or now_s - self._read_at_s >= _FRESH_S:
+            self._read_at_s = now_s
+            self._of_host = self._host.read()
+            self._of_gpu = self._gpu.read() if self._gpu is not None else {}
+        metrics = dict(self._of_host)
+        if self._gpu is not None:
+            metrics |= _named_by_rank(dist.all_gather_object(self._of_gpu), self.log_all_data)
+        logger.log_metrics(metrics)
+
+
+def _named_by_rank(of_ranks: Sequence[dict[str, float]], log_all_data: bool) -> dict[str, float]:
+    """Return what each rank's GPU does, or the least and the most of it, under names that say the rank.
+
+    >>> _named_by_rank([{"gpu_percentage": 80}, {"gpu_percentage": 30}], log_all_data=False)
+    {'min_gpu_percentage_rank_1': 30, 'max_gpu_percentage_rank_0': 80}
+    """
+    named: dict[str, float] = {}
+    for key in GPU_KEYS:
+        values = {rank: numbers[key] for rank, numbers in enumerate(of_ranks) if key in numbers}
+        if log_all_data:
+            named |= {f"{key}_rank_{rank}": value for rank, value in values.items()}
+        elif values:
+            least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+            named |= {f"min_{key}_rank_{least}": values[least], f"max_{key}_rank_{most}": values[most]}
+    return named

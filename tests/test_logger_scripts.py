@@ -1,0 +1,55 @@
+"""What users' guides say about logging, run as they say it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TRAINING = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer import Trainer
+from composer.loggers import FileLogger
+from composer.models import ComposerClassifier
+from composer.utils import dist
+
+data = TensorDataset(torch.randn(16, 2), torch.zeros(16, dtype=torch.long))
+model = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
+trainer = Trainer(
+    model=model,
+    train_dataloader=DataLoader(data, batch_size=4, sampler=dist.get_sampler(data)),
+    optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+    max_duration="1ep",
+    run_name="plum",
+    device="cpu",
+    {arguments}
+)
+print("rank", dist.get_global_rank(), "begins")
+trainer.fit()
+trainer.close()
+"""
+
+
+def run(folder, arguments, *launcher):
+    script = folder / "train.py"
+    script.write_text(TRAINING.replace("{arguments}", arguments))
+    command = [sys.executable, *launcher, str(script)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=300)
+
+
+def test_in_the_background_the_progress_bar_is_added(tmp_path):
+    # "In the background, we automatically add the ProgressBarLogger to log training progress to the console."
+    assert "2/2" not in run(tmp_path, "progress_bar=False").stderr
+    assert "train          Epoch   0: " in run(tmp_path, "").stderr
+
+
+def test_the_file_logger_saves_the_output_of_each_process(tmp_path):
+    # "By default, the STDOUT of the non-local-rank-zero processes is discarded; instead, use the FileLogger within
+    # Composer. This logger captures and saves the STDOUT of each process."
+    done = run(tmp_path, "loggers=FileLogger()", "-m", "composer", "-n", "2")
+    assert "rank 0 begins" in done.stdout
+    assert "rank 1 begins" not in done.stdout
+    for rank in (0, 1):
+        lines = Path(tmp_path / f"plum/logs-rank{rank}.txt").read_text().splitlines()
+        assert f"[stdout]: rank {rank} begins" in lines
+        assert sum(": loss/train/total: " in line for line in lines) == 2
