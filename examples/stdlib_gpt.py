@@ -3,7 +3,7 @@
     composer -n 2 examples/stdlib_gpt.py [--folder runs/stdlib_gpt] [--duration 150ba]
 
 Nothing is downloaded: a byte-level tokenizer is trained on the text first, which is then written as shards for
-StreamingDataset. The model is a Llama of transformers with 1.7 million weights, sharded over the processes with FSDP2.
+StreamingDataset. The model is a Llama of transformers with 1.4 million weights, sharded over the processes with FSDP2.
 At the end, `composer-ckpt convert` makes a Hugging Face folder of the last checkpoint, and plain transformers loads it
 in a process of its own and goes on from a prompt.
 """

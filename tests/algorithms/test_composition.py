@@ -180,7 +180,7 @@ ROWS = {
     ),
     "MixUp": Row(algorithms.MixUp, reasons=PER_MICROBATCH),
     "MixUp(draw_per='batch')": Row(partial(algorithms.MixUp, draw_per="batch"), reasons=PER_BATCH),
-    "NoOpModel": Row(algorithms.NoOpModel, reasons={"replayed": "pass it again"}),
+    "NoOpModel": Row(algorithms.NoOpModel),
     "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, delay_fraction=0.2), "conv"),
     "RandAugment": Row(algorithms.RandAugment, "conv", reasons=PER_BATCH),
     "SAM": Row(algorithms.SAM, reasons={"two ranks": "each climbs alone", "sharded": "all climb together"}),
@@ -292,10 +292,7 @@ class Cells:
     def replayed(self):
         if not self.row.make().required_on_load():
             return NONE
-        try:
-            return self._exact(train(self.row, algorithms=[], load_path=self.checkpoint))
-        except IndexError:  # TODO: drop when the Trainer takes the model that a checkpoint has put in its place
-            return DIFFERS
+        return self._exact(train(self.row, algorithms=[], load_path=self.checkpoint))
 
     def optimizer(self):
         if self.row.surgery is None:

@@ -18,13 +18,23 @@ def logger():
     return NeptuneLogger(mode="debug")
 
 
-def test_the_names_under_which_a_run_is_found(begun, logger):
+@pytest.fixture
+def written(logger):
+    """Wait until what was logged is with Neptune, and return the run."""
+
+    def wait(engine):
+        logger.fit_end(engine.state, engine.logger)
+        return logger.neptune_run
+
+    return wait
+
+
+def test_the_names_under_which_a_run_is_found(begun, logger, written):
     engine = begun(logger)
     engine.logger.log_hyperparameters({"lr": 0.25, "nested": {"a": 1}})
     engine.logger.log_metrics({"metrics/train/Accuracy": torch.tensor(0.5)}, step=1)
     engine.logger.log_traces({"algorithm_traces/EMA": 1})
-    logger._outbox.drain()
-    run = logger.neptune_run
+    run = written(engine)
     assert run["training/rank"].fetch() == 0
     assert run["sys/name"].fetch() == "plum"
     assert run["source_code/integrations/neptune-MosaicML"].fetch()
@@ -32,3 +42,41 @@ def test_the_names_under_which_a_run_is_found(begun, logger):
     assert run["training/hyperparameters/nested/a"].fetch() == 1
     assert run["training/metrics/metrics/train/Accuracy"].fetch_last() == 0.5
     assert run["training/traces/algorithm_traces/EMA"].fetch() == 1
+
+
+def test_a_step_that_is_not_later_is_left_out(begun, logger, written):
+    engine = begun(logger)
+    for step, value in ((1, 10.0), (2, 20.0), (2, 30.0), (1, 40.0)):
+        engine.logger.log_metrics({"loss": value}, step=step)
+    assert written(engine)["training/metrics/loss"].fetch_last() == 20.0
+
+
+def test_files_are_kept_where_that_is_asked_for(begun, tmp_path):
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"weights")
+    (tmp_path / "latest.pt").symlink_to(path)
+    logger = NeptuneLogger(mode="debug", upload_checkpoints=True)
+    engine = begun(logger)
+    engine.logger.upload_file("models/ep1.pt", path)
+    engine.logger.upload_file("models/latest.pt", tmp_path / "latest.pt")
+    engine.logger.upload_file("models/latest.pt.symlink", path)
+    logger.fit_end(engine.state, engine.logger)
+    assert logger.neptune_run.exists("training/models/ep1.pt")
+    assert not logger.neptune_run.exists("training/models/latest.pt")
+    assert logger.can_upload_files()
+    assert not NeptuneLogger(mode="debug").can_upload_files()
+    with pytest.raises(FileNotFoundError, match=r"Neptune has no file 'models/ep2.pt' under 'training'"):
+        logger.download_file("models/ep2.pt", "here.pt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "said"),
+    [
+        ({"base_namespace": ""}, ValueError, "base_namespace='' is no name"),
+        ({"base_namespace": 1}, TypeError, "base_namespace=1 is a int; it must be str"),
+        ({"upload_checkpoints": "yes"}, TypeError, "upload_checkpoints='yes' is a str; it must be bool"),
+    ],
+)
+def test_arguments_of_another_kind(settings, kind, said):
+    with pytest.raises(kind, match=said):
+        NeptuneLogger(mode="debug", **settings)

@@ -147,6 +147,10 @@ class NeptuneLogger(LoggerDestination):
         neptune_error = require("neptune.exceptions", extra="neptune")
         self._outbox.open(begin, neptune_error.NeptuneMissingApiTokenException, TypeError, ValueError)
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait until what was logged has been handed to Neptune."""
+        self._outbox.drain()
+
     def can_upload_files(self) -> bool:
         """Answer whether files are kept."""
         return self._enabled and self._upload_checkpoints

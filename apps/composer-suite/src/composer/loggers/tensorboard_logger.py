@@ -120,8 +120,10 @@ class TensorboardLogger(LoggerDestination):
         self._flush(logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Flush."""
+        """Flush, wait until all is written, and upload it."""
         self._flush(logger)
+        self._outbox.drain()
+        self._upload(logger)
 
     def close(self, state: State, logger: Logger) -> None:
         """Write the settings of the run beside its final metrics, wait until all is written, and upload it."""

@@ -165,6 +165,10 @@ class WandBLogger(LoggerDestination):
         if begun[0] is not None:  # each rank downloads, and only rank 0 may know from where
             self.entity, self.project = begun[0].entity, begun[0].project
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait until what was logged has been handed to W&B."""
+        self._outbox.drain()
+
     def can_upload_files(self) -> bool:
         """Answer whether files are kept."""
         return self._enabled and self._log_artifacts

@@ -108,9 +108,7 @@ class Workings:
         if given.auto_log_hparams:
             self.local_hparams = log_arguments(given, parts, state, self.logger)
         log_run_facts(state, self.logger)
-        metrics = copy.deepcopy(self.model.get_metrics(is_train=True)) if given.compute_training_metrics else {}
-        state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
-        self.set_evaluators(parts.evaluators)
+        self._make_metrics(given, parts)
         if parts.data_spec is not None:
             self.plan.set_data(parts.data_spec, given.train_dataloader_label, given.train_subset_num_batches)
         state.max_duration = parts.duration
@@ -123,6 +121,9 @@ class Workings:
         self.engine.run_event(Event.AFTER_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:
+            if state.model is not self.model:  # an algorithm that the checkpoint names has put it there
+                self._take_model(state.model)
+                self._make_metrics(given, parts)
             self._prepare_model()
         self._compilation.apply(state.model)
         # Whatever algorithms drew so far, training draws the same numbers.
@@ -133,6 +134,12 @@ class Workings:
         model.logger = self.logger
         self._train_metrics = TrainMetrics(self.state, model)
         self._report = Report(self.state, self.logger, self._train_metrics, self.ranks)
+
+    def _make_metrics(self, given: Given, parts: Parts) -> None:
+        state = self.state
+        metrics = copy.deepcopy(self.model.get_metrics(is_train=True)) if given.compute_training_metrics else {}
+        state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
+        self.set_evaluators(parts.evaluators)
 
     def _drawing_alike(self) -> AbstractContextManager[None]:
         """Return a context in which each rank draws the same, where no rank's layers are going to be handed to all."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,16 +15,13 @@ from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
 from composer_time import Time
 
-if TYPE_CHECKING:
+try:
     from accelerate import Accelerator
-else:
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        raise ImportError(
-            f"{error}: composer_algorithms.bridges.accelerate needs Accelerate. Install it with "
-            "`pip install 'composer-algorithms[accelerate]'`."
-        ) from error
+except ImportError as error:
+    raise ImportError(
+        f"{error}: composer_algorithms.bridges.accelerate needs Accelerate. Install it with "
+        "`pip install 'composer-algorithms[accelerate]'`."
+    ) from error
 
 __all__ = ["AcceleratedLoop", "LoopBatch"]
 
@@ -74,7 +71,7 @@ class AcceleratedLoop(AlgorithmLoop):
 
     def __init__(
         self,
-        accelerator: "Accelerator",
+        accelerator: Accelerator,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         algorithms: Algorithm | Iterable[Algorithm] = (),
@@ -126,7 +123,7 @@ class AcceleratedLoop(AlgorithmLoop):
         self.accelerator.unscale_gradients()
 
 
-def _check(accelerator: "Accelerator", model: nn.Module) -> None:
+def _check(accelerator: Accelerator, model: nn.Module) -> None:
     kind = accelerator.distributed_type.name
     if kind not in _PLAIN or is_sharded_by_fsdp(model):
         raise ValueError(
