@@ -13,6 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE  # every launched rank would compile torch anew
 train: .venv/.synced  ## Train the example network on the CPU, in two processes.
 	$(BIN)/composer -n 2 examples/train.py
 
+stdlib-gpt: .venv/.synced  ## Train a small language model on two ranks, convert it, and generate with plain transformers.
+	$(BIN)/composer -n 2 examples/stdlib_gpt.py
+
 test: .venv/.synced  ## Run every test and every example of a docstring or page, on two cores.
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules -q
 
@@ -56,4 +59,4 @@ define install
 	$(UV) pip install -q --python $(1)/bin/python --no-deps $(MEMBERS:%=-e ./%)
 endef
 
-.PHONY: train test test-transformers4 lint alone check-lock lock
+.PHONY: train stdlib-gpt test test-transformers4 lint alone check-lock lock

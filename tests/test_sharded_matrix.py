@@ -36,7 +36,7 @@ OF_ADAM = 4 * 0.01
 AS_DDP, AS_ALONE, REFUSED = "as under DDP", "as one process with the whole batch", "refused"
 # What depends on the clock; and evaluations of models that count statistics, which are rank 0's under DDP, and each
 # rank's own if the model is sharded.
-_NOT_ALIKE = re.compile("time|throughput|memory|trainer|wall_clock|run")
+_NOT_ALIKE = re.compile("time|throughput|memory|trainer|wall_clock|run|cpu|disk|network|swap")
 
 
 class Block(nn.Module):
@@ -152,6 +152,21 @@ def images():
     return FakeData(SAMPLES, (3, 16, 16), CLASSES, transform=ToTensor())
 
 
+def hugging_face():
+    """Return a model of transformers with a tokenizer of four words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    from composer.models import HuggingFaceModel
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "one": 1, "two": 2, "three": 3}, unk_token="<pad>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", padding_side="left")
+    return HuggingFaceModel(Language("gpt2").model, tokenizer, use_logits=True)
+
+
 def without_dropout():
     """Return a network whose outputs do not depend on how a batch is dealt out."""
     network = Dense()
@@ -168,6 +183,7 @@ MODELS = {
     "residual": (lambda: ComposerClassifier(Residual(), num_classes=CLASSES), images),
     "gpt2": (lambda: Language("gpt2"), Sentences),
     "bert": (lambda: Language("bert"), Sentences),
+    "hugging face": (hugging_face, Sentences),
 }
 
 
@@ -265,20 +281,35 @@ ALGORITHMS = {
     "WeightStandardization": Row(algorithm("WeightStandardization"), "conv"),
 }
 CALLBACKS = {
+    "ActivationMonitor": Row(callback("ActivationMonitor", "2ba")),
     "CheckpointSaver": Row(
         lambda folder: {"callbacks": callbacks.CheckpointSaver(str(folder / "saver"), save_interval="1ba")}
     ),
     "EarlyStopper": Row(callback("EarlyStopper", "CrossEntropy", "eval", "less", min_delta=10.0)),
+    "ExportForInferenceCallback": Row(
+        lambda folder: {"callbacks": callbacks.ExportForInferenceCallback("export", str(folder / "model.pt2"))},
+        outcome=REFUSED,
+    ),
     "FreeOutputs": Row(callback("FreeOutputs"), "gpt2"),
+    "Generate": Row(callback("Generate", ["one two", "three"], "1ep", max_new_tokens=3), "hugging face"),
+    "HuggingFaceCheckpointer": Row(
+        lambda folder: {"callbacks": callbacks.HuggingFaceCheckpointer(str(folder / "published"), "1ep")},
+        "hugging face",
+    ),
+    "ImageVisualizer": Row(callback("ImageVisualizer", "2ba"), "conv"),
     "LRMonitor": Row(callback("LRMonitor")),
     "LoadCheckpoint": Row(
         lambda folder: {"callbacks": callbacks.LoadCheckpoint(checkpoint_in(folder), load_weights_only=True)}
     ),
+    "MLPerfCallback": Row(lambda folder: {"callbacks": callbacks.MLPerfCallback(str(folder / "mlperf"), 0)}),
     "MemoryMonitor": Row(callback("MemoryMonitor")),
+    "MemorySnapshot": Row(callback("MemorySnapshot")),
     "NaNMonitor": Row(callback("NaNMonitor")),
+    "OOMObserver": Row(callback("OOMObserver")),
     "OptimizerMonitor": Row(callback("OptimizerMonitor", batch_log_interval=1)),
     "RuntimeEstimator": Row(callback("RuntimeEstimator")),
     "SpeedMonitor": Row(callback("SpeedMonitor", 2)),
+    "SystemMetricsMonitor": Row(callback("SystemMetricsMonitor")),
     "ThresholdStopper": Row(callback("ThresholdStopper", "CrossEntropy", "eval", 10.0, comp="less")),
 }
 
@@ -388,7 +419,7 @@ def metrics_of(memory, counts_statistics):
 
 
 def farthest(values, others):
-    assert list(values) == list(others)
+    assert list(values) == list(others), set(values) ^ set(others)
     return max((values[name].double() - others[name].double()).abs().max().item() for name in values)
 
 

@@ -18,6 +18,7 @@ from ranges import ROOT, members, siblings
 RUNS = {
     "composer-dist": {"": "", "deepspeed": "deepspeed"},
     "composer-events": {"": "", "torch": ""},
+    "composer-hf": {"": "", "peft": "peft or lora or adapter"},
     "composer-models": {"": "", "vision,coco": ""},
 }
 RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]

@@ -27,10 +27,10 @@ from composer_hf.pretrained_folder import pretrained_folder
 from composer_hf.published_weights import plan_weights, published_name
 from composer_hf.publishing import as_dtype
 from composer_hf.weight_files import FORMATS, Format, main_dtype, parse_size, total_bytes, write_weight_files
+from composer_time import Time
 
 if TYPE_CHECKING:
     from composer_events import Logger, State
-    from composer_time import Time
 
 __all__ = ["HuggingFaceCheckpointer"]
 
@@ -72,7 +72,7 @@ class HuggingFaceCheckpointer(Callback):
     def __init__(
         self,
         save_folder: str,
-        save_interval: "str | int | Time[Any] | Callable[[State, Event], bool]",
+        save_interval: "Time[Any] | str | int | Callable[[State, Event], bool]",
         huggingface_folder_name: str = "ba{batch}",
         precision: str | torch.dtype = "float32",
         overwrite: bool = True,

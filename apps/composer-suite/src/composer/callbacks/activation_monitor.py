@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from composer_dist.wrapping import unwrap_model
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit, ensure_time
 
@@ -94,7 +95,7 @@ class ActivationMonitor(Callback):
         self._is_watching = True
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would load the compiler
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in state.model.named_modules():
+        for name, module in unwrap_model(state.model).named_modules():  # alike with and without DDP
             if not any(part in name for part in self.ignore_module_types):
                 self._handles.append(module.register_forward_hook(functools.partial(self._watch, name)))
 
