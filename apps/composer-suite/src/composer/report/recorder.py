@@ -22,7 +22,6 @@ from composer.loggers._snapshot import Snapshot, as_number
 from composer.report._acting import Acting
 from composer.report._step_time import StepTime
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES
-from composer_checkpoint.saver import CheckpointSaver
 from composer_dist import get_global_rank, get_world_size
 from composer_events.event import Event
 from composer_events.formatting import format_name_with_dist
@@ -213,7 +212,8 @@ class RunRecorder(LoggerDestination):
     def _write_facts(self, status: str, error: BaseException | None = None) -> None:
         assert self._state is not None
         state, now = self._state, datetime.datetime.now(datetime.UTC)
-        savers = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
+        # By what it has, since the saver's own module takes long to load and may never be needed.
+        saved = [path for callback in state.callbacks for path in getattr(callback, "saved_checkpoints", ())]
         self._write(CONFIG, self._config)
         self._write(ACTING, self._acting.as_dict())
         self._write(TIMES, {"step": self._time.seconds, "profiler": _table(state)})
@@ -228,7 +228,7 @@ class RunRecorder(LoggerDestination):
                 "batch": int(state.timestamp.batch),
                 "sample": int(state.timestamp.sample),
                 "token": int(state.timestamp.token),
-                "checkpoints": [os.path.abspath(path) for saver in savers for path in saver.saved_checkpoints],
+                "checkpoints": [os.path.abspath(path) for path in saved],
             },
         )
 
