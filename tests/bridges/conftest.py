@@ -138,8 +138,12 @@ CASES: dict[str, Callable[[Keys, Any], list[Algorithm]]] = {
 
 @pytest.fixture(autouse=True)
 def quiet():
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("composer").setLevel(logging.ERROR)
+    levels = {log: log.level for log in map(logging.getLogger, ("lightning.pytorch", "composer"))}
+    for log in levels:
+        log.setLevel(logging.ERROR)
+    yield
+    for log, level in levels.items():
+        log.setLevel(level)
 
 
 @pytest.fixture
