@@ -24,14 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     folders = [run for folder in asked.folders for run in _runs_in(Path(folder))]
     try:
+        described = describe_runs(folders, max_points=asked.max_points, verify=asked.verify)
         if asked.json:
-            described = describe_runs(folders, max_points=asked.max_points, verify=asked.verify)
             sys.stdout.write(json.dumps(described, indent=1) + "\n")
             return 0
-        from composer.report.page import write_page  # the data can be had without plotly
+        from composer.report.page import write_described  # the data can be had without plotly
 
-        output = asked.output or folders[0] / "report.html"
-        path = write_page(folders, output, max_points=asked.max_points, verify=asked.verify)
+        path = write_described(described, asked.output or folders[0] / "report.html")
     except ImportError as error:
         sys.stderr.write(f"composer report: error: {error}. Install it: pip install 'composer-suite[report]'\n")
         return 2

@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 from composer.report.description import describe_runs
 
-__all__ = ["write_page"]
+__all__ = ["write_described", "write_page"]
 
 _TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -56,7 +57,12 @@ def write_page(
         FileNotFoundError: If a folder holds no run.
         ValueError: If there are no folders, or fewer than 3 points.
     """
-    data = json.dumps(describe_runs(folders, max_points=max_points, verify=verify), allow_nan=False)
+    return write_described(describe_runs(folders, max_points=max_points, verify=verify), path)
+
+
+def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write the page about what `describe_runs` has returned, and return the path."""
+    data = json.dumps(described, allow_nan=False)
     here = files("composer.report")
     page = _TEMPLATE.format(
         style=here.joinpath("page.css").read_text(),
