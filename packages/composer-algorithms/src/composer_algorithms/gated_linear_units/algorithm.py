@@ -49,7 +49,7 @@ def apply_gated_linear_units(
 
     Raises:
         MissingConditionalImportError: If transformers is not installed.
-        TypeError: If the model is no BERT model of transformers.
+        TypeError: If the model is no BERT model of transformers, or `act_fn` no activation.
         ValueError: If `act_fn` is `None` and the model has none, or several kinds; or if it names none.
 
     Example:
@@ -63,6 +63,7 @@ def apply_gated_linear_units(
         Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202. There the intermediate size is scaled by
         2/3; here it is that of the model.
     """
+    _check_activation(act_fn)
     bert_classes = _bert_classes()
     bert = _find_bert(model, bert_classes["BertPreTrainedModel"])
     intermediates = [one for one in bert.modules() if isinstance(one, bert_classes["BertIntermediate"])]
@@ -88,6 +89,14 @@ def apply_gated_linear_units(
         bert_classes["BertOutput"]: gated,
     }
     replace_module_classes(model, policies, optimizers)
+
+
+def _check_activation(act_fn: object) -> None:
+    if not (act_fn is None or isinstance(act_fn, str) or callable(act_fn)):
+        raise TypeError(
+            f"act_fn={act_fn!r} is no activation: pass a function, transformers' name of one such as 'gelu', or None "
+            f"for that of the model."
+        )
 
 
 def _bert_classes() -> dict[str, type[nn.Module]]:
@@ -172,12 +181,8 @@ class GatedLinearUnits(InitSurgery):
         gated_layer_bias: bool = False,
         non_gated_layer_bias: bool = False,
     ) -> None:
+        _check_activation(act_fn)
         _bert_classes()  # without transformers there is nothing that it could change
-        if not (act_fn is None or isinstance(act_fn, str) or callable(act_fn)):
-            raise TypeError(
-                f"act_fn={act_fn!r} is no activation: pass a function, transformers' name of one such as 'gelu', or "
-                f"None for that of the model."
-            )
         self.act_fn = act_fn
         self.gated_layer_bias = gated_layer_bias
         self.non_gated_layer_bias = non_gated_layer_bias
