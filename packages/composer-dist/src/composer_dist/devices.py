@@ -105,6 +105,10 @@ class DeviceCPU(_TorchDevice):
     def __init__(self) -> None:
         self._device = torch.device("cpu")
 
+    def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the host: the very same one if it is there already."""
+        return tensor if tensor.is_cpu else tensor.cpu()
+
 
 class DeviceGPU(_TorchDevice):
     """One CUDA (or ROCm) device, which becomes the process's current one.
@@ -282,7 +286,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if type(batch) is tuple:  # the usual ones; whether something is a Mapping takes long to find out of what is none
-        return tuple(map_tensors(item, function) for item in batch)
+        return tuple([map_tensors(item, function) for item in batch])
     if type(batch) is list:
         return [map_tensors(item, function) for item in batch]
     if isinstance(batch, PackedSequence):

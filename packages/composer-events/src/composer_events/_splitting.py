@@ -41,8 +41,12 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
         >>> default_split_batch(["a", "b", "c"], 2)
         [['a', 'b'], ['c']]
     """
-    if type(batch) in (tuple, list) and type(microbatch_size) is int and _has_tensors_of(batch, microbatch_size):
-        return [tuple(batch)]
+    if type(batch) in (tuple, list) and type(microbatch_size) is int:  # the usual kind, without a further question
+        length = _length_of_tensors(batch)
+        if length == microbatch_size > 0:
+            return [tuple(batch)]
+        if length > microbatch_size > 0:
+            return list(zip(*[item.split(microbatch_size) for item in batch], strict=True))
     microbatch_size = _whole_number(microbatch_size)
     length = _length(batch)
     if length is None or length == microbatch_size:  # nothing that can be cut, or nothing to cut: the usual case
@@ -116,12 +120,14 @@ def _whole_number(microbatch_size: int | float) -> int:
     return size
 
 
-def _has_tensors_of(batch: Sequence[Any], length: int) -> bool:
-    """Say whether a tuple or list holds tensors of one length and nothing else: the usual batch, not to be cut."""
+def _length_of_tensors(batch: Sequence[Any]) -> int:
+    """The common length of a tuple or list that holds tensors and nothing else; 0 for any other."""
+    length = 0
     for item in batch:
-        if not _is_tensor(item) or not item.ndim or item.shape[0] != length:
-            return False
-    return len(batch) > 0 and length > 0
+        if not _is_tensor(item) or not item.ndim or item.shape[0] != (length or item.shape[0]):
+            return 0
+        length = item.shape[0]
+    return length
 
 
 def _length(batch: Any) -> int | None:

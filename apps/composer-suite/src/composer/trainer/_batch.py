@@ -197,11 +197,13 @@ class BatchTrainer:
         run_event(Event.AFTER_LOSS)
 
         run_event(Event.BEFORE_BACKWARD)
-        named = name_losses(state.loss)
-        total = named.pop(_TOTAL)
-        weighted = _weigh(total, share)
-        for name, value in named.items():
-            _add(losses, name, _weigh(value.detach(), share))
+        total = state.loss
+        if not isinstance(total, Tensor):
+            named = name_losses(total)
+            total = named.pop(_TOTAL)
+            for name, value in named.items():
+                _add(losses, name, _weigh(value.detach(), share))
+        weighted = _weigh(_mean(total), share)
         _add(losses, _TOTAL, weighted.detach())
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
@@ -239,16 +241,14 @@ def cut(batch: Any, data_spec: DataSpec, size: int | float | None) -> Sequence[A
     return data_spec.split_batch(batch, cast(float, size))  # a split of the user's own may do without a size
 
 
-def name_losses(loss: Tensor | Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the parts of what a model's `loss` gave and the total that is minimised, by their log names.
+def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the parts of a loss that a model gave in parts, and the total that is minimised, by their log names.
 
     A dict with a `total` says itself what is minimised; of any other dict or sequence it is the sum.
 
     Raises:
         TypeError: If the loss is of another kind.
     """
-    if isinstance(loss, Tensor):
-        return {_TOTAL: _mean(loss)}
     named: Mapping[str, Any] = {}
     if isinstance(loss, Mapping):
         named = loss

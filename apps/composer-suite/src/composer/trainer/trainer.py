@@ -11,6 +11,7 @@ from composer.trainer import _distributed as distributed
 from composer.trainer import _export as export
 from composer.trainer import _sharding as sharding
 from composer.trainer._argument_kinds import to_plain
+from composer.trainer._blame import name_stage
 from composer.trainer._fit_arguments import take_fit_arguments
 from composer.trainer._given import Given
 from composer.trainer._keywords import naming_unknown
@@ -473,9 +474,10 @@ class Trainer:
 
     @contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """Remember that this rank has failed, so that it does not wait for others that may wait for it."""
+        """Say where this rank has failed, and remember it: it must not wait for others that may wait for it."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._has_failed = True
+            name_stage(error, self.state)
             raise
