@@ -135,11 +135,26 @@ def test_numbers_are_finite(name, argument):
         (lambda: cf.apply_gradient_clipping(None, "norm", 1.0), TypeError, "model=None has no parameters"),
         (lambda: cf.apply_gradient_clipping([], "adaptive", 1.0, eps=-1.0), ValueError, r"eps=-1\.0 is no norm"),
         (lambda: cf.apply_blurpool(None), TypeError, "None is no torch.nn.Module"),
+        (lambda: cf.apply_channels_last(None), TypeError, "None is no torch.nn.Module.* no filters"),
+        (lambda: cf.apply_factorization(None), TypeError, "None is no torch.nn.Module.* no layers to factorize"),
+        (lambda: cf.apply_stochastic_depth(None, "ResNetBottleneck"), TypeError, "no blocks to drop"),
+        (lambda: cf.apply_weight_standardization(None), TypeError, "None is no torch.nn.Module.* no convolutions"),
+        (lambda: cf.freeze_layers(None, [], 0.5), TypeError, "None is no torch.nn.Module.* no layers to freeze"),
+        (lambda: cf.compute_ema(None, nn.Linear(3, 3)), TypeError, "None is no torch.nn.Module.* no weights"),
     ],
 )
 def test_bad_input_is_refused_by_name(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("pick", [lambda layer: layer, lambda layer: [layer], lambda layer: layer.parameters()])
+def test_surgery_refuses_what_is_no_optimizer_before_it_changes_the_model(pick):
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(nn.MaxPool2d(2))
+    with pytest.raises(TypeError, match=r"optimizers holds an object of type .* no torch\.optim\.Optimizer: pass"):
+        cf.apply_blurpool(model, optimizers=pick(layer))
+    assert type(model[0]) is nn.MaxPool2d
 
 
 def test_one_name_of_what_is_no_sequence_is_one_name():

@@ -76,6 +76,22 @@ def test_a_weight_that_a_later_layer_shares_trains_on():
     assert not model[1].weight.requires_grad
 
 
+@pytest.mark.parametrize(("model", "level"), [(nn.Linear(2, 2), 1.0), (five_layers(), 0.2)], ids=["one", "too few"])
+def test_a_model_of_which_nothing_will_ever_be_frozen_is_logged_once(model, level, caplog):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for elapsed in (0.0, 0.5, 1.0):
+        assert freeze_layers(model, optimizer, elapsed, freeze_level=level)[0] == 0
+    (record,) = caplog.records
+    assert record.name == "composer.algorithms.layer_freezing"
+    assert record.getMessage().startswith(f"LayerFreezing has no effect on this {type(model).__name__}: it has ")
+
+
+def test_a_model_that_has_layers_to_freeze_is_not_logged(caplog):
+    model = five_layers()
+    freeze_layers(model, torch.optim.SGD(model.parameters(), 0.1), 0.0, freeze_level=0.25)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", ["freeze_start", "freeze_level"])
 def test_a_part_that_is_none_is_refused(name):
     with pytest.raises(ValueError, match=rf"{name}=1\.5 is no part"):

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_events.iter_helpers import ensure_tuple
 
-__all__ = ["Replacement", "follow_replacements", "rename_in_optimizer", "update_params_in_optimizer"]
+__all__ = ["Replacement", "as_optimizers", "follow_replacements", "rename_in_optimizer", "update_params_in_optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,21 @@ class _Place:
     group: int
 
 
+def as_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
+    """Return one optimizer, several or none as a tuple, or refuse what is no optimizer.
+
+    Wrappers that have an optimizer's parameter groups and state count as one.
+    """
+    opts = ensure_tuple(optimizers)
+    for opt in opts:
+        if not (hasattr(opt, "param_groups") and hasattr(opt, "state")):
+            raise TypeError(
+                f"optimizers holds an object of type {type(opt).__qualname__}, which is no torch.optim.Optimizer: "
+                "pass the model's optimizer, a list of them, or None where it is built afterwards."
+            )
+    return opts
+
+
 def update_params_in_optimizer(
     old_params: Iterable[Tensor], new_params: Iterable[Tensor], optimizers: Optimizer | Sequence[Optimizer]
 ) -> None:
@@ -45,6 +61,7 @@ def update_params_in_optimizer(
             old parameters are in none or in more than one of them. Also if the optimizer was built from
             `named_parameters()`: use `replace_module_classes`, which knows the names.
         NotImplementedError: If there are several optimizers and not exactly one of them holds the old parameters.
+        TypeError: If `optimizers` has something else in it.
 
     Example:
         >>> import torch
@@ -54,7 +71,7 @@ def update_params_in_optimizer(
         >>> optimizer.param_groups[0]["params"][0] is new.weight
         True
     """
-    opts: tuple[Optimizer, ...] = ensure_tuple(optimizers)
+    opts = as_optimizers(optimizers)
     old, new = _by_id(old_params), _by_id(new_params)
     removed, added = _without(old, new), _without(new, old)
     if not removed and not added:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from composer_algorithms._modules import check_is_module
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
@@ -46,6 +47,9 @@ def apply_channels_last(model: nn.Module) -> None:
     Args:
         model: Changed in place: tensors with 4 dims, and those with 5, of 3-D convolutions.
 
+    Raises:
+        TypeError: If `model` is no module.
+
     Example:
         >>> conv = nn.Conv2d(3, 8, 3)
         >>> apply_channels_last(conv)
@@ -55,6 +59,7 @@ def apply_channels_last(model: nn.Module) -> None:
     Reference:
         "Channels Last Memory Format in PyTorch", tutorial.
     """
+    check_is_module(model, "filters to convert")
     num_converted = 0
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.ndim in _FORMATS:

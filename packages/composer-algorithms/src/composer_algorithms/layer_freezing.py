@@ -1,11 +1,14 @@
 """Layer freezing: stop training layers from the first one on as training goes on."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_algorithms._modules import check_is_module
 from composer_algorithms._numbers import check_number
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
@@ -36,6 +39,9 @@ METADATA = Metadata(
     ),
 )
 
+_log = logging.getLogger("composer.algorithms.layer_freezing")
+_REPORTED: WeakSet[nn.Module] = WeakSet()  # models for which it was said that no layer will be frozen
+
 
 def freeze_layers(
     model: nn.Module,
@@ -49,7 +55,8 @@ def freeze_layers(
     Layers are the modules with parameters of their own, in the order in which the model lists them, and never the last
     of them. Up to `freeze_start` none are frozen; from there to the end their part grows in proportion to time, to
     `freeze_level`. Frozen parameters need no gradient any more and have none. They stay in the optimizers, which pass
-    over parameters without a gradient, so that saved states keep fitting.
+    over parameters without a gradient, so that saved states keep fitting. Where none will ever be frozen, that is
+    logged once for each model.
 
     Args:
         model: Changed in place.
@@ -63,6 +70,7 @@ def freeze_layers(
 
     Raises:
         ValueError: If one of the numbers lies outside [0, 1].
+        TypeError: If `model` is no module.
 
     Example:
         >>> import torch
@@ -75,6 +83,7 @@ def freeze_layers(
     Reference:
         Brock et al., "FreezeOut", 2017, arXiv:1706.04983. Raghu et al., "SVCCA", NeurIPS 2017, arXiv:1706.05806.
     """
+    check_is_module(model, "layers to freeze")
     del optimizers  # they skip what has no gradient; Composer's signature has them
     _check(freeze_start, freeze_level)
     check_number("current_duration", current_duration, "a part of training, from 0 to 1")
@@ -83,7 +92,10 @@ def freeze_layers(
     fraction = 0.0
     if current_duration > freeze_start:
         fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
-    depth = int(fraction * len(_layers(model)[:-1]))
+    num_freezable = len(_layers(model)[:-1])
+    if not int(freeze_level * num_freezable):
+        _report_no_effect(model, num_freezable, freeze_level)
+    depth = int(fraction * num_freezable)
     _freeze(model, depth)
     return depth, fraction
 
@@ -175,6 +187,16 @@ class LayerFreezing(Algorithm):
 def _layers(model: nn.Module) -> list[list[nn.Parameter]]:
     layers = [list(module.parameters(recurse=False)) for module in model.modules()]
     return [parameters for parameters in layers if parameters]
+
+
+def _report_no_effect(model: nn.Module, num_freezable: int, freeze_level: float) -> None:
+    if model not in _REPORTED:
+        _REPORTED.add(model)
+        _log.warning(
+            "LayerFreezing has no effect on this %s: it has %d layers before the last, which always trains, and "
+            "freeze_level=%r of them is none.",
+            *(type(model).__qualname__, num_freezable, freeze_level),
+        )
 
 
 def _freeze(model: nn.Module, depth: int) -> None:

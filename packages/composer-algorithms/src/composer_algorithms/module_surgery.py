@@ -13,7 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from composer_algorithms._adoption import TiedParameters, adopt
-from composer_algorithms._optimizer_surgery import Replacement, follow_replacements, update_params_in_optimizer
+from composer_algorithms._modules import check_is_module
+from composer_algorithms._optimizer_surgery import (
+    Replacement,
+    as_optimizers,
+    follow_replacements,
+    update_params_in_optimizer,
+)
 
 __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
 
@@ -71,8 +77,8 @@ def replace_module_classes(
         From each module that a policy answered about to that answer, in the order of the visits.
 
     Raises:
-        TypeError: If `module` is no module or a `DistributedDataParallel`, or a policy answers with a new module for
-            the root.
+        TypeError: If `module` is no module or a `DistributedDataParallel`, `optimizers` has something else in it, or
+            a policy answers with a new module for the root.
         ValueError: If a replaced parameter is shared and the replacement has none to take its place.
         RuntimeError: If two policies replace one module, or no parameter group fits a new parameter.
 
@@ -82,13 +88,13 @@ def replace_module_classes(
         >>> model[1]
         GELU(approximate='none')
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{module!r} is no torch.nn.Module, so it has nothing to replace: pass the model.")
+    check_is_module(module, "modules to replace")
     if isinstance(module, DistributedDataParallel):
         raise TypeError(
             "the model is wrapped by DistributedDataParallel, which has registered the parameters that a replacement "
             "would remove: replace modules first and wrap the changed model."
         )
+    optimizers = as_optimizers(optimizers)  # before anything is changed
     queue = deque(_sites(module))
     if include_root:
         queue.appendleft(_Site(module, ""))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._modules import check_is_module
 from composer_algorithms._numbers import check_count
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
 from composer_algorithms.metadata import Metadata
@@ -84,6 +85,7 @@ def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 
         Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019,
         arXiv:1903.10520, eq. (6).
     """
+    check_is_module(module, "convolutions")
     _check_n_last_layers_ignore(n_last_layers_ignore)
     convs = {name: conv for name, conv in module.named_modules() if isinstance(conv, _CONVS)}
     names = _in_order_of_execution(module, list(convs)) if 0 < n_last_layers_ignore < len(convs) else list(convs)

@@ -4,6 +4,7 @@ An instruction of pickles, BUILD, sets attributes of whatever lies on the stack,
 loads of this process will need. And few bytes that are copied often become many.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointE
 __all__ = ["Budget", "Call", "Unchangeable", "shown"]
 
 # What is copied when it is an argument: one element is at least one byte of the pickle.
-_COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _TIMES = 4
 _ALWAYS_ALLOWED = 1 << 16
 
@@ -23,12 +24,12 @@ _MAX_SHOWN_BITS = 1 << 10  # Python refuses to write out numbers of more than 43
 
 
 class Budget:
-    """How much the calls of one pickle may copy: a few times what it has itself."""
+    """How much the calls of one pickle may copy: a few times what it has itself; and what its keys may weigh."""
 
     __slots__ = ("_left", "_limit", "keys")
 
-    def __init__(self, size_bytes: int) -> None:
-        self.keys = KeyBudget()
+    def __init__(self, size_bytes: int, *, has_heavy_keys: bool) -> None:
+        self.keys = KeyBudget(has_heavy_keys=has_heavy_keys)
         self._left = self._limit = _TIMES * size_bytes + _ALWAYS_ALLOWED
 
     def charge(self, count: int) -> None:
@@ -68,9 +69,14 @@ class Call(Unchangeable):
 
     def __call__(self, *args: Any) -> Any:
         self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
-        if isinstance(self._function, type) and issubclass(self._function, dict | set | frozenset):
-            self._charge_keys(args, of_pairs=issubclass(self._function, dict))
-        return self._function(*map(Call.itself, args))  # a defaultdict is given a class
+        if isinstance(self._function, type):
+            _refuse_arrays(args)
+            if issubclass(self._function, dict | set | frozenset):
+                self._charge_keys(args, of_pairs=issubclass(self._function, dict))
+        made = self._function(*map(Call.itself, args))  # a defaultdict is given a class
+        if isinstance(made, frozenset):
+            self._budget.keys.check_result(made)
+        return made
 
     def _charge_keys(self, args: tuple[Any, ...], *, of_pairs: bool) -> None:
         for arg in args:
@@ -83,6 +89,13 @@ class Call(Unchangeable):
     def itself(value: Any) -> Any:
         """Return the function that a call stands for, and anything else as it is."""
         return value._function if type(value) is Call else value
+
+
+def _refuse_arrays(args: tuple[Any, ...]) -> None:
+    """Refuse what would become an object of some hundred bytes for each of its elements."""
+    for arg in args:
+        if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
+            raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
 
 
 def shown(value: Any) -> str:

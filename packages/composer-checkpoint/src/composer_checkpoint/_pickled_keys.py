@@ -8,6 +8,7 @@ a million levels deep a million calls inside each other. Neither can be stopped 
 
 from array import array
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from composer_checkpoint.errors import CorruptCheckpointError
@@ -19,6 +20,8 @@ __all__ = ["LENGTH_BYTES", "KeyBudget", "check_keys"]
 _MAX_WEIGHT = 1 << 18
 _LEAST_WEIGHT = 1 << 6
 _MOST_WEIGHT = 1 << 12
+# What the result of a call is taken to weigh where nothing is built: a set may be made of a list that is filled later.
+_WEIGHT_OF_RESULT = _LEAST_WEIGHT
 
 _SHORT_NUMBER_BYTES = 9
 
@@ -36,12 +39,17 @@ _STOP, _GLOBAL = b".c"
 
 
 class KeyBudget:
-    """What the keys of one pickle may weigh."""
+    """What the keys of one pickle may weigh.
 
-    __slots__ = ("_left",)
+    Args:
+        has_heavy_keys: Whether a key may be, or have in it, the result of a call.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_has_heavy_keys", "_left")
+
+    def __init__(self, *, has_heavy_keys: bool = False) -> None:
         self._left = _MAX_WEIGHT
+        self._has_heavy_keys = has_heavy_keys
 
     def charge(self, weight: int) -> None:
         """Take a key's weight from what is left; keys that cannot be a burden weigh nothing.
@@ -54,28 +62,40 @@ class KeyBudget:
         self._left -= max(weight, _LEAST_WEIGHT)
         if weight > _MOST_WEIGHT or self._left < 0:
             raise CorruptCheckpointError(
-                f"a pickle has keys that can be made to take endless time: tuples or long numbers that unfold to more "
-                f"than {_MOST_WEIGHT} elements, or too many of them, more than {_MAX_WEIGHT} elements in all. Use text "
-                f"or short numbers as keys, or load another checkpoint."
+                f"a pickle has keys that can be made to take endless time: tuples, sets or long numbers that unfold to "
+                f"more than {_MOST_WEIGHT} elements, or too many of them, more than {_MAX_WEIGHT} elements in all. Use "
+                f"text or short numbers as keys, or load another checkpoint."
             )
 
     def charge_all(self, values: Iterable[Any]) -> None:
         """Take the weights of things that a call will use as keys."""
         for value in values:
             if type(value) not in (str, bytes, float, bool, type(None)):
-                self.charge(_weight_of(value))
+                self.charge(_weight_of(value, _MOST_WEIGHT))
+
+    def check_result(self, value: frozenset[Any]) -> None:
+        """Compare a set that a call has made with what it was taken to weigh, if the result of a call may be a key.
+
+        Raises:
+            CorruptCheckpointError: If it is too much.
+        """
+        if self._has_heavy_keys and _weight_of(value, _WEIGHT_OF_RESULT) > _WEIGHT_OF_RESULT:
+            raise CorruptCheckpointError(
+                f"a pickle has keys that can be made to take endless time: a set of more than {_WEIGHT_OF_RESULT} "
+                f"elements, and keys of which it may be one. Use text or numbers as keys, or load another checkpoint."
+            )
 
 
-def _weight_of(value: Any) -> int:
-    """Return the weight of a thing that is there."""
+def _weight_of(value: Any, most: int) -> int:
+    """Return the weight of a thing that is there; of one that is heavier, a number greater than `most`."""
     if isinstance(value, int):
         return _weight_of_number((value.bit_length() + 8) // 8)
     weight, pending = 0, [value]
-    while pending and weight + len(pending) <= _MOST_WEIGHT:
+    while pending and weight + len(pending) <= most:
         inner = pending.pop()
         weight += 1
-        if isinstance(inner, tuple):
-            pending.extend(inner[: _MOST_WEIGHT + 1])
+        if isinstance(inner, tuple | frozenset):
+            pending.extend(islice(inner, most + 1))
         elif isinstance(inner, int):
             weight += _weight_of_number((inner.bit_length() + 8) // 8)
     return weight + len(pending)
@@ -85,8 +105,11 @@ def _weight_of_number(size_bytes: int) -> int:
     return 0 if size_bytes <= _SHORT_NUMBER_BYTES else min(1 + size_bytes // 8, _MOST_WEIGHT + 1)
 
 
-def check_keys(data: bytes | memoryview) -> None:
+def check_keys(data: bytes | memoryview) -> bool:
     """Go through a pickle that has passed `scan`, and refuse keys that would take endless time.
+
+    Returns:
+        Whether a key may be, or have in it, the result of a call.
 
     Raises:
         CorruptCheckpointError: If there are such keys, or an instruction has nothing to work on.
@@ -118,6 +141,7 @@ def check_keys(data: bytes | memoryview) -> None:
                 position += 1 + _SKIPPED_BYTES.get(code, 0)
     except IndexError as error:
         raise CorruptCheckpointError("a pickle cannot be followed: it lacks what it works on.") from error
+    return machine.has_heavy_keys
 
 
 def _after_lines(data: bytes | memoryview, position: int) -> int:
@@ -129,7 +153,7 @@ def _after_lines(data: bytes | memoryview, position: int) -> int:
 class _Machine:
     """What lies on a pickle's stack and in its memo, of which only the weights as keys are known."""
 
-    __slots__ = ("budget", "marks", "memo", "memo_count", "stack")
+    __slots__ = ("budget", "has_heavy_keys", "marks", "memo", "memo_count", "stack")
 
     def __init__(self) -> None:
         self.stack: list[int] = []
@@ -137,6 +161,7 @@ class _Machine:
         self.memo = array("H")  # weights and one, in the order of their numbers, and 0 where there is nothing
         self.memo_count = 0
         self.budget = KeyBudget()
+        self.has_heavy_keys = False
 
     def steps(self) -> dict[int, Callable[..., object]]:
         """Return what each instruction does that is more than to put something new on the stack."""
@@ -158,14 +183,14 @@ class _Machine:
             "\x87": lambda: push(_weight_of_tuple([pop(), pop(), pop()])),
             "l": lambda: (self.since_mark(), push(0)),
             "d": lambda: (self.charge(self.since_mark()[::2]), push(0)),
-            "s": lambda: (pop(), self.budget.charge(pop())),
+            "s": lambda: (pop(), self.charge_one(pop())),
             "u": lambda: self.charge(self.since_mark()[::2]),
             "\x90": lambda: self.charge(self.since_mark()),
             "\x91": lambda: push(self.charge(self.since_mark())),
             "a": pop,
             "e": self.since_mark,
             "b": pop,
-            "R": lambda: (push(_weight_of_tuple([pop()])), pop(-2)),
+            "R": lambda: (push(max(_weight_of_tuple([pop()]), _WEIGHT_OF_RESULT)), pop(-2)),
             "Q": lambda: (pop(), push(0)),
             "\x81": lambda: (pop(), pop(), push(0)),
             "\x92": lambda: (pop(), pop(), pop(), push(0)),
@@ -189,10 +214,15 @@ class _Machine:
             self.memo_count += 1
         memo[index] = self.stack[-1] + 1
 
+    def charge_one(self, weight: int) -> None:
+        """Let a thing be a key."""
+        self.budget.charge(weight)
+        self.has_heavy_keys = self.has_heavy_keys or weight >= _WEIGHT_OF_RESULT
+
     def charge(self, weights: list[int]) -> int:
         """Let things be keys, and return what a set of them weighs that is a key itself."""
         for weight in weights:
-            self.budget.charge(weight)
+            self.charge_one(weight)
         return _weight_of_tuple(weights)
 
 

@@ -57,6 +57,8 @@ _LARGEST_RATIO = 100
 _ALWAYS_ALLOWED_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 _MOST_MEMBERS = 1000
+# What a header may say besides, such as a long name; tarfile reads all of it into memory.
+_MOST_HEADER_BYTES = 1 << 16
 
 
 class CompressorNotFound(CheckpointError, FileNotFoundError):
@@ -227,11 +229,14 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
     try:
         with _open_tar(path, name) as raw:
             budgeted = cast("IO[bytes]", _Budgeted(raw, path, budget))
-            with tarfile.open(fileobj=budgeted, mode="r|") as archive:
+            with tarfile.open(fileobj=budgeted, mode="r|", tarinfo=_Header) as archive:
                 found = _extract_states(path, archive, target)
             while budgeted.read(_PIECE_BYTES):  # the checksum of what was compressed comes after the archive's end
                 pass
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError) as error:
+    except (
+        *(tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError),
+        RecursionError,  # of a header for a header for a header
+    ) as error:
         raise CorruptCheckpointError(
             f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
         ) from error
@@ -243,6 +248,38 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
         ) from error
     if not found:
         raise CorruptCheckpointError(f"{path!r} is a tar archive without {STATES_NAME}. Load another checkpoint.")
+
+
+class _Header(tarfile.TarInfo):
+    """A header of a tar archive; one that would have tarfile read far more than itself into memory is refused."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> "_Header":
+        header = super().frombuf(buf, encoding, errors)
+        if header.type == tarfile.XGLTYPE or header.type == tarfile.GNUTYPE_SPARSE:
+            _refuse_header(f"of type {header.type!r}")
+        if header.type in _ABOUT_THE_NEXT and header.size > _MOST_HEADER_BYTES:
+            _refuse_header(f"of {header.size} bytes")
+        return header
+
+    # Private to tarfile, which has no other way to read no lists of holes. They are as long as a member, and it takes
+    # quadratic time over them.
+    def _proc_gnusparse_00(self, *_: Any) -> NoReturn:
+        _refuse_header("with a list of holes")
+
+    _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
+
+
+_ABOUT_THE_NEXT = frozenset(
+    [tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK]
+)
+
+
+def _refuse_header(what: str) -> NoReturn:
+    raise CorruptCheckpointError(
+        f"the tar archive has a header {what}, as that of no checkpoint has: one that is about a single file of up to "
+        f"{_MOST_HEADER_BYTES} bytes is read. Load another checkpoint."
+    )
 
 
 def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:

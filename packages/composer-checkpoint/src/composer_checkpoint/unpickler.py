@@ -220,10 +220,10 @@ class RestrictedUnpickler(pickle.Unpickler):
     """An unpickler that finds names in a table, for a pickle that has passed `scan`."""
 
     def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
-        check_keys(data)
+        has_heavy_keys = check_keys(data)
         super().__init__(io.BytesIO(data))
         self.table = table
-        self.budget = Budget(len(data))
+        self.budget = Budget(len(data), has_heavy_keys=has_heavy_keys)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return what the table has under the name.

@@ -15,6 +15,7 @@ __all__ = ["Strategy", "SingleDevice"]
 
 TNumber = TypeVar("TNumber", int, float)
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
+_ZERO_GRAD = Optimizer.zero_grad  # as PyTorch has it, should somebody put another in its place
 
 
 @runtime_checkable
@@ -265,7 +266,7 @@ class SingleDevice:
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an optimizer's parameters."""
-        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+        if getattr(optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:
             optimizer.zero_grad()
             return
         # What that does, without its range for the profiler, which takes longer than a small model's loss.

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 def call_hook(kind: str, hook: object, method: str, event: Event, state: State, logger: Logger) -> Any:
     """Call a method of an algorithm or a callback, the hook, and return what it returns."""
     try:
-        return method_of(kind, hook, method)(event, state, logger)
+        found = getattr(hook, method, None)
+        if found is None or isinstance(hook, type):
+            found = method_of(kind, hook, method)
+        return found(event, state, logger)
     except Exception as error:
         blame(error, kind, hook, event, state)
         raise

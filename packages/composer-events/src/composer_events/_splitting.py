@@ -122,12 +122,12 @@ def _whole_number(microbatch_size: int | float) -> int:
 
 def _length_of_tensors(batch: Sequence[Any]) -> int:
     """The common length of a tuple or list that holds tensors and nothing else; 0 for any other."""
-    length = 0
+    length: int | None = None
     for item in batch:
-        if not _is_tensor(item) or not item.ndim or item.shape[0] != (length or item.shape[0]):
+        if not _is_tensor(item) or not item.ndim or (length is not None and item.shape[0] != length):
             return 0
         length = item.shape[0]
-    return length
+    return length or 0
 
 
 def _length(batch: Any) -> int | None:

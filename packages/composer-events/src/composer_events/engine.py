@@ -158,11 +158,10 @@ class Engine:
         if not isinstance(event, Event):
             event = Event(event)
         state, listeners = self.state, self._listeners
-        # The way of most events in most runs, and it is taken many times for each batch: nobody wants to know.
+        # The way of most events in most runs, taken many times for each batch: only callbacks want to know, or nobody.
         # A watched state is a State: what is read past its properties would otherwise take as long as all the rest.
         if (
-            event not in listeners.by_event
-            and state is listeners.watched_state
+            state is listeners.watched_state
             and listeners.callbacks.version == listeners.version
             and not listeners.algorithms
             and state._dataloader is not None  # pyright: ignore[reportPrivateUsage]
@@ -171,7 +170,16 @@ class Engine:
             and not self._observer.writes_debug_lines
             and not self._closer.is_closed
         ):
-            return OrderedDict()
+            callbacks = listeners.by_event.get(event)
+            if callbacks is None:
+                return OrderedDict()
+            if event not in ENTRANCES:
+                state.num_running_events += 1
+                try:
+                    self._run_callbacks(callbacks, event, is_observed=False)
+                finally:
+                    state.num_running_events -= 1
+                return OrderedDict()
         if not isinstance(state, BatchInParts):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
             return self._run(event)
         state.num_running_events += 1

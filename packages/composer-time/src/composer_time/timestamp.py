@@ -240,6 +240,10 @@ class Timestamp(Serializable):
             >>> Timestamp(epoch=2, batch=30).copy(batch="31ba").batch
             Time(31, TimeUnit.BATCH)
         """
+        if not overrides:
+            same = self._after(None)
+            same._batch_wct = self._batch_wct
+            return same
         fields = self.state_dict()
         fields.update((name, value) for name, value in overrides.items() if value is not None)
         return Timestamp(**fields)

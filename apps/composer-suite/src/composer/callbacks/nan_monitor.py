@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +32,23 @@ class NaNMonitor(Callback):
         """Look at `state.loss`."""
         loss: Any = state.loss
         if isinstance(loss, torch.Tensor):
-            parts: dict[str, Any] = {"": torch.isnan(loss)}
+            parts: dict[str, bool] = {"": _has_nan(loss)}
         elif isinstance(loss, Mapping):
-            parts = {f" {name}": torch.isnan(part) for name, part in loss.items()}
+            parts = {f" {name}": _has_nan(part) for name, part in loss.items()}
         elif isinstance(loss, Sequence):
-            parts = {"": torch.stack([torch.isnan(part).any() for part in loss])}
+            parts = {"": any(_has_nan(part) for part in loss)}
         else:
             raise TypeError(
                 f"The loss is a {type(loss).__name__}, and must be a tensor, or a sequence or dict of them."
             )
-        for name, part in parts.items():
-            if part.any():
+        for name, is_bad in parts.items():
+            if is_bad:
                 raise RuntimeError(
                     f"Train loss{name} contains a NaN. That is batch {state.timestamp.batch.value}, epoch "
                     f"{state.timestamp.epoch.value}. Look at the batch and the learning rate before it."
                 )
+
+
+def _has_nan(loss: torch.Tensor) -> bool:
+    # Python looks at one number sooner than two kernels would; the device is waited for either way.
+    return math.isnan(loss.item()) if loss.numel() == 1 else bool(torch.isnan(loss).any())

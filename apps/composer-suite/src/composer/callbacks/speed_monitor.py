@@ -65,6 +65,8 @@ class SpeedMonitor(Callback):
         self.gpu_flops_available = gpu_flops_available
         self.total_eval_wct = 0.0
         self._seconds = SECONDS[time_unit]
+        self._model: torch.nn.Module | None = None
+        self._flops_per_batch: Callable[[Any], float] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
         """Look up what the device can compute."""
@@ -113,7 +115,9 @@ class SpeedMonitor(Callback):
         return _named(rates)
 
     def _flops(self, state: State) -> dict[str, Any]:
-        flops_per_batch = _flops_function(state.model)
+        if self._model is not state.model:  # a module takes long to say that it lacks something
+            self._model, self._flops_per_batch = state.model, _flops_function(state.model)
+        flops_per_batch = self._flops_per_batch
         if flops_per_batch is None:
             return {}
         so_far = self.history_flops[-1] if self.history_flops else 0.0

@@ -13,6 +13,7 @@ from composer.trainer._autocast import Autocast
 from composer.trainer._blame import in_stage, name_setters
 from composer.trainer._fitting import Fitting
 from composer.trainer._guard import Guard
+from composer.trainer._loss_means import TOTAL
 from composer.trainer._microbatching import size_for
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
@@ -22,8 +23,6 @@ from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
 from composer_models import ComposerModel
-
-_TOTAL = "loss/train/total"
 
 
 class BatchTrainer:
@@ -91,11 +90,11 @@ class BatchTrainer:
                 seen = losses if loss_dict is None else loss_dict  # the optimizer says which look is logged
                 self._compute_gradients(seen, sync=ddp_sync)
                 if ddp_sync:
-                    total = {_TOTAL: seen[_TOTAL]}
+                    total = {TOTAL: seen[TOTAL]}
                     seen.update(self._strategy.mean(total))  # who looks at the loss decides alike on every rank
                     if self._guard.refuses(optimizer, seen):
                         return None
-                return seen[_TOTAL]
+                return seen[TOTAL]
 
             with self._guard.closures(optimizer):
                 self._fitting.step(optimizer, None, partial(self._step, optimizer, closure, scaler=scaler))
@@ -162,6 +161,7 @@ class BatchTrainer:
             name_setters(error, self._state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH))
             raise
 
+    @in_stage("the preparation of a microbatch")
     def _move(self, microbatch: Any) -> None:
         """Put a microbatch on the device and on the state."""
         on_device = self._state.device.batch_to_device(microbatch)
@@ -200,11 +200,11 @@ class BatchTrainer:
         total = state.loss
         if not isinstance(total, Tensor):
             named = name_losses(total)
-            total = named.pop(_TOTAL)
+            total = named.pop(TOTAL)
             for name, value in named.items():
                 _add(losses, name, _weigh(value.detach(), share))
         weighted = _weigh(_mean(total), share)
-        _add(losses, _TOTAL, weighted.detach())
+        _add(losses, TOTAL, weighted.detach())
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
@@ -260,8 +260,8 @@ def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tens
             "tensors (optionally with the key 'total')."
         )
     parts = {f"loss/train/{name}": _mean(part) for name, part in named.items()}
-    if _TOTAL not in parts:
-        parts[_TOTAL] = torch.stack(list(parts.values())).sum()
+    if TOTAL not in parts:
+        parts[TOTAL] = torch.stack(list(parts.values())).sum()
     return parts
 
 

@@ -31,7 +31,8 @@ def in_stage(stage: str) -> Callable[[TFunction], TFunction]:
 def name_stage(error: BaseException, state: State) -> None:
     """Add to an exception the innermost stage that it came through, the batch and the rank.
 
-    Nothing is added if a hook has said so more precisely, or if it came through no stage.
+    Nothing is added if a hook has said so more precisely, or if it came through no stage. Where only the exception that
+    led to it did, that one says so.
     """
     if not isinstance(error, Exception) or any(note.startswith("raised ") for note in getattr(error, "__notes__", ())):
         return
@@ -40,6 +41,8 @@ def name_stage(error: BaseException, state: State) -> None:
         stamp = state.timestamp
         rank = f" on rank {get_global_rank()}" if get_world_size() > 1 else ""
         error.add_note(f"raised in {stages[-1]} of epoch {int(stamp.epoch)}, batch {int(stamp.batch)}{rank}")
+    elif error.__cause__ is not None:
+        name_stage(error.__cause__, state)
 
 
 def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:

@@ -1,9 +1,11 @@
 """The batches of the training dataloader, epoch after epoch, also across several calls of `fit`."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from composer.trainer._blame import in_stage, name_dataset
+from composer.trainer._caller import level_of_user
 from composer.trainer._ranks import Ranks
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_global_rank, get_local_rank
@@ -59,12 +61,7 @@ class TrainBatches:
             self._count(self._latest)
             yield self._latest
         if self._num_read == 0:
-            raise ValueError(
-                f"No batches were trained for global rank {get_global_rank()}: "
-                f"train_dataloader={self.data_spec.dataloader!r} yielded no batch in epoch "
-                f"{int(self._state.timestamp.epoch)}. Give it at least one batch; a DataLoader with drop_last=True "
-                "needs a dataset of batch_size examples or more, and an iterator can be read only once."
-            )
+            self._say_nothing_came()
         self._exhausted = True
 
     def resume(self) -> None:
@@ -115,6 +112,20 @@ class TrainBatches:
         self._latest = self.data_spec.batch_transforms(batch)
         return True
 
+    def _say_nothing_came(self) -> None:
+        """Warn of an epoch without batches, or raise where training would never end or has had batches before."""
+        state = self._state
+        message = (
+            f"No batches were trained for global rank {get_global_rank()}: "
+            f"train_dataloader={self.data_spec.dataloader!r} yielded no batch in epoch {int(state.timestamp.epoch)}. "
+            "Give it at least one batch; a DataLoader with drop_last=True needs a dataset of batch_size examples or "
+            "more, and an iterator can be read only once."
+        )
+        duration = state.max_duration
+        if int(state.timestamp.batch) > 0 or duration is None or duration.unit is not TimeUnit.EPOCH:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=level_of_user())
+
     def _show_end(self) -> None:
         """Let data that know their place, or draw on their own, begin the next epoch where this one ends."""
         assert self._open is not None
@@ -138,6 +149,7 @@ class TrainBatches:
         length = self._state.dataloader_len
         return length is not None and self._num_read >= int(length)
 
+    @in_stage("the dataloader")
     def _open_epoch(self) -> Iterator[Any]:
         self._num_read, self._is_untouched = int(self._state.timestamp.batch_in_epoch), True
         return self._position.open(self._state, self.data_spec.dataloader)

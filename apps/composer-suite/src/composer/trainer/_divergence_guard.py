@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composer.trainer._arrivals import LAG, Arrivals
-from composer.trainer._finite import note_infinite_norm, note_non_finite
+from composer.trainer._finite import names_of_bad, note_infinite_norm, note_non_finite
 from composer.trainer._guard import Guard, Unguarded
 from composer.trainer._kept_buffers import KeptBuffers
+from composer.trainer._loss_means import TOTAL
 from composer.trainer._snapshot import Snapshot
 from composer.trainer._spikes import Spikes
 from composer.trainer._step_control import has_fused_step, overflow_of, takes_none, tell_device
@@ -21,11 +22,9 @@ from composer.trainer.divergence import Divergence, DivergenceError, OnDivergenc
 from composer_dist import get_world_size
 from composer_dist.strategy import Strategy
 from composer_events.state import State
-from composer_fsdp.names import clean_name
 
 _log = logging.getLogger(__name__)
 
-_TOTAL = "loss/train/total"
 _MOST_OVERFLOWS = 32  # a scale of 2**16, halved so often, is too small to be the cause of one more
 
 
@@ -107,7 +106,7 @@ class DivergenceGuard:
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say whether the optimizer may step, having done about a divergence what was asked for."""
-        divergence = self._look(optimizer, losses[_TOTAL])
+        divergence = self._look(optimizer, losses[TOTAL])
         if divergence is None:
             return True
         self._act(divergence)
@@ -115,7 +114,7 @@ class DivergenceGuard:
 
     def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say whether the closure that has computed these must not be gone on with."""
-        self._refused = self._look(optimizer, losses[_TOTAL], may_defer=False)
+        self._refused = self._look(optimizer, losses[TOTAL], may_defer=False)
         if self._refused is None or self._refused.action == "log":
             return False
         if not takes_none(optimizer):
@@ -162,7 +161,7 @@ class DivergenceGuard:
         """Return what is wrong with the batch, if anything is known to be."""
         scaler = self._scaler
         if self._spikes is not None:
-            loss = self._strategy.mean({_TOTAL: loss})[_TOTAL]
+            loss = self._strategy.mean({TOTAL: loss})[TOTAL]
         self._look_at(optimizer, loss)
         if self._defers and may_defer:
             tell_device(optimizer, self._found if scaler is None else None)
@@ -252,7 +251,7 @@ class DivergenceGuard:
         where = ""
         if not divergence.is_spike and not self._defers:  # the gradients at hand are those of the batch
             parameters = self._state.model.named_parameters()
-            names = _names_of_bad((name, p.grad) for name, p in parameters if p.grad is not None)
+            names = names_of_bad((name, p.grad) for name, p in parameters if p.grad is not None)
             where = f" Not finite are the gradients of {names}." if names else ""
         again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
         return (
@@ -266,7 +265,7 @@ class DivergenceGuard:
         stamp = self._state.timestamp
         divergence = Divergence(max(int(stamp.batch) - 1, 0), int(stamp.epoch), math.nan, False, "raise")
         self._divergences.append(divergence)
-        names = _names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
+        names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
         raise DivergenceError(
             f"After {int(stamp.batch)} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
             "must be finite and are not, though losses and gradients were: a step itself has made them so, such as by "
@@ -301,16 +300,3 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _values(entries: Mapping[str, object]) -> list[Tensor]:
     return [value for value in entries.values() if isinstance(value, Tensor)]
-
-
-def _names_of_bad(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the names of the first tensors that are not finite."""
-    names = [clean_name(name) for name, tensor in tensors if not _is_finite(tensor)]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    found = torch.zeros((), device=tensor.device)
-    note_non_finite([tensor], found, torch.ones_like(found))
-    return not found.item()

@@ -98,6 +98,7 @@ class Evaluation:
         finally:
             restore_dataloader(state, *before)
 
+    @in_stage("the dataloader of an evaluation")
     def _batches(
         self, evaluator: Evaluator, ranks: Ranks, open_batches: Callable[[Evaluator], Iterator[Any]] | None
     ) -> Iterator[Any]:
@@ -112,7 +113,6 @@ class Evaluation:
                 break
             yield spec.batch_transforms(batch)
 
-    @in_stage("the dataloader of an evaluation")
     def _read(self, batches: Iterator[Any], dataloader: Any) -> Any:
         try:
             return next(batches, _NO_BATCH)

@@ -1,9 +1,12 @@
 """Whether tensors are finite, answered on their device."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from composer_fsdp.names import clean_name
 
 
 def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
@@ -43,6 +46,19 @@ def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> bool:
         norm = torch.linalg.vector_norm(torch.stack([norm.to(found) for norm in norms]))
         found.logical_or_(~torch.isfinite(norm))
     return not any(_is_sharded(tensor) for tensor in tensors)
+
+
+def names_of_bad(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the names of the first tensors that are not finite. It waits for the device."""
+    names = [clean_name(name) for name, tensor in tensors if not _is_finite(tensor)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    found = torch.zeros((), device=tensor.device)
+    note_non_finite([tensor], found, torch.ones_like(found))
+    return not found.item()
 
 
 def _values(tensor: Any) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor
 from composer_dist import dist
 from composer_dist.strategy import Strategy
 
-__all__ = ["LossMeans"]
+__all__ = ["TOTAL", "LossMeans"]
 
-_TOTAL = "loss/train/total"
+TOTAL = "loss/train/total"
+"""The log name of the loss that is minimised."""
 
 
 class LossMeans:
@@ -41,12 +42,12 @@ class LossMeans:
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of each loss over the ranks that have it. Every rank must call this."""
-        self._note({name for name in losses if name != _TOTAL})
+        self._note({name for name in losses if name != TOTAL})
         if self._is_first:
             self.compare_names()
             self._is_first = False
-        total, world_size = losses[_TOTAL].detach(), self._strategy.world_size
-        asked = {_TOTAL: total}
+        total, world_size = losses[TOTAL].detach(), self._strategy.world_size
+        asked = {TOTAL: total}
         for name in self._names:
             is_here = name in losses
             asked[name] = losses[name].detach() if is_here else torch.zeros_like(total)
@@ -54,7 +55,7 @@ class LossMeans:
         means = self._strategy.mean(asked)
         # The mean of `world_size` here and 0 elsewhere is the number of ranks that have the name.
         shared = {name: means[name] * (world_size / means[f"{name} is here"]) for name in self._names if name in losses}
-        return {name: value.detach() for name, value in losses.items()} | shared | {_TOTAL: means[_TOTAL]}
+        return {name: value.detach() for name, value in losses.items()} | shared | {TOTAL: means[TOTAL]}
 
     def _note(self, names: set[str]) -> None:
         if not names <= self._own:

@@ -11,7 +11,7 @@ from composer.trainer._step_control import takes_none
 from composer_dist import Precision
 from composer_dist.devices import Device
 
-__all__ = ["fit_scaler", "make_scaler"]
+__all__ = ["check_scaler", "fit_scaler", "make_scaler"]
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
@@ -37,3 +37,17 @@ def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], devic
     if type(scaler) is GradScaler and any(map(needs_closure, optimizers)):
         return ClosureGradScaler(device.torch_device.type)
     return scaler
+
+
+def check_scaler(scaler: GradScaler | None, precision: Precision) -> None:
+    """Refuse to train in 16-bit floating point without what keeps small gradients from vanishing.
+
+    Raises:
+        RuntimeError: If the scaler has been taken from the state, or disabled.
+    """
+    if precision is Precision.AMP_FP16 and (scaler is None or not scaler.is_enabled()):
+        raise RuntimeError(
+            f"Attempting to use grad scaling with precision={precision.value!r}, but scaler is not enabled: "
+            f"state.scaler={scaler!r}. Leave the one that the Trainer made, or give precision='amp_bf16', which needs "
+            "none."
+        )

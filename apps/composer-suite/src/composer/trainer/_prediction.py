@@ -82,6 +82,7 @@ class Prediction:
             restore_dataloader(state, *before)
         return outputs
 
+    @in_stage("the dataloader of a prediction")
     def _batches(self, data_spec: DataSpec, ranks: Ranks) -> Iterator[Any]:
         state = self._state
         length = state.dataloader_len
@@ -89,14 +90,10 @@ class Prediction:
         batches = iter(data_spec.dataloader)
         while True:
             may_read = length is None or state.predict_timestamp.batch < length
-            batch = self._read(batches) if may_read else _NO_BATCH
+            batch = next(batches, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
             yield data_spec.batch_transforms(batch)
-
-    @in_stage("the dataloader of a prediction")
-    def _read(self, batches: Iterator[Any]) -> Any:
-        return next(batches, _NO_BATCH)
 
     @in_stage("a prediction")
     def _predict(

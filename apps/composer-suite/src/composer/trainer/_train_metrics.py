@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from composer.trainer._autocast import Autocast
+from composer.trainer._blame import in_stage
 from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
 
@@ -35,6 +36,7 @@ class TrainMetrics:
         if self._state.train_metrics:
             self._kept = _copy_containers(microbatch)
 
+    @in_stage("the metrics of training")
     def update(self, outputs: Any, autocast: Autocast) -> None:
         """Show the remembered microbatch and the model's outputs to every metric, in the precision of training."""
         metrics = self._state.train_metrics

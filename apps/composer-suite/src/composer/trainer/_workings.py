@@ -20,7 +20,7 @@ from composer.trainer._evaluators import metrics_of
 from composer.trainer._fit_evaluation import FitEvaluation
 from composer.trainer._fitting import AsGiven, UntilItFits
 from composer.trainer._hparams import log_arguments
-from composer.trainer._loss_scaling import fit_scaler
+from composer.trainer._loss_scaling import check_scaler, fit_scaler
 from composer.trainer._parts import clip_by_strategy, make_state
 from composer.trainer._plan import Plan
 from composer.trainer._prediction import Prediction
@@ -165,6 +165,8 @@ class Workings:
     def make_loop(self, batches: TrainBatches) -> Loop:
         """Return what trains on the batches."""
         state = self.state
+        if not self.strategy.has_own_precision:
+            check_scaler(state.scaler, state.precision)
         train_batch = BatchTrainer(
             state,
             self.engine,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from composer_algorithms._modules import check_is_module
 from composer_algorithms._numbers import check_number
 from composer_algorithms._wrapping import (
     canonical_buffers,
@@ -48,6 +49,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
     if isinstance(ema_model, EMAParameters) and (plan := ema_model.kept_plan(model)) is not None:
         plan.step(smoothing)  # finding out by name what belongs together takes longer than the arithmetic
         return
+    check_is_module(model, "weights to average")
     with get_model_context_manager(model):
         if isinstance(ema_model, EMAParameters):
             plan = AveragingPlan(_pairs_with_parameters(ema_model, model))

@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._modules import check_is_module
 from composer_algorithms._numbers import check_number
 from composer_algorithms.factorize.modules import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
@@ -74,6 +75,7 @@ def apply_factorization(
         Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
         arXiv:1505.06798; Jaderberg et al., 2014, arXiv:1405.3866.
     """
+    check_is_module(model, "layers to factorize")
     _check_sizes(min_channels, latent_channels, min_features, latent_features)
     uses = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
     if factorize_convs:

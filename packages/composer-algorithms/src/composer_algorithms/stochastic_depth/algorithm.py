@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from composer_algorithms._init_surgery import InitSurgery
+from composer_algorithms._modules import check_is_module
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 from composer_algorithms.stochastic_depth._draws import BlockDraws
 from composer_algorithms.stochastic_depth.layers import Rescale, check_drop_rate, check_rescale, layer_mapping
@@ -62,6 +63,7 @@ def apply_stochastic_depth(
     Reference:
         Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382.
     """
+    check_is_module(model, "blocks to drop")
     _check(target_layer_name, stochastic_method, drop_rate, drop_distribution, rescale)
     _convert(model, target_layer_name, stochastic_method, drop_rate, drop_distribution, BlockDraws(), rescale)
 

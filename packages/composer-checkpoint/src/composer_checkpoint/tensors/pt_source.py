@@ -98,7 +98,7 @@ def _arrays_back(tree: Any, encoded: Any) -> Any:
 
 def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) -> StoredTensor:
     dtype = getattr(torch, spec.dtype.name)
-    where = (spec.storage.key, spec.offset, spec.stride)
+    where = (reader.path, spec.storage.key, spec.offset, spec.stride)  # every file numbers its storages from 0
     offset, in_a_row = offsets[spec.storage.key], spec.byte_range
 
     def fetch_range(start: int, count: int) -> torch.Tensor:

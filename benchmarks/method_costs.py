@@ -1,0 +1,296 @@
+"""What each method costs beside training without it: the ratio of processor time, for its card in docs/algorithms.
+
+    python benchmarks/method_costs.py [--rounds N] [--method NAME ...] [--write]
+
+Each method trains a small model of its kind on one thread, in turns with a training without it: every round has both,
+one right after the other, each for the same steps from the beginning to the end. So methods that act in a part of
+training count as much as they do there, and a machine that slows down slows both. A step has all that the Trainer does
+for it, the loading of its batch included, in the process that trains. Prints the medians of the rounds' ratios;
+`--write` puts them into the cards and their index, between the markers there.
+"""
+
+import argparse
+import logging
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets import VisionDataset
+from torchvision.models.resnet import BasicBlock
+from torchvision.transforms import ToTensor
+
+from composer import Trainer, algorithms
+from composer.core import Callback
+from composer.models import ComposerClassifier, HuggingFaceModel
+from composer_algorithms import Metadata, all_metadata
+
+CARDS = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
+BATCHES, EPOCHS, NOT_COUNTED = 8, 4, 2
+BATCH, SIDE, CLASSES = 32, 32, 10
+SEQUENCES, LENGTH, VOCABULARY = 8, 128, 256
+NUM_SHOWN = 3
+DOMAINS = {"cv": "images", "nlp": "text"}
+HEAD = "| method | what it does | acts on | kind of data | cost here |\n|---|---|---|---|---|"
+
+
+class Digits(VisionDataset):
+    """The handwritten digits of scikit-learn as images of 32x32 pixels in three colours."""
+
+    def __init__(self) -> None:
+        super().__init__(root="", transform=ToTensor())
+        digits = load_digits()
+        arrays = (digits.images[: BATCHES * BATCH] * 15.9).astype("uint8")
+        self.images = [Image.fromarray(one).resize((SIDE, SIDE)).convert("RGB") for one in arrays]
+        self.labels = digits.target.tolist()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = self.images[index]
+        return image if self.transform is None else self.transform(image), self.labels[index]
+
+
+def _halving(channels: int, width: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+    shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride=2, bias=False), norm(width))
+    return BasicBlock(channels, width, stride=2, downsample=shortcut, norm_layer=norm)
+
+
+def residual(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ComposerClassifier:
+    """A residual network of three blocks on three sizes, with dropout before its classifier."""
+    stem = (nn.Conv2d(3, 32, 3, padding=1, stride=2, bias=False), norm(32), nn.ReLU())
+    blocks = (BasicBlock(32, 32, norm_layer=norm), _halving(32, 64, norm), _halving(64, 128, norm))
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(128, CLASSES))
+    return ComposerClassifier(nn.Sequential(*stem, *blocks, *head), num_classes=CLASSES)
+
+
+def gpt2() -> HuggingFaceModel:
+    """A GPT-2 of two layers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "bos_token_id": 1, "eos_token_id": 2}
+    return HuggingFaceModel(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
+
+
+def bert() -> HuggingFaceModel:
+    """A BERT of two layers."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    return HuggingFaceModel(BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)))
+
+
+def sentences() -> list[dict[str, torch.Tensor]]:
+    """Return sequences of tokens without a meaning, which cost as much as others."""
+    tokens = torch.randint(3, VOCABULARY, (BATCHES * SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": one, "attention_mask": torch.ones_like(one), "labels": one} for one in tokens]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and how this is called on the cards."""
+
+    name: str
+    model: Callable[[], Any]
+    dataset: Callable[[], Any]
+    batch_size: int
+    precision: str = "fp32"
+
+
+IMAGES = Workload("a residual network on digits of 32x32 pixels", residual, Digits, BATCH)
+GROUP_NORMS = Workload(
+    "a residual network with group norms on digits of 32x32 pixels, in amp_bf16",
+    *(partial(residual, partial(nn.GroupNorm, 8)), Digits, BATCH, "amp_bf16"),
+)
+GPT = Workload("a GPT-2 of two layers on sequences of 128 tokens", gpt2, sentences, SEQUENCES)
+GPT_LOW = Workload(f"{GPT.name}, in amp_bf16", gpt2, sentences, SEQUENCES, "amp_bf16")
+BERT = Workload("a BERT of two layers on sequences of 128 tokens", bert, sentences, SEQUENCES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, the settings that make it act on so small a model, and what it trains."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    workload: Workload = IMAGES
+
+
+CASES: Mapping[str, Case] = {
+    "alibi": Case({"max_sequence_length": LENGTH}, GPT),
+    "augmix": Case(),
+    "blurpool": Case(),
+    "channels_last": Case(),
+    "colout": Case(),
+    "cutmix": Case(),
+    "cutout": Case(),
+    "ema": Case(),
+    "factorize": Case({"min_channels": 64}),
+    "gated_linear_units": Case({}, BERT),
+    "ghost_batchnorm": Case({"ghost_batch_size": 16}),
+    "gradient_clipping": Case({"clipping_type": "norm", "clipping_threshold": 1.0}),
+    "gyro_dropout": Case(),
+    "label_smoothing": Case(),
+    "layer_freezing": Case(),
+    "low_precision_groupnorm": Case({}, GROUP_NORMS),
+    "low_precision_layernorm": Case({}, GPT_LOW),
+    "mixup": Case(),
+    "no_op_model": Case(),
+    "progressive_resizing": Case(),
+    "randaugment": Case(),
+    "sam": Case(),
+    "selective_backprop": Case(),
+    "seq_length_warmup": Case({"max_seq_length": LENGTH}, GPT),
+    "squeeze_excite": Case({"min_channels": 64}),
+    "stochastic_depth": Case({"target_layer_name": "ResNetBasicBlock"}),
+    "swa": Case(),
+    "weight_standardization": Case(),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The ratios of a method's rounds."""
+
+    ratios: Sequence[float]
+
+    def __str__(self) -> str:
+        return f"{statistics.median(self.ratios):.2f}"
+
+    @property
+    def range(self) -> str:
+        """The least and the largest."""
+        return f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
+
+
+class Stopwatch(Callback):
+    """Measure the processor time from the first step that counts to the end of training."""
+
+    def __init__(self) -> None:
+        self.start_s = self.total_s = 0.0
+
+    def before_dataloader(self, state: Any, logger: Any) -> None:
+        """Start at the first step that counts: those before it allocate what later ones use again."""
+        if state.timestamp.batch == NOT_COUNTED:
+            self.start_s = time.process_time()
+
+    def fit_end(self, state: Any, logger: Any) -> None:
+        """Stop."""
+        self.total_s = time.process_time() - self.start_s
+
+
+def train(workload: Workload, chosen: Sequence[Any]) -> float:
+    """Train once and return the processor time of a step, in seconds."""
+    torch.manual_seed(0)
+    model, dataset = workload.model(), workload.dataset()
+    stopwatch = Stopwatch()
+    loader: DataLoader[Any] = DataLoader[Any](_dataset(dataset), batch_size=workload.batch_size)
+    with Trainer(
+        model,
+        train_dataloader=loader,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        max_duration=f"{EPOCHS}ep",
+        algorithms=list(chosen),
+        callbacks=[stopwatch],
+        precision=workload.precision,
+        device="cpu",
+        seed=0,
+        progress_bar=False,
+    ) as trainer:
+        trainer.fit()
+    return stopwatch.total_s / (BATCHES * EPOCHS - NOT_COUNTED)
+
+
+def _dataset(dataset: Any) -> Dataset[Any]:
+    return dataset  # a list is one as well, for everything but the types
+
+
+def make(key: str, metadata: Metadata) -> Any:
+    """Return the algorithm of a case."""
+    return getattr(algorithms, metadata.class_name)(**CASES[key].settings)
+
+
+def measure(keys: Sequence[str], num_rounds: int) -> dict[str, Cost]:
+    """Train with and without each method, round by round."""
+    methods, ratios = all_metadata(), {key: list[float]() for key in keys}
+    for workload in {CASES[key].workload.name: CASES[key].workload for key in keys}.values():
+        train(workload, [])  # warms up
+    for _ in range(num_rounds):
+        for key in keys:
+            workload = CASES[key].workload
+            without_s, with_s = train(workload, []), train(workload, [make(key, methods[key])])
+            ratios[key].append(with_s / without_s)
+    return {key: Cost(found) for key, found in ratios.items()}
+
+
+def row(key: str, metadata: Metadata, cost: Cost) -> str:
+    """Return a method's row of the index."""
+    events = sorted(make(key, metadata).acts_on, key=lambda event: list(type(event)).index(event))
+    acts_on = ", ".join(event.name for event in events[:NUM_SHOWN])
+    if len(events) > NUM_SHOWN:
+        acts_on += f" and {len(events) - NUM_SHOWN} more"
+    domains = ", ".join(DOMAINS[domain] for domain in sorted(metadata.domains))
+    return f"| [{metadata.name}]({key}.md) | {metadata.tldr} | {acts_on} | {domains} | {cost} |"
+
+
+def sentence(key: str, metadata: Metadata, cost: Cost) -> str:
+    """Return what a method's card says about its cost."""
+    settings = ", ".join(f"{name}={value!r}" for name, value in CASES[key].settings.items())
+    return (
+        f"Measured here: a step took {cost} times the processor time of one without it ({cost.range} in "
+        f"{len(cost.ratios)} rounds), with `{metadata.class_name}({settings})` and {CASES[key].workload.name}, on one "
+        "thread of a CPU."
+    )
+
+
+def put(path: Path, marker: str, text: str) -> None:
+    """Put a text between the two markers of a page."""
+    page = path.read_text()
+    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"{path} needs {begin} and {end} once each, around what is generated.")
+    path.write_text(re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", page, flags=re.DOTALL))
+
+
+def write(costs: Mapping[str, Cost]) -> None:
+    """Put the costs into the cards and the index."""
+    methods = all_metadata()
+    put(CARDS / "README.md", "methods", "\n".join([HEAD, *(row(key, methods[key], costs[key]) for key in costs)]))
+    for key, cost in costs.items():
+        put(CARDS / f"{key}.md", "cost", sentence(key, methods[key], cost))
+
+
+def main() -> int:
+    """Measure, print the table, and write it if asked to."""
+    parser = argparse.ArgumentParser(description="Measure what each method costs.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--method", nargs="*", default=list(CASES), choices=list(CASES), help="only these")
+    parser.add_argument("--write", action="store_true", help="into docs/algorithms; for all methods together")
+    asked = parser.parse_args()
+    if asked.write and len(asked.method) != len(CASES):
+        parser.error("--write writes a table of all methods: leave out --method.")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # about what training on so little data is like
+    logging.disable(logging.WARNING)
+    costs = measure(asked.method, asked.rounds)
+    print(f"processor time of a step with the method to one without, medians of {asked.rounds} rounds")
+    for key, cost in costs.items():
+        print(f"{key:26}{cost!s:>6}   {cost.range}")
+    if asked.write:
+        write(costs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
