@@ -32,7 +32,7 @@ from torchvision.models.resnet import BasicBlock
 from torchvision.transforms import ToTensor
 
 from composer import Trainer, algorithms
-from composer.core import Callback
+from composer.core import Callback, Event
 from composer.models import ComposerClassifier, HuggingFaceModel
 from composer_algorithms import Metadata, all_metadata
 
@@ -50,7 +50,7 @@ class Digits(VisionDataset):
 
     def __init__(self) -> None:
         super().__init__(root="", transform=ToTensor())
-        digits = load_digits()
+        digits: Any = load_digits()
         arrays = (digits.images[: BATCHES * BATCH] * 15.9).astype("uint8")
         self.images = [Image.fromarray(one).resize((SIDE, SIDE)).convert("RGB") for one in arrays]
         self.labels = digits.target.tolist()
@@ -80,7 +80,14 @@ def gpt2() -> HuggingFaceModel:
     """A GPT-2 of two layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "bos_token_id": 1, "eos_token_id": 2}
+    sizes: dict[str, Any] = {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": LENGTH,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     return HuggingFaceModel(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
 
 
@@ -88,7 +95,12 @@ def bert() -> HuggingFaceModel:
     """A BERT of two layers."""
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    }
     return HuggingFaceModel(BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)))
 
 
@@ -236,7 +248,7 @@ def measure(keys: Sequence[str], num_rounds: int) -> dict[str, Cost]:
 
 def row(key: str, metadata: Metadata, cost: Cost) -> str:
     """Return a method's row of the index."""
-    events = sorted(make(key, metadata).acts_on, key=lambda event: list(type(event)).index(event))
+    events = sorted(make(key, metadata).acts_on, key=list(Event).index)
     acts_on = ", ".join(event.name for event in events[:NUM_SHOWN])
     if len(events) > NUM_SHOWN:
         acts_on += f" and {len(events) - NUM_SHOWN} more"

@@ -148,21 +148,24 @@ def test_weights_that_one_rank_has_ruined_are_saved_by_none(tmp_path, ruined_ran
     assert sorted(path.name for path in folder.glob("ep*.pt")) == ["ep0-ba1-rank0.pt"]
 
 
-def look_at_shards(has_bad):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+def train_weights_of_its_own(settings):
+    """Train weights that the other rank has no part of, and let rank 1 find a bad gradient of its own."""
+    network = make_network()
+    with Trainer(
+        model=ComposerModel.from_module(network, Fault("gradient", 1)),
+        train_dataloader=make_batches(dist.get_global_rank()),
+        max_duration="1ep",
+        optimizers=torch.optim.SGD(network.parameters(), lr=0.5),
+        device_train_microbatch_size=BATCH,
+        device="cpu",
+        progress_bar=False,
+        parallelism_config={"fsdp": settings},
+    ) as trainer:
+        with pytest.raises(DivergenceError):
+            trainer.fit()
+        return [divergence.batch for divergence in trainer.divergences], int(trainer.state.timestamp.batch)
 
-    from composer.trainer._finite import note_non_finite
 
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.ones(4)
-    whole[0] = math.nan if has_bad else 1.0  # on rank 0 only
-    found = torch.zeros(())
-    speaks_of_all = note_non_finite([distribute_tensor(whole, mesh, [Shard(0)])], found, torch.ones(()))
-    return speaks_of_all, found.item()
-
-
-@pytest.mark.parametrize("has_bad", [True, False])
-def test_shards_are_looked_at_on_all_ranks(tmp_path, has_bad):
-    results = run_ranks(look_at_shards, has_bad, store=tmp_path / "store")
-    assert results == [(True, float(has_bad))] * 2
+@pytest.mark.parametrize("settings", [{}, {"process_group": "self"}], ids=["shards", "weights of its own"])
+def test_no_rank_steps_where_one_rank_has_the_bad_part_of_a_gradient(tmp_path, settings):
+    assert run_ranks(train_weights_of_its_own, settings, store=tmp_path / "store") == [([BAD], BAD)] * 2

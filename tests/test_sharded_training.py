@@ -184,26 +184,29 @@ def count_collectives():
             F.cross_entropy(model(torch.ones(4, 5)), torch.zeros(4, dtype=torch.long)).backward()
             optimizer.step()
 
-    def with_trainer(num_steps, on_divergence):
+    def with_trainer(num_steps, on_divergence="raise", algorithms=()):
         sharding = {"parallelism_config": {"fsdp": {}}, "max_duration": f"{num_steps}ba"}
-        alone = {"algorithms": [], "eval_dataloader": None, "device_train_microbatch_size": 4}
+        alone = {"algorithms": list(algorithms), "eval_dataloader": None, "device_train_microbatch_size": 4}
         with make(**sharding, **alone, on_divergence=on_divergence) as trainer:
             trainer.fit()
 
     return [
         collectives_of_a_step(by_hand),
         collectives_of_a_step(partial(with_trainer, on_divergence=None)),
-        collectives_of_a_step(partial(with_trainer, on_divergence="raise")),
+        collectives_of_a_step(with_trainer),
+        collectives_of_a_step(partial(with_trainer, algorithms=[GradientClipping("value", 1.0)])),
     ]
 
 
 def test_a_step_needs_the_collectives_of_a_loop_by_hand(tmp_path):
-    for by_hand, unguarded, guarded in run_ranks(count_collectives, store=tmp_path / "store", timeout_s=120):
+    for by_hand, unguarded, guarded, clipped in run_ranks(count_collectives, store=tmp_path / "store", timeout_s=120):
         # Three units, of which the root's weights stay gathered until its backward pass.
         assert by_hand == {"c10d._allgather_base_": 5, "c10d._reduce_scatter_base_": 3}
         assert unguarded == by_hand
         # Whether the shards of all ranks are finite: one number, before the optimizer steps.
-        assert guarded == {**by_hand, "c10d_functional.all_reduce": 1}
+        assert guarded == {**by_hand, "c10d.allreduce_": 1}
+        # An algorithm may also end the training, which takes a second one.
+        assert clipped == {**by_hand, "c10d.allreduce_": 2}
 
 
 BAD = [

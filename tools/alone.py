@@ -2,14 +2,19 @@
 
     alone.py [--uv UV] [NAME ...]
 
-A package whose tests need one of its extras for a part of them is tested twice, bare and with that extra.
+A package whose tests need one of its extras for a part of them is tested twice, bare and with that extra. Two are
+tested at once, and what one has said is printed when it is done.
 """
 
 import argparse
 import os
+import queue
+import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 from ranges import ROOT, members, siblings
@@ -21,7 +26,93 @@ RUNS = {
     "composer-hf": {"": "", "peft": "peft or lora or adapter"},
     "composer-models": {"": "", "vision,coco": ""},
 }
-RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
+RUNNERS = ["pytest", "hypothesis"]
+AT_ONCE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One package to be tested, with one of its extras or bare.
+
+    Attributes:
+        name: The distribution.
+        extra: What to install with it, as it stands in the brackets.
+        chosen: Which of its tests, as pytest's `-k` has it.
+    """
+
+    name: str
+    extra: str
+    chosen: str
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.extra}]" if self.extra else self.name
+
+    @property
+    def tests(self) -> Path:
+        """The folder of the package's own tests."""
+        return next(ROOT.glob(f"*/{self.name}")) / "tests"
+
+    @property
+    def size(self) -> int:
+        """How much there is to do, roughly."""
+        return sum(file.stat().st_size for file in self.tests.rglob("*.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Makes environments and tests packages in them.
+
+    Attributes:
+        folder: Where the environments are made, each in one of a few places that serve again and again.
+        wheels: Where the wheels of all packages are.
+        pins: A file with the version of everything else.
+        uv: The uv that installs.
+    """
+
+    folder: Path
+    wheels: Path
+    pins: Path
+    uv: str
+
+    def test(self, run: Run, places: "queue.SimpleQueue[Path]") -> tuple[bool, str]:
+        """Make an environment for one wheel, run the package's own tests in it, and say if they passed and what came.
+
+        Args:
+            run: What to test.
+            places: Where there may be an environment; one is taken and put back.
+        """
+        place = places.get()
+        try:
+            said = self._install(run, place)
+            # What is slow has nothing to find out here that `make test` does not.
+            options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-k", run.chosen]
+            command = [f"{place}/bin/python", "-m", "pytest", *options, str(run.tests)]
+            tested = _call(command, env=self._variables(), check=False)
+            return tested.returncode == 0, said + tested.stdout
+        except subprocess.CalledProcessError as error:
+            return False, f"{error}\n{error.stdout}"
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+            places.put(place)
+
+    def _install(self, run: Run, place: Path) -> str:
+        projects = members()
+        files = {
+            sibling: next(self.wheels.glob(f"{sibling.replace('-', '_')}-*.whl"))
+            for sibling in closure(run.name, projects)
+        }
+        wanted = [f"{run if sibling == run.name else sibling} @ {file.as_uri()}" for sibling, file in files.items()]
+        made = _call([self.uv, "venv", "-q", "--python", sys.executable, str(place)])
+        install = [self.uv, "pip", "install", "-q", "--python", f"{place}/bin/python", "--constraint", str(self.pins)]
+        return made.stdout + _call([*install, *wanted, *RUNNERS]).stdout
+
+    def _variables(self) -> dict[str, str]:
+        """Return the environment variables of the tests."""
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        # Only the wheel may answer: a PYTHONPATH would let the checkout's sources in. And what was compiled for one
+        # environment serves the next one in the same place, since uv installs the same files there: to compile torch
+        # and what is around it takes longer than most packages' tests.
+        return {**variables, "PYTHONPATH": "", "PYTHONPYCACHEPREFIX": str(self.folder / "compiled")}
 
 
 def closure(name: str, projects: dict[str, dict]) -> list[str]:
@@ -35,25 +126,10 @@ def closure(name: str, projects: dict[str, dict]) -> list[str]:
     return found
 
 
-def test_alone(name: str, extra: str, chosen: str, wheels: Path, uv: str, pins: Path) -> bool:
-    """Make an environment for one wheel, run the package's own tests in it, and say whether they passed."""
-    projects = members()
-    with tempfile.TemporaryDirectory() as environment:
-        python = f"{environment}/bin/python"
-        files = {
-            sibling: next(wheels.glob(f"{sibling.replace('-', '_')}-*.whl")) for sibling in closure(name, projects)
-        }
-        wanted = [f"{n}{f'[{extra}]' if n == name and extra else ''} @ {f.as_uri()}" for n, f in files.items()]
-        install = [uv, "pip", "install", "-q", "--python", python, "--constraint", str(pins), *wanted, *RUNNERS]
-        subprocess.run([uv, "venv", "-q", "--python", sys.executable, environment], check=True)
-        subprocess.run(install, check=True)
-        print(f"== {name}{f'[{extra}]' if extra else ''} alone", flush=True)
-        folder = next(ROOT.glob(f"*/{name}"))
-        # What is slow has nothing to find out here that `make test` does not.
-        options = ["-n", "2", "--dist", "loadfile", "-m", "not slow", "-p", "no:cacheprovider"]
-        run = [python, "-m", "pytest", "-q", *options, "-k", chosen, str(folder / "tests")]
-        # Only the wheel may answer: a PYTHONPATH would let the checkout's sources in.
-        return subprocess.run(run, env={**os.environ, "PYTHONPATH": ""}, check=False).returncode == 0
+def runs(names: list[str]) -> list[Run]:
+    """Return what is to be tested, what takes longest first, so that at the end nobody waits long for another."""
+    found = [Run(name, extra, chosen) for name in names for extra, chosen in RUNS.get(name, {"": ""}).items()]
+    return sorted(found, key=lambda run: run.size, reverse=True)
 
 
 def main() -> int:
@@ -64,16 +140,27 @@ def main() -> int:
     arguments = parser.parse_args()
     uv = str(Path(arguments.uv).resolve()) if os.sep in arguments.uv else arguments.uv
     failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        wheels, pins = Path(folder), Path(folder) / "pins.txt"
-        subprocess.run([uv, "build", "-q", "--all-packages", "--wheel", "-o", folder], cwd=ROOT, check=True)
-        pins.write_text(_pins(uv))
-        for name in arguments.names or members():
-            for extra, chosen in RUNS.get(name, {"": ""}).items():
-                if not test_alone(name, extra, chosen, wheels, uv, pins):
-                    failed.append(f"{name}[{extra}]")
-    print(f"Failed alone: {', '.join(failed)}" if failed else "Every package passes its tests alone.")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
+        folder = Path(name)
+        bench = Bench(folder, folder / "wheels", folder / "pins.txt", uv)
+        subprocess.run([uv, "build", "-q", "--all-packages", "--wheel", "-o", bench.wheels], cwd=ROOT, check=True)
+        bench.pins.write_text(_pins(uv))
+        places: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(AT_ONCE):
+            places.put(folder / f"environment{number}")
+        started = {pool.submit(bench.test, run, places): run for run in runs(arguments.names or list(members()))}
+        for future in as_completed(started):
+            passed, said = future.result()
+            print(f"== {started[future]} alone\n{said}", flush=True)
+            failed += [] if passed else [str(started[future])]
+    print(f"Failed alone: {', '.join(sorted(failed))}" if failed else "Every package passes its tests alone.")
     return 1 if failed else 0
+
+
+def _call(command: list[str], **settings) -> subprocess.CompletedProcess:
+    """Run a command and keep all that it says, by default in the belief that it will do well."""
+    together = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, **{"check": True, **together, **settings})
 
 
 def _pins(uv: str) -> str:

@@ -62,10 +62,7 @@ def draw_fonts(fonts: tuple[str, ...], sizes: tuple[int, ...], seed: int) -> tup
     folder = font_folder()
     generator = np.random.default_rng(seed)
     images = [
-        _draw(folder / font, size, character, generator)
-        for font in fonts
-        for size in sizes
-        for character in CHARACTERS
+        _draw(folder / font, size, character, generator) for font in fonts for size in sizes for character in CHARACTERS
     ]
     labels = [CLASSES.index(character.lower()) for character in CHARACTERS] * (len(fonts) * len(sizes))
     pixels = torch.from_numpy(np.stack(images)).float().unsqueeze(1) / 255

@@ -110,28 +110,98 @@ def test_some_tensors_are_extracted(content, run, tmp_path):
     assert json.loads((tmp_path / "rest.json").read_text())["state"]["run_name"] == "blue-fox"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["convert", "ep2.pt", "there.pt"],
-        ["convert", "ep2.pt", "there", "--to", "dcp"],
-        ["extract", "ep2.pt", "there.safetensors"],
-        ["reshard", "sharded", "there", "--world-size", "2"],
-    ],
-)
-def test_what_is_there_stays_unless_it_may_be_replaced(arguments, content, run, tmp_path, monkeypatch):
+WRITING = [
+    ["convert", "ep2.pt", "there.pt"],
+    ["convert", "ep2.pt", "there", "--to", "dcp"],
+    ["extract", "ep2.pt", "there.safetensors"],
+    ["reshard", "sharded", "there", "--world-size", "2"],
+]
+
+
+@pytest.fixture
+def beside(content, tmp_path, monkeypatch):
+    """Return a folder, the current one, with checkpoints in it."""
     monkeypatch.chdir(tmp_path)
     save_file(content, "ep2.pt")
     save_sharded(content, "sharded")
-    there = tmp_path / arguments[2]
-    there.mkdir()
-    (there / "mine").write_text("precious")
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", WRITING)
+def test_a_checkpoint_that_is_there_stays_unless_it_may_be_replaced(arguments, run, beside):
+    there = beside / arguments[2]
+    older = {"w": torch.ones(2)}
+    if there.suffix:
+        save_file(older, there)
+    else:
+        save_sharded(older, there)
     code, _, errors = run(*arguments)
     assert code == 1
-    assert "exists" in errors
-    assert (there / "mine").read_text() == "precious"
+    assert "--overwrite" in errors
+    assert weights_of(there).keys() == {"w"}
     assert run(*arguments, "--overwrite")[0] == 0
-    assert not (there / "mine").exists()
+    assert "w" not in weights_of(there)
+
+
+@pytest.mark.parametrize("arguments", WRITING)
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(arguments, run, beside):
+    there = beside / arguments[2]
+    there.mkdir()
+    (there / "mine").write_text("precious")
+    code, _, errors = run(*arguments, "--overwrite")
+    assert code == 1
+    assert "mine" in errors or "is a folder" in errors
+    assert os.listdir(there) == ["mine"]
+
+
+@pytest.mark.parametrize("target", [".", "..", "sharded", "sharded/../sharded"])
+def test_what_is_read_and_where_one_stands_is_never_replaced(target, run, beside):
+    code, _, errors = run("convert", "sharded", target, "--to", "dcp", "--overwrite")
+    assert code == 2
+    assert "Choose another name" in errors or "Name a folder of its own" in errors
+    assert weights_of("sharded").keys() == weights_of("ep2.pt").keys()
+
+
+def test_an_empty_folder_is_filled(run, beside):
+    (beside / "there").mkdir()
+    assert run("convert", "ep2.pt", "there", "--to", "dcp")[0] == 0
+    assert weights_of("there").keys() == weights_of("ep2.pt").keys()
+
+
+@pytest.mark.parametrize("target", ["out.pt", "out.safetensors"])
+def test_a_byte_that_has_changed_is_found_before_it_is_copied(target, run, beside):
+    with open("ep2.pt", "r+b") as file:
+        position = file.read().find(weights_of("ep2.pt")["layer.weight"].numpy().tobytes())
+        file.seek(position)
+        file.write(b"\xff")
+    code, _, errors = run("convert", "ep2.pt", target)
+    assert code == 1
+    assert "not those that were written" in errors
+    assert not os.path.exists(target)
+    assert run("convert", "ep2.pt", target, "--no-verify")[0] == 0
+
+
+def test_shards_of_pickles_are_not_taken_for_one_another(run, tmp_path):
+    # torch numbers the storages of each file from 0.
+    expected = {name: torch.randn(2, 2) for name in ("a", "b", "c")}
+    (tmp_path / "hf").mkdir()
+    for name, weight in expected.items():
+        torch.save({name: weight}, tmp_path / "hf" / f"{name}.bin")
+    index = {"weight_map": {name: f"{name}.bin" for name in expected}}
+    (tmp_path / "hf" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert run("convert", tmp_path / "hf", tmp_path / "out.pt")[0] == 0
+    same({f"model.{name}": weight for name, weight in expected.items()}, weights_of(tmp_path / "out.pt"))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_state_becomes_per_rank_files(world_size, content, run, beside):
+    more = ["--world-size", world_size, "--resumption", "--optimizer"]
+    assert run("convert", "ep2.pt", "cut_{rank}.pt", *more)[0] == 0
+    assert sorted(path.name for path in beside.glob("*cut*")) == [f"cut_{rank}.pt" for rank in range(world_size)]
+    merged = merge_local(beside / "cut_{rank}.pt")
+    same(content["state"]["model"], merged["state"]["model"])
+    assert merged["state"]["timestamp"] == content["state"]["timestamp"]
+    assert run("diff", "ep2.pt", "cut_{rank}.pt", "--all")[0] == 0
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would(content, run_json, tmp_path):
@@ -183,18 +253,18 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(how, tmp_path
         assert os.listdir(tmp_path) == ["big.pt"]
 
 
-def test_a_write_to_a_store_is_refused_with_a_reason(content, run, tmp_path):
-    save_file(content, tmp_path / "ep2.pt")
-    code, _, errors = run("convert", tmp_path / "ep2.pt", "s3://bucket/out.pt")
-    assert code == 2
-    assert "on this machine" in errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["convert", "w.pt", "out.pt", "--peft", "merge"], "--peft"),
         (["convert", "w.pt", "out.pt", "--include", "nothing*"], "fits none"),
+        (["convert", "w.pt", "out.pt", "--exclude", "*"], "leave none"),
+        (["convert", "w.pt", ""], "DST=''"),
+        (["convert", "", "out.pt"], "SRC=''"),
+        (["convert", "missing.pt", "out.pt"], "no checkpoint at 'missing.pt'"),
+        (["convert", "w.pt", "out_{rank}.pt"], "--world-size"),
+        (["convert", "w.pt", "out.pt", "--world-size", "2"], "--world-size"),
+        (["convert", "w.pt", "out.pt", "--to", "local", "--world-size", "2"], "{rank}"),
         (["convert", "w.pt", "out.safetensors", "--optimizer"], "weights alone"),
         (["convert", "empty.pt", "out.pt"], "no weights"),
         (["reshard", "w.pt", "out", "--world-size", "2"], "not cut"),

@@ -79,7 +79,7 @@ def test_a_file_that_asks_for_code_is_shown_and_not_run(run_json, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["inspect"], 2), (["inspect", "nowhere.pt"], 1), (["convert", "a.pt"], 2), (["no"], 2)]
+    ("arguments", "code"), [(["inspect"], 2), (["inspect", "nowhere.pt"], 2), (["convert", "a.pt"], 2), (["no"], 2)]
 )
 def test_wrong_arguments_and_missing_files_have_their_codes(arguments, code, run):
     found, _, errors = run(*arguments)

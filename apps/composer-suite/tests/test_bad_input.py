@@ -34,16 +34,29 @@ def test_an_unknown_event_name(make_trainer):
         make_trainer().engine.run_event("befor_forward")
 
 
-def test_a_dataloader_that_yields_nothing(make_trainer):
-    class Nothing:
-        batch_size = 4
+class Nothing(list):
+    batch_size = 4
 
-        def __iter__(self):
-            return iter(())
 
+def test_training_that_would_never_end_for_want_of_batches_is_refused(make_trainer):
     trainer = make_trainer(train_dataloader=Nothing(), max_duration="3ba")
-    with pytest.raises(ValueError, match=r"No batches were trained for global rank 0: .*Nothing.*at least one batch"):
+    with pytest.raises(ValueError, match=r"No batches were trained for global rank 0: .*\[\].*at least one batch"):
         trainer.fit()
+
+
+def test_epochs_without_batches_are_warned_about(make_trainer, make_loader):
+    trainer = make_trainer(train_dataloader=Nothing(), max_duration="2ep", eval_dataloader=make_loader(4, 4))
+    with pytest.warns(UserWarning, match=r"No batches were trained for global rank 0: .*at least one batch") as seen:
+        trainer.fit()
+    assert {warning.filename for warning in seen} == {__file__}
+    assert (int(trainer.state.timestamp.epoch), int(trainer.state.timestamp.batch)) == (2, 0)
+
+
+def test_data_that_can_be_read_only_once_do_not_pass_for_empty_epochs(make_trainer, make_loader):
+    batches = iter(make_loader(8, 4))
+    trainer = make_trainer(train_dataloader=batches, device_train_microbatch_size=4)
+    with pytest.raises(ValueError, match=r"yielded no batch in epoch 1.*can be read only once"):
+        trainer.fit(duration="2ep", train_subset_num_batches=3)
 
 
 def test_fit_without_a_duration(make_trainer):

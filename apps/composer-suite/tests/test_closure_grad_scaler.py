@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from composer import Trainer
 from composer.algorithms import SAM
@@ -171,3 +172,22 @@ def test_sam_trains_in_float16():
     assert type(scaler) is ClosureGradScaler
     # On this device nothing but the scaling of the loss, by a power of 2, differs.
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scaler", [None, GradScaler("cpu", enabled=False)], ids=["gone", "disabled"])
+def test_float16_without_a_scaler_is_refused(scaler):
+    model = ComposerModel.from_module(nn.Linear(2, 2), nn.functional.cross_entropy)
+    with Trainer(
+        model=model,
+        train_dataloader=[(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))],
+        device_train_microbatch_size=4,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        device=Float16Device(),
+        precision="amp_fp16",
+        progress_bar=False,
+    ) as trainer:
+        trainer.state.scaler = scaler
+        with pytest.raises(
+            RuntimeError, match="Attempting to use grad scaling with precision='amp_fp16', but scaler is"
+        ):
+            trainer.fit(duration="1ba")

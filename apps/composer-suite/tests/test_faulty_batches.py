@@ -13,6 +13,7 @@ from composer import Trainer
 from composer.core import Callback, DataSpec
 from composer.models import ComposerModel
 from composer_dist import dist
+from composer_dist.devices import DeviceCPU
 from composer_dist.testing import run_ranks
 
 LR = 0.5
@@ -24,10 +25,15 @@ def fit(module, data, loss=nn.functional.cross_entropy, **settings):
     with Trainer(
         model=model,
         train_dataloader=data,
-        device="cpu",
         progress_bar=False,
         seed=1,
-        **{"optimizers": torch.optim.SGD(trained, lr=LR), "max_duration": "1ba", "callbacks": None, **settings},
+        **{
+            "device": "cpu",
+            "optimizers": torch.optim.SGD(trained, lr=LR),
+            "max_duration": "1ba",
+            "callbacks": None,
+            **settings,
+        },
     ) as trainer:
         trainer.fit()
         return trainer.state
@@ -196,6 +202,64 @@ def test_labels_out_of_range_are_named_with_the_batch():
         fit(nn.Linear(2, 2), batches, max_duration="1ep")
 
     assert "raised in the loss of epoch 0, batch 1" in notes_of(error)
+
+
+def fail(*args, **kwargs):
+    raise ZeroDivisionError("today")
+
+
+class Unreadable(Batches):
+    def __iter__(self):
+        fail()
+
+
+GOOD = Batches([(torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))])
+
+
+@pytest.mark.parametrize(
+    ("data", "stage"),
+    [
+        (Unreadable(GOOD), "{dataloader}"),
+        (DataSpec(GOOD, batch_transforms=fail), "{dataloader}"),
+        (DataSpec(GOOD, microbatch_transforms=fail), "{microbatch}"),
+    ],
+    ids=["iter", "batch_transforms", "microbatch_transforms"],
+)
+@pytest.mark.parametrize(
+    ("use", "stages"),
+    [
+        ("fit", {"dataloader": "the dataloader", "microbatch": "the preparation of a microbatch"}),
+        ("eval", {"dataloader": "the dataloader of an evaluation", "microbatch": "an evaluation"}),
+        ("predict", {"dataloader": "the dataloader of a prediction", "microbatch": "a prediction"}),
+    ],
+)
+def test_data_that_cannot_be_made_ready_is_named_with_where(data, stage, use, stages):
+    model = ComposerModel.from_module(nn.Linear(2, 2), nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with (
+        pytest.raises(ZeroDivisionError) as error,
+        Trainer(model, train_dataloader=GOOD, optimizers=optimizer, device="cpu", progress_bar=False) as trainer,
+    ):
+        trainer.fit(train_dataloader=data, duration="1ba") if use == "fit" else getattr(trainer, use)(data)
+    assert notes_of(error) == f"raised in {stage.format(**stages)} of epoch 0, batch 0"
+
+
+def test_an_error_inside_of_a_closure_is_named_by_the_innermost_stage():
+    module = nn.Linear(2, 2)
+    with pytest.raises(ZeroDivisionError) as error:
+        fit(module, GOOD, loss=fail, optimizers=torch.optim.LBFGS(module.parameters()))
+    assert notes_of(error) == "raised in the loss of epoch 0, batch 0"
+
+
+def test_an_error_that_led_to_another_one_keeps_its_place():
+    def run_out(*args):
+        raise RuntimeError("c10::Error")
+
+    device = DeviceCPU()
+    device.name = "gpu"
+    with pytest.warns(UserWarning, match="is experimental"), pytest.raises(RuntimeError, match="cuda error") as error:
+        fit(nn.Linear(2, 2), GOOD, loss=run_out, device=device, device_train_microbatch_size="auto")
+    assert error.value.__cause__.__notes__ == ["raised in the loss of epoch 0, batch 0"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])

@@ -165,6 +165,41 @@ def test_the_checksum_after_the_end_of_a_tar_archive_is_compared(tmp_path, exten
         load_file(path)
 
 
+def header(kind, size_bytes):
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, size_bytes
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def records(**fields):
+    """The records of a PAX header, each of which begins with its own length, of two digits here."""
+    lines = [f" {name.replace('_', '.')}={value}\n" for name, value in fields.items()]
+    text = "".join(f"{len(line) + 2}{line}" for line in lines)
+    return header(tarfile.XHDTYPE, len(text)) + text.encode().ljust(512, b"\0")
+
+
+HEADERS = {
+    "a long one": header(tarfile.XHDTYPE, 1 << 20) + bytes(1 << 20),
+    "a long name": header(tarfile.GNUTYPE_LONGNAME, 1 << 20) + b"x" * (1 << 20),
+    "one for all that follow": header(tarfile.XGLTYPE, 512) + bytes(512),
+    "a file with holes": header(tarfile.GNUTYPE_SPARSE, 512) + bytes(512),
+    "a list of holes": records(GNU_sparse_major=1, GNU_sparse_minor=0)
+    + header(b"0", 1 << 20)
+    + b"9999999\n" * (1 << 17),
+    "an older list of holes": records(GNU_sparse_map="0,1", GNU_sparse_size=1) + header(b"0", 512) + bytes(512),
+    "the oldest list of holes": records(GNU_sparse_size=1) + header(b"0", 512) + bytes(512),
+    "one for one for one": records(a=12345) * 3000,
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_tar_whose_headers_would_fill_memory_or_take_endless_time_is_refused(tmp_path, name):
+    with gzip.open(tmp_path / "x.tar.gz", "wb") as file:
+        file.write(HEADERS[name] + bytes(1024))
+    with pytest.raises(CorruptCheckpointError, match=r"has a header|maximum recursion depth"):
+        load_file(tmp_path / "x.tar.gz")
+
+
 def test_a_tar_of_countless_members_is_refused(tmp_path):
     with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
         for number in range(2000):

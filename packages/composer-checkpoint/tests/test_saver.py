@@ -22,7 +22,7 @@ from composer_checkpoint import (
     verify,
 )
 from composer_checkpoint.stores import FsspecObjectStore
-from composer_events import Callback, Event
+from composer_events import Callback, Event, LoggerDestination
 
 
 def names(folder):
@@ -389,3 +389,35 @@ def test_a_remote_folder_gets_each_checkpoint_and_a_pointer_that_moves_last(loop
     assert torch.equal(again.layer.weight, run.layer.weight)
     run.engine.close()
     assert not os.path.exists(checkpoints.folder)
+
+
+class BeginsRun(LoggerDestination):
+    """Has the attributes of an `MLFlowLogger`, which knows its run from the first event on."""
+
+    experiment_id = run_id = None
+
+    def init(self, state, logger):
+        self.experiment_id, self.run_id = "7", "5eed"
+
+
+def test_names_get_the_run_of_mlflow_that_a_logger_has_begun(loop, tmp_path):
+    saver = CheckpointSaver(
+        str(tmp_path / "{mlflow_experiment_id}"), "{mlflow_run_id}/ba{batch}.pt", latest_filename=None
+    )
+    loop([saver, BeginsRun()], "1ep").fit()
+    assert names(tmp_path) == ["7"]
+    assert read_manifest(tmp_path / "7" / "5eed" / "ba2.pt") is not None
+
+
+def test_names_in_a_store_get_the_run_of_mlflow(loop):
+    address = "memory://saver-of-run/{mlflow_run_id}"
+    name = "{mlflow_run_id}/ba{batch}.pt"
+    saver = CheckpointSaver(address, "ba{batch}.pt", name, "latest", "{mlflow_run_id}/latest")
+    loop([BeginsRun(), saver], "1ep").fit()
+    assert FsspecObjectStore("memory://saver-of-run").list_objects("5eed") == ["5eed/ba2.pt", "5eed/latest.symlink"]
+
+
+def test_without_a_run_of_mlflow_the_placeholders_stay_as_they_are(loop, tmp_path):
+    saver = CheckpointSaver(str(tmp_path), "{mlflow_run_id}-ba{batch}.pt", latest_filename=None)
+    loop([saver], "1ep").fit()
+    assert names(tmp_path) == ["{mlflow_run_id}-ba2.pt"]

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from composer_checkpoint import CheckpointSaver, autoresume, checkpoint_to_resume, load_checkpoint, verify
 from composer_dist import dist
@@ -120,6 +122,50 @@ def test_sharded_ranks_write_one_folder(tmp_path, is_async):
         assert (result["batch"], result["same"], result["rngs"]) == (2, True, 2)
         assert result["found"] == "ep0-ba3"
     verify(f"{folder}/ep0-ba2")
+
+
+class SavesHalves(DefaultSavePlanner):
+    """Describes and writes what is in single precision in half of it."""
+
+    def set_up_planner(self, state_dict, *arguments, **settings):
+        halves = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor, state_dict
+        )
+        super().set_up_planner(halves, *arguments, **settings)
+
+
+class CountsItems(DefaultLoadPlanner):
+    count = 0
+
+    def create_global_plan(self, global_plan):
+        self.count = len(global_plan)
+        return super().create_global_plan(global_plan)
+
+    def commit_tensor(self, read_item, tensor):
+        self.count += 1
+
+
+def save_and_load_with_planners(folder, is_async):
+    saver = CheckpointSaver(folder, save_interval="3ba", async_save=is_async)
+    state = make_state("sharded", [saver])
+    state.fsdp_config.save_planner = SavesHalves()
+    state.fsdp_config.load_planner = planner = CountsItems()
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    expected = train(state, engine)
+    engine.close()
+    load_checkpoint(f"{folder}/ep0-ba3", state, engine.logger, load_weights_only=True)
+    rounded = all(torch.equal(value, expected[name].half().float()) for name, value in weights(state).items())
+    return {"rounded": rounded, "count": planner.count}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_planners_of_the_users_say_what_is_written_and_read(tmp_path, is_async):
+    folder = str(tmp_path / "checkpoints")
+    seen = run_ranks(save_and_load_with_planners, folder, is_async, store=tmp_path / "store")
+    assert all(result["rounded"] for result in seen)
+    assert seen[0]["count"] >= 2 + 4  # the plans of two ranks, which one of them has seen, and its parts of the weights
+    assert verify(tmp_path / "checkpoints" / "ep0-ba3") is not None
 
 
 def test_sharded_ranks_may_write_one_whole_file(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_checkpoint import stores
+from composer_checkpoint import CheckpointSaver, stores
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.stores import (
     FsspecObjectStore,
@@ -431,6 +431,22 @@ def test_artifacts_of_another_run_are_refused(tmp_path, monkeypatch):
         store.get_object_size("databricks/mlflow-tracking/e/other/artifacts/x")
     with pytest.raises(ValueError, match="is not part of experiment"):
         MLFlowObjectStore("databricks/mlflow-tracking/f/r/artifacts", client=Tracking(tmp_path))
+
+
+def test_a_saver_begins_a_run_of_mlflow_that_no_logger_has_begun(loop, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE", "0")
+    tracking, begun = Tracking(tmp_path), []
+    tracking.create_experiment = lambda name: "e"
+    tracking.create_run = lambda experiment: begun.append(experiment) or tracking.get_run("r")
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda uri: tracking))
+    folder = "databricks/mlflow-tracking/{mlflow_experiment_id}/{mlflow_run_id}/artifacts/ck"
+    saver = CheckpointSaver(f"dbfs:/{folder}", "ba{batch}.pt", f"{folder}/ba{{batch}}.pt", None, None)
+    assert begun == []
+    loop([saver], "1ep").fit()
+    assert begun == ["e"]
+    assert saver.remote_file_name.filename == "databricks/mlflow-tracking/e/r/artifacts/ck/ba{batch}.pt"
+    assert (tmp_path / "ck" / "ba2.pt").is_file()
 
 
 def test_errors_of_a_store_are_errors_of_storage():

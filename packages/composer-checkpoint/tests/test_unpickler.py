@@ -130,6 +130,7 @@ COPIES = {
     "frozenset": copied_often("builtins.frozenset", ITEMS),
     "deque": copied_often("collections.deque", ITEMS),
     "size": copied_often("torch.Size", ITEMS),
+    "a queue": copied_often("builtins.list", named("collections.deque") + b")R" + ITEMS[:-1] + b"e"),
 }
 
 
@@ -137,6 +138,13 @@ COPIES = {
 def test_a_pickle_cannot_copy_its_largest_part_thousands_of_times(name):
     with pytest.raises(CorruptCheckpointError, match="use up the memory"):
         safe_unpickle(COPIES[name])
+
+
+@pytest.mark.parametrize("name", ["builtins.list", "builtins.frozenset", "collections.deque"])
+@pytest.mark.parametrize("value", [torch.ones(3), np.ones(3)], ids=["tensor", "array"])
+def test_a_container_is_not_made_of_an_arrays_elements(name, value):
+    with pytest.raises(CorruptCheckpointError, match="a container is made of other containers"):
+        safe_unpickle(b"\x80\x02" + named(name) + pickle.dumps(value, protocol=2)[2:-1] + b"\x85R.")
 
 
 @pytest.mark.parametrize("name", ["torch.torch_version.TorchVersion", "numpy.dtype"])
@@ -241,7 +249,40 @@ COLLIDING_KEYS = b"".join(
     b"(" + b"".join(one_of_two_numbers_of_one_hash(number >> bit & 1) for bit in range(14)) + b"tN"
     for number in range(1 << 14)
 )
+
+
+def tower_of_sets(levels, start):
+    """Two sets under memo numbers `start` and `start + 1`, each with both of those before, level above level."""
+    made = named("builtins.frozenset") + b"]%b\x85R"
+    put = b"q%c0"
+    below, beside = bytes([start]), bytes([start + 1])
+    steps = made % b"K\x01a" + put % below + made % b"K\x02a" + put % beside
+    for level in range(levels):
+        both = b"(h" + below + b"h" + beside
+        lower, upper = made % (both + b"e"), made % (both + b"M" + (100 + level).to_bytes(2, "little") + b"e")
+        steps += lower + put % (start + 2) + upper + put % beside + b"h%c" % (start + 2) + put % below
+    return steps
+
+
+def sets_of(times):
+    return b"".join(
+        named("builtins.frozenset") + b"h\x01\x85RJ" + n.to_bytes(4, "little") + b"\x86N" for n in range(times)
+    )
+
+
+LONG_LIST = b"](" + b"".join(b"M" + number.to_bytes(2, "little") for number in range(1000)) + b"e"
 BURDENSOME_KEYS = {
+    "sets of sets, that are equal, in a set": tower_of_sets(60, 0)
+    + tower_of_sets(60, 10)
+    + named("builtins.frozenset")
+    + b"](h\x00h\x0ae\x85R.",
+    "sets of sets, that are equal": tower_of_sets(60, 0) + tower_of_sets(60, 10) + b"}(h\x00Nh\x0aNu.",
+    "equal sets, each in a tuple": LONG_LIST + b"q\x010}(" + sets_of(100) + b"u.",
+    "a set of a list that is filled later": b"}("
+    + named("builtins.frozenset")
+    + b"]q\x01\x85h\x01"
+    + LONG_LIST[1:]
+    + b"0RNu.",
     "of a dict": b"}" + unfolding_tuple(60).replace(b")q", b"Nq", 1) + b"Ns.",
     "of a dict, several at once": b"}(" + unfolding_tuple(60) + b"Nu.",
     "of a dict between marks": b"(" + unfolding_tuple(60) + b"Nd.",
@@ -266,6 +307,12 @@ BURDENSOME_KEYS = {
 def test_keys_that_would_take_endless_time_are_refused_before_they_do(name):
     with pytest.raises(CorruptCheckpointError, match="endless time"):
         safe_unpickle(b"\x80\x04" + BURDENSOME_KEYS[name])
+
+
+def test_large_sets_and_sets_as_keys_come_back():
+    for data in ([frozenset(range(10_000)), {(1, 2): 3}], {frozenset({n, n + 1}): n for n in range(3000)}):
+        for protocol in (2, 4):
+            assert safe_unpickle(pickle.dumps(data, protocol=protocol)) == data
 
 
 def test_tuples_that_unfold_to_endless_are_no_burden_as_values():

@@ -170,3 +170,28 @@ def test_names_that_do_not_fit_are_returned_or_refused(strategy):
     assert strategy.load_model_state_dict(model, weights, strict=False) == (["bias"], ["scale"])
     with pytest.raises(RuntimeError, match="Missing key"):
         strategy.load_model_state_dict(model, weights)
+
+
+class Counting(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        self.defaults["calls"] = self.defaults.get("calls", 0) + 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("place", ["class", "instance", "PyTorch's class"])
+def test_an_optimizers_own_way_to_drop_gradients_is_taken(strategy, monkeypatch, place):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    calls = []
+
+    def own(*args):
+        calls.append(args)
+
+    optimizer = (Counting if place == "class" else torch.optim.SGD)([weight], lr=0.1)
+    if place == "instance":
+        optimizer.zero_grad = own
+    if place == "PyTorch's class":
+        monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", own)
+    strategy.zero_grad(optimizer)
+    assert len(calls) + optimizer.defaults.get("calls", 0) == 1
+    assert (weight.grad is None) == (place == "class")

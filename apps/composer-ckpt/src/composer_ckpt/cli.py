@@ -141,7 +141,12 @@ def _add_convert(commands: Any) -> None:
     add = command.add_argument
     add("--composer_path", "--composer-path", dest="old_source", help=argparse.SUPPRESS)
     add("--hf_output_path", "--hf-output-path", dest="old_target", help=argparse.SUPPRESS)
-    add("--to", choices=("hf", "pt", "dcp", "safetensors"), help="the format (default: as DST's name says, else hf)")
+    add(
+        "--to",
+        choices=("hf", "pt", "dcp", "local", "safetensors"),
+        help="the format (default: as DST's name says, else hf)",
+    )
+    add("--world-size", type=int, metavar="N", help="for how many ranks (local, dcp)")
     add(
         "--output-precision",
         "--output_precision",
@@ -164,11 +169,11 @@ def _add_convert(commands: Any) -> None:
     add("--config", metavar="PATH", help="a config.json, or a folder with one, in place of the checkpoint's")
     add("--tokenizer", metavar="PATH", help="a folder with a tokenizer's files, in place of the checkpoint's")
     add("--config-override", metavar="KEY=VALUE", action="append", help="a value of the config, as JSON; repeatable")
-    add("--optimizer", action="store_true", help="keep the optimizers' state (pt and dcp)")
-    add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt and dcp)")
+    add("--optimizer", action="store_true", help="keep the optimizers' state (pt, dcp, local)")
+    add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt, dcp, local)")
     add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which weights of DeepSpeed's")
     add("--trust-remote-code", "--trust_remote_code", action="store_true", help="run and keep code that came along")
-    add("--no-verify", action="store_true", help="do not read back what was written")
+    add("--no-verify", action="store_true", help="do not compare SRC with its hashes, nor read back what was written")
     _add_writing(command)
 
 
@@ -214,3 +219,4 @@ def _add_writing(command: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace what is there")
     add("--dry-run", action="store_true", help="print what would be written, and write nothing")
     add("--quiet", action="store_true", help="no progress bar")
+    add("--tmp-dir", metavar="PATH", help="where what comes from or goes to a store lies meanwhile")

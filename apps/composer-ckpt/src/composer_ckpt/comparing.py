@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from composer_ckpt.inspecting import describe, dtype_name
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
-from composer_ckpt.sources import opened, place_of
+from composer_ckpt.sources import opened
 
 __all__ = ["diff"]
 
@@ -42,7 +43,7 @@ def diff(options: argparse.Namespace) -> Result:
                     _compare(name, tensor, of_b[name], options, data)
                 progress(tensor.size_bytes)
         data["timestamp"] = _different(_times(a, options.a), _times(b, options.b))
-        data["config"] = _different(_config(a, options.a), _config(b, options.b))
+        data["config"] = _different(_config(a), _config(b))
     faults = ("only_a", "only_b", "shape", "dtype", "value")
     data["first_divergent"] = _first(of_a, data)
     data["equal"] = not any(data[key] for key in faults)
@@ -135,12 +136,12 @@ def _times(source: TensorSource, name: str) -> Mapping[str, Any]:
     return describe(source, name, {})["timestamp"]
 
 
-def _config(source: TensorSource, name: str) -> dict[str, Any]:
+def _config(source: TensorSource) -> dict[str, Any]:
     """Return a model's configuration, flat, by paths."""
     saved: Any = source.state.get("integrations", {})
     saved = saved.get("huggingface") if isinstance(saved, dict) else None
-    if not saved and place_of(name).is_dir():
-        saved = describe_folder(place_of(name))
+    if not saved and os.path.isdir(source.path):
+        saved = describe_folder(source.path)
     config: Any = saved
     for key in ("model", "config", "content"):
         config = config.get(key) if isinstance(config, dict) else None

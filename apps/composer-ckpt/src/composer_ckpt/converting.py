@@ -3,12 +3,14 @@
 import argparse
 from contextlib import ExitStack
 
-from composer_checkpoint.commit import refuse_existing
+from composer_checkpoint import CheckpointConflictError
+from composer_checkpoint.uris import is_uri
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.plans import Plan
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import format_size
-from composer_ckpt.sources import absolute, opened
+from composer_ckpt.sources import opened
+from composer_ckpt.targets import may_replace, written_to
 
 __all__ = ["convert"]
 
@@ -18,20 +20,28 @@ _SUFFIXES = {".pt": "pt", ".pth": "pt", ".safetensors": "safetensors"}
 def convert(options: argparse.Namespace) -> Result:
     """Run the command."""
     _take_old_spellings(options)
-    target = _target_format(options)
-    if not options.dry_run:
-        refuse_existing(absolute(options.target), options.overwrite)
+    target, typed = _target_format(options), options.target
+    is_folder, notes = target in ("hf", "dcp"), list[str]()
     with ExitStack() as stack:
-        source = stack.enter_context(opened(options.source, options.kind, zero_weights=options.deepspeed_weights))
-        # Here, since only these need transformers, or all that writes.
-        if target == "hf":
-            from composer_ckpt.to_hugging_face import plan_folder
-
-            plan: Plan = plan_folder(source, options, stack)
-        else:
-            from composer_ckpt.to_checkpoint import plan_checkpoint
-
-            plan = plan_checkpoint(source, target, options)
+        options.target = stack.enter_context(
+            written_to(
+                typed,
+                overwrite=options.overwrite,
+                is_folder=is_folder,
+                tmp_dir=options.tmp_dir,
+                dry_run=options.dry_run,
+            )
+        )
+        read = (options.source, options.base_model, options.config, options.tokenizer)
+        try:
+            options.overwrite = may_replace(options.target, read, overwrite=options.overwrite, is_folder=is_folder)
+        except CheckpointConflictError as error:
+            if not options.dry_run:
+                raise
+            notes.append(str(error))
+        plan = _plan(target, options, stack)
+        plan.target = typed
+        plan.warnings += notes
         if not options.dry_run:
             if plan.check is not None:
                 plan.check()
@@ -41,10 +51,30 @@ def convert(options: argparse.Namespace) -> Result:
     return Result("\n".join([*plan.lines(), done]), {**plan.to_dict(), "written": not options.dry_run})
 
 
+def _plan(target: str, options: argparse.Namespace, stack: ExitStack) -> Plan:
+    source = stack.enter_context(
+        opened(
+            options.source,
+            options.kind,
+            tmp_dir=options.tmp_dir,
+            verify=not (options.no_verify or options.dry_run),
+            zero_weights=options.deepspeed_weights,
+        )
+    )
+    # Here, since only these need transformers, or all that writes.
+    if target == "hf":
+        from composer_ckpt.to_hugging_face import plan_folder
+
+        return plan_folder(source, options, stack)
+    from composer_ckpt.to_checkpoint import plan_checkpoint
+
+    return plan_checkpoint(source, target, options)
+
+
 def _done(plan: Plan, options: argparse.Namespace) -> str:
     read_back = "not read back" if options.no_verify else "read back, every tensor as it was written"
     names = ", ".join(list(plan.files)[:3]) + (", ..." if len(plan.files) > 3 else "")
-    return f"wrote {names} ({format_size(plan.size_bytes)}) to {options.target}; {read_back}"
+    return f"wrote {names} ({format_size(plan.size_bytes)}) to {plan.target}; {read_back}"
 
 
 def _take_old_spellings(options: argparse.Namespace) -> None:
@@ -58,11 +88,27 @@ def _take_old_spellings(options: argparse.Namespace) -> None:
 
 def _target_format(options: argparse.Namespace) -> str:
     suffix = next((kind for end, kind in _SUFFIXES.items() if options.target.endswith(end)), None)
-    found = options.to or suffix or "hf"
+    is_local = "{rank}" in options.target
+    found = options.to or ("local" if is_local else suffix) or "hf"
+    if (found == "local") != (is_local and suffix == "pt"):
+        raise UsageError(
+            f"DST={options.target!r} and --to {found}: per-rank files, and only they, have {{rank}} in their name, "
+            f"which ends in .pt, as ba2_rank{{rank}}.pt."
+        )
+    if found == "local" and is_uri(options.target):
+        raise UsageError(f"DST={options.target!r} is in a store, and per-rank files are written on this machine.")
+    if options.world_size is not None and options.world_size < 1:
+        raise UsageError(f"--world-size {options.world_size} is no number of ranks. Give 1 or more.")
+    if options.world_size is None and found == "local":
+        raise UsageError("--to local needs --world-size N, for how many ranks.")
+    if options.world_size is not None and found not in ("local", "dcp"):
+        raise UsageError(
+            f"--world-size is of per-rank files and sharded folders, and this writes {found}. Leave it out."
+        )
     if suffix is not None and found in ("hf", "dcp"):
         raise UsageError(f"DST={options.target!r} is a file's name, and --to {found} writes a folder. Name a folder.")
     if found in ("hf", "safetensors") and (options.optimizer or options.resumption):
-        raise UsageError(f"--optimizer and --resumption need --to pt or dcp: {found} holds weights alone.")
+        raise UsageError(f"--optimizer and --resumption need --to pt, dcp or local: {found} holds weights alone.")
     if found != "hf":
         only_hf = {
             "--peft": options.peft != "auto",

@@ -11,7 +11,6 @@ from composer_checkpoint import IncompatibleCheckpointError
 from composer_checkpoint.tensors import TensorSource
 from composer_ckpt.folders import describe_folder, read_json, tokenizer_of
 from composer_ckpt.outcomes import UsageError
-from composer_ckpt.sources import place_of
 from composer_hf.metadata import HuggingFaceMetadata, MissingMetadataError
 from composer_hf.tokenizer_files import decode_files
 
@@ -23,7 +22,7 @@ def saved_description(source: TensorSource, options: argparse.Namespace) -> Mapp
     integrations = source.state.get("integrations")
     saved = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
     if not saved and source.format == "hf":
-        saved = describe_folder(place_of(options.source), trust_remote_code=options.trust_remote_code)
+        saved = describe_folder(source.path, trust_remote_code=options.trust_remote_code)
     return saved if isinstance(saved, Mapping) and saved else None
 
 
@@ -51,9 +50,15 @@ def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFac
     if not metadata.model_class:
         metadata = replace(metadata, model_class=_class_of(metadata.config, options.source))
     if options.tokenizer is not None:
-        saved_files = tokenizer_of(Path(options.tokenizer), trust_remote_code=options.trust_remote_code)
-        metadata = replace(metadata, tokenizer_files=decode_files(saved_files))
+        metadata = replace(metadata, tokenizer_files=_tokenizer_at(Path(options.tokenizer), options))
     return metadata
+
+
+def _tokenizer_at(folder: Path, options: argparse.Namespace) -> Mapping[str, bytes]:
+    saved = tokenizer_of(folder, trust_remote_code=options.trust_remote_code)
+    if not saved:
+        raise UsageError(f"--tokenizer {str(folder)!r} is no folder with a tokenizer's files. Check the path.")
+    return decode_files(saved)
 
 
 def _config_at(path: Path) -> Mapping[str, Any]:

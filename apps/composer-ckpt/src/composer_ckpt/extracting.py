@@ -15,12 +15,14 @@ from composer_checkpoint.tensors import (
     stream_safetensors,
     tensors_in,
 )
+from composer_checkpoint.uris import is_uri
 from composer_ckpt.inspecting import dtype_name
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sizes import format_size
 from composer_ckpt.sources import opened
+from composer_ckpt.targets import may_replace
 
 __all__ = ["extract"]
 
@@ -30,7 +32,13 @@ def extract(options: argparse.Namespace) -> Result:
     target = Path(options.target)
     if target.suffix not in (".safetensors", ".pt", ".json"):
         raise UsageError(f"DST={options.target!r} is none of .safetensors, .pt and .json. Choose one of these endings.")
-    with opened(options.source, options.kind) as source:
+    if is_uri(options.target):
+        raise UsageError(
+            f"DST={options.target!r} is in a store, and extract writes on this machine. Copy it afterwards."
+        )
+    if not options.dry_run:
+        options.overwrite = may_replace(options.target, [options.source], overwrite=options.overwrite, is_folder=False)
+    with opened(options.source, options.kind, tmp_dir=options.tmp_dir, verify=not options.dry_run) as source:
         if target.suffix == ".json":
             return _extract_data(source, target, options)
         tensors = select(_named(source), options.include, options.exclude)

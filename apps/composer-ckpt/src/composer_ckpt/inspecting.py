@@ -14,7 +14,7 @@ from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sizes import format_size
-from composer_ckpt.sources import opened, place_of
+from composer_ckpt.sources import opened
 from composer_ckpt.trees import draw_tree
 
 __all__ = ["describe", "inspect"]
@@ -42,7 +42,7 @@ def describe(source: TensorSource, name: str, tensors: Mapping[str, StoredTensor
     metadata = _dict(state.get("metadata"))
     environment = _dict(metadata.get("composer_env_info"))
     saved = _dict(_dict(state.get("integrations")).get("huggingface"))
-    hugging_face = describe_hugging_face(saved or _dict(_beside(source, name)))
+    hugging_face = describe_hugging_face(saved or _dict(_beside(source)))
     aliases = aliases_of(tensors)
     entries = [
         {
@@ -95,8 +95,8 @@ def describe_hugging_face(saved: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _beside(source: TensorSource, name: str) -> dict[str, Any] | None:
-    return describe_folder(place_of(name)) if source.format == "hf" else None
+def _beside(source: TensorSource) -> dict[str, Any] | None:
+    return describe_folder(source.path) if source.format == "hf" else None
 
 
 def statistics(tensor: StoredTensor) -> dict[str, Any]:

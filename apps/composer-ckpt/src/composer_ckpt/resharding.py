@@ -15,11 +15,13 @@ from composer_checkpoint.tensors import (
     stream_sharded,
     stream_shards,
 )
+from composer_checkpoint.uris import is_uri
 from composer_ckpt.folders import is_weight_file
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import format_size
-from composer_ckpt.sources import opened, place_of
+from composer_ckpt.sources import fetched, opened, place_of
+from composer_ckpt.targets import may_replace
 
 __all__ = ["reshard"]
 
@@ -28,7 +30,12 @@ _DEFAULT_SHARD_BYTES = 5 * 10**9
 
 def reshard(options: argparse.Namespace) -> Result:
     """Run the command."""
-    place = place_of(options.source)
+    with fetched(options.source, options.tmp_dir) as local:
+        return _reshard(local, options)
+
+
+def _reshard(local: str, options: argparse.Namespace) -> Result:
+    place = place_of(local)
     kind = options.kind if options.kind != "auto" else find_kind(place)
     by_size = kind in ("hf", "safetensors")
     if not by_size and kind not in ("dcp", "local"):
@@ -40,7 +47,15 @@ def reshard(options: argparse.Namespace) -> Result:
         raise UsageError(
             f"a checkpoint of the format {kind} is cut by {'--max-shard-size' if by_size else '--world-size N'}."
         )
-    with opened(options.source, kind) as source:
+    if is_uri(options.target):
+        raise UsageError(
+            f"DST={options.target!r} is in a store, and reshard writes on this machine. Copy it afterwards."
+        )
+    if not options.dry_run:
+        options.overwrite = may_replace(
+            options.target, [options.source], overwrite=options.overwrite, is_folder=kind != "local"
+        )
+    with opened(local, kind, verify=not options.dry_run) as source:
         total = sum(tensor.size_bytes for tensor in source.tensors.values())
         plan = _plan(source, kind, options)
         if not options.dry_run:

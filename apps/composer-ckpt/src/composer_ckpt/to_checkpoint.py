@@ -1,6 +1,7 @@
-"""Planning a checkpoint of Composer: a `.pt`, a sharded folder, or a `.safetensors` with the weights alone."""
+"""Planning a checkpoint of Composer: a `.pt`, per-rank files, a sharded folder, or weights alone as `.safetensors`."""
 
 import argparse
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import torch
 
 from composer_checkpoint import CorruptCheckpointError, verify, write_atomically
+from composer_checkpoint.commit import put_in_place
 from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
     aliases_of,
+    stream_local,
     stream_pt,
     stream_safetensors,
     stream_sharded,
@@ -34,7 +37,7 @@ def plan_checkpoint(source: TensorSource, target: str, options: argparse.Namespa
 
     Args:
         source: The opened one.
-        target: `'pt'`, `'dcp'` or `'safetensors'`.
+        target: `'pt'`, `'local'`, `'dcp'` or `'safetensors'`.
         options: Of `convert`.
     """
     weights, renamed, cast = chosen_weights(source, options)
@@ -124,6 +127,9 @@ def _write(
     progress: Progress,
 ) -> None:
     need = sum(tensor.size_bytes for tensor in own.values())
+    if target == "local":
+        _write_local(tree, info, options, progress)
+        return
     with write_atomically(
         options.target, overwrite=options.overwrite, folder=target == "dcp", need_bytes=need
     ) as unfinished:
@@ -131,11 +137,31 @@ def _write(
             stream_pt(tree, unfinished, info=info, progress=progress)
         elif target == "dcp":
             unfinished.rmdir()  # the writer makes it, whole or not at all; then it is read back, and gets its name
-            stream_sharded(tree, unfinished, info=info, progress=progress)
+            stream_sharded(tree, unfinished, num_files=options.world_size or 1, info=info, progress=progress)
         else:
             stream_safetensors(own, unfinished, info={**info, "layout": "composer"}, aliases=aliases, progress=progress)
         if not options.no_verify:
             _read_back(unfinished)
+
+
+def _write_local(
+    tree: dict[str, Any], info: Mapping[str, Any], options: argparse.Namespace, progress: Progress
+) -> None:
+    final = Path(options.target)
+    with tempfile.TemporaryDirectory(prefix=".composer-ckpt-", dir=_made(final.parent)) as folder:
+        # Beside, and read back, before any of the files has its name.
+        unfinished = Path(folder, final.name)
+        stream_local(tree, unfinished, world_size=options.world_size, info=info, progress=progress)
+        files = sorted(Path(folder).iterdir())
+        for path in files if not options.no_verify else ():
+            _read_back(path)
+        for path in files:
+            put_in_place(path, final.parent / path.name, overwrite=options.overwrite)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _read_back(path: Path) -> None:

@@ -14,7 +14,7 @@ from composer_checkpoint import CorruptCheckpointError, verify_file
 from composer_checkpoint.tensors import StoredTensor, TensorSource, plan_shards, stream_pt, stream_shards
 from composer_ckpt.descriptions import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters
-from composer_ckpt.outcomes import MismatchError
+from composer_ckpt.outcomes import MismatchError, UsageError
 from composer_ckpt.plans import Plan, Progress
 from composer_ckpt.weights import chosen_weights
 from composer_hf.metadata import HuggingFaceMetadata
@@ -45,7 +45,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     """
     metadata = metadata_of(source, options)
     weights, renamed, cast = chosen_weights(source, options)
-    notes: list[str] = []
+    notes = _notes_on_adapters(metadata, options)
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
     if metadata.peft_config is not None and not is_adapter:
         weights, metadata = merge_adapters(_named_as_in_composer(weights, source, metadata), metadata, options, stack)
@@ -81,6 +81,16 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
         max((tensor.size_bytes for tensor in weights.values()), default=0),
         lambda: _check_ties(pieces, weights),
     )
+
+
+def _notes_on_adapters(metadata: HuggingFaceMetadata, options: argparse.Namespace) -> list[str]:
+    """Refuse options for adapters that have nothing to do."""
+    if metadata.peft_config is not None:
+        return []
+    if options.peft == "adapter" or options.base_model is not None:
+        given = "--peft adapter" if options.peft == "adapter" else f"--base-model {options.base_model!r}"
+        raise UsageError(f"{given} is for adapters, and {options.source} is of a model without one. Leave it out.")
+    return ["there is no adapter to merge"] if options.peft == "merge" else []
 
 
 def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: HuggingFaceMetadata) -> Weights:

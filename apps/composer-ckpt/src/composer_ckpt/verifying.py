@@ -2,17 +2,16 @@
 
 import argparse
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_tensor, verify_file
-from composer_checkpoint import verify as verify_hashes
+from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_tensor
 from composer_checkpoint.tensors import TensorSource, find_kind
 from composer_ckpt.inspecting import statistics
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.progress import progress_bar
-from composer_ckpt.sources import fetched, opened, place_of
+from composer_ckpt.sources import fetched, find_files, opened, place_of, verify_hashes
 
 __all__ = ["verify"]
 
@@ -53,30 +52,14 @@ def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
 
 def _hashes(place: Path, kind: str) -> str:
     """Compare every byte with its hash, as far as there are any."""
-    files = list(_files(place, kind))
-    if kind == "deepspeed":  # its files name classes of DeepSpeed's own, and have no manifest
-        manifests = [None for _ in files]
-    else:
-        manifests = [verify_hashes(place) if kind in ("dcp", "modular") else verify_file(path) for path in files]
-    unsealed = sum(manifest is None for manifest in manifests)
-    if unsealed:
-        for path in files:
+    sealed = verify_hashes(place, kind)
+    if not all(sealed):
+        for path in find_files(place, kind):
             _check_zip(path)
-        return f"no manifest in {unsealed} of {len(files)} files: only structure and checksums were looked at"
-    return f"every byte of {len(files)} file{'s' if len(files) > 1 else ''} is as it was written"
-
-
-def _files(place: Path, kind: str) -> Iterator[Path]:
-    match kind:
-        case "local":
-            yield from sorted(place.parent.glob(place.name.replace("{rank}", "[0-9]*")))
-        case "hf":
-            index = [*place.glob("*.safetensors.index.json")]
-            yield from index or sorted([*place.glob("*.safetensors"), *place.glob("*.bin")])
-        case "deepspeed":
-            yield from sorted([*place.glob("*_states.pt"), *place.glob("*/*_states.pt")])
-        case _:
-            yield place
+        return (
+            f"no manifest in {sealed.count(False)} of {len(sealed)} files: only structure and checksums were looked at"
+        )
+    return f"every byte of {len(sealed)} file{'s' if len(sealed) > 1 else ''} is as it was written"
 
 
 def _check_zip(path: Path) -> None:

@@ -29,6 +29,8 @@ def chosen_weights(
             f"{some}. Name another checkpoint."
         )
     weights = select(weights, options.include, options.exclude)
+    if not weights:
+        raise UsageError("--include and --exclude leave none of the tensors. Choose some.")
     old = list(weights)
     weights = without_wrappers(weights)
     weights = rename(weights, options.rename, options.strip_prefix)

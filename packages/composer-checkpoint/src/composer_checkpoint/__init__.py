@@ -9,6 +9,8 @@
 - `commit`, `pointers`, `lock`: a file or folder that is there whole or not at all, and who may write.
 - `discover`, `retention`, `conflicts`, `names`: which checkpoint is the newest, which may go, what they are called.
 - `stores`, `uris`, `upload`, `transfer`: object stores.
+- `tensors`: a checkpoint of any format, read and written tensor by tensor.
+- `modular`: a model and an optimizer, each saved to a place of its own. `bridges`: for other trainers.
 - `manifest`, `hashing`, `unpickler`, `errors`: what the others stand on.
 """
 

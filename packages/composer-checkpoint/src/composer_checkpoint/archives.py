@@ -254,7 +254,7 @@ class _Header(tarfile.TarInfo):
     """A header of a tar archive; one that would have tarfile read far more than itself into memory is refused."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> "_Header":
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
         header = super().frombuf(buf, encoding, errors)
         if header.type == tarfile.XGLTYPE or header.type == tarfile.GNUTYPE_SPARSE:
             _refuse_header(f"of type {header.type!r}")

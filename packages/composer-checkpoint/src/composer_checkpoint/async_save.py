@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as tdist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._rank_zero_file import write_on_rank_zero
@@ -114,6 +114,7 @@ class AsyncSaver:
         storage_options: Mapping[str, Any] | None = None,
         stable_until_step: Iterable[torch.Tensor] = (),
         then: Callable[[], None] | None = None,
+        planner: SavePlanner | None = None,
     ) -> bool:
         """Copy the state and begin to write it. Every rank must call this.
 
@@ -130,6 +131,7 @@ class AsyncSaver:
                 others are copied before this returns. A change that comes too early fails the save if autograd
                 counts it; `.data` goes past it.
             then: Called by each rank's background thread once the checkpoint is there, to move a pointer to it, say.
+            planner: If sharded, who says what is written, and by which rank, as for `save_sharded`.
 
         Returns:
             Whether the save was begun; false if it was skipped.
@@ -153,7 +155,7 @@ class AsyncSaver:
         prepare = self._prepare_sharded if sharded else self._prepare_local if local else self._prepare_file
         write = prepare(
             state_dict,
-            _Destination(path, info, overwrite, storage_options),
+            _Destination(path, info, overwrite, storage_options, planner),
             lambda tensor: storage_key(tensor) in stable,
         )
         self._writing = self._thread.submit(_write, write, self._snapshot, then)
@@ -233,7 +235,7 @@ class AsyncSaver:
             overwrite=destination.overwrite,
             storage_options=destination.storage_options,
         )
-        planned = plan_save(state_dict, writer, self._ranks)
+        planned = plan_save(state_dict, writer, self._ranks, destination.planner)
         pickled: dict[str, io.BytesIO] = {}
 
         def stage() -> None:
@@ -312,6 +314,7 @@ class _Destination:
     info: Mapping[str, Any] | None
     overwrite: bool
     storage_options: Mapping[str, Any] | None
+    planner: SavePlanner | None
 
 
 class _SnapshotPlanner(DefaultSavePlanner):

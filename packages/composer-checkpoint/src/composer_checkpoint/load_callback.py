@@ -58,9 +58,9 @@ class LoadCheckpoint(Callback):
             model.should_save_peft_only = False
         try:
             load_checkpoint(
-                self.load_path,
-                state,
-                logger,
+                path=self.load_path,
+                state=state,
+                logger=logger,
                 load_weights_only=self.load_weights_only,
                 strict_model_weights=self.strict_model_weights,
                 ignore_keys=self.ignore_keys,

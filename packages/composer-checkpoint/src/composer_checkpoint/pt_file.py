@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from logging import getLogger
 from typing import Any
 
@@ -34,6 +35,7 @@ log = getLogger(__name__)
 
 _ENCODED = "encoded"
 _MAX_NAMES = 10
+_MAX_NAME_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +155,8 @@ def _passing_weights(rehearsal: Rehearsal, storages: Sequence[str]) -> PassingWe
 
 
 def _tensors_of(rehearsal: Rehearsal, key: str) -> str:
-    names = [name for name, tensor in rehearsal.tensors.items() if tensor.storage.key == key]
-    return " and ".join(names[:_MAX_NAMES]) or f"storage {key}"
+    names = (f"{name:.{_MAX_NAME_CHARS}}" for name, tensor in rehearsal.tensors.items() if tensor.storage.key == key)
+    return " and ".join(islice(names, _MAX_NAMES)) or f"storage {key}"
 
 
 def load_checked(path: str, *, map_location: Any, mmap: bool, trusted: bool = False) -> Any:

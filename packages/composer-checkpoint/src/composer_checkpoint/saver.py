@@ -7,6 +7,7 @@ from collections.abc import Callable
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal
 
+from composer_checkpoint._mlflow_names import asks_for_run, path_with_run, run_of, with_run
 from composer_checkpoint.archives import check_compressor
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.commit import replace_pointer
@@ -22,7 +23,16 @@ from composer_checkpoint.save_history import SaveHistory
 from composer_checkpoint.save_names import Save, name_save, to_path, within_folder
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stable_tensors import unchanged_until_step
-from composer_checkpoint.state_io import Layout, collect, describe, layout_of, own_file, path_of, write
+from composer_checkpoint.state_io import (
+    Layout,
+    collect,
+    describe,
+    layout_of,
+    own_file,
+    path_of,
+    save_planner_of,
+    write,
+)
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.upload import RemoteUploader
 from composer_checkpoint.uploads import CheckpointUploads
@@ -52,6 +62,8 @@ class CheckpointSaver(Callback):
 
     Args:
         folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as `'s3://b/run'`.
+            Here and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}` are of the run that an `MLFlowLogger`
+            has begun.
         filename: What each is called in it, with placeholders for run, ranks and time. Its end says the format.
         remote_file_name: The name in the store, or for loggers that take files. `None` uploads nothing.
         latest_filename: The name of the link to the latest one. `None` for no link.
@@ -188,7 +200,8 @@ class CheckpointSaver(Callback):
         return self._history.timestamps
 
     def init(self, state: "State", logger: "Logger") -> None:
-        """Find out whether the store lets us write."""
+        """Put the run of MLflow into names that ask for it, and find out whether the store lets us write."""
+        self._name_mlflow_run(logger)
         if self.remote_uploader is not None:
             Ranks().together(self.remote_uploader.init)
 
@@ -294,6 +307,20 @@ class CheckpointSaver(Callback):
         """Take over which checkpoints there are."""
         self._history.load_state_dict(state, resumes=self.resumes)
 
+    def _name_mlflow_run(self, logger: "Logger") -> None:
+        attributes = ("filename", "latest_filename", "remote_file_name", "latest_remote_file_name")
+        paths = {name: path for name in attributes if isinstance(path := getattr(self, name), PartialFilePath)}
+        templates = [self.folder, self._remote_folder, *(path.filename for path in paths.values())]
+        if not any(map(asks_for_run, templates)):
+            return
+        run = run_of(logger, self.remote_uploader)
+        self.folder = with_run(self.folder, run)
+        self._folder = HeldFolder(self.folder)
+        for name, path in paths.items():
+            setattr(self, name, path_with_run(path, run))
+        if self.remote_uploader is not None and self._remote_folder is not None:
+            self.remote_uploader.remote_folder = self._remote_folder = with_run(self._remote_folder, run)
+
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
             self.save(state, logger)
@@ -320,7 +347,8 @@ class CheckpointSaver(Callback):
         if self.async_save:
             self._save_in_background(state, content, job, layout, info)
             return
-        if write(content, job.path, layout, info, self.save_timeout_in_seconds) is not None:
+        planner = save_planner_of(state)
+        if write(content, job.path, layout, info, self.save_timeout_in_seconds, planner) is not None:
             self._commit(job)
         self._settle(state, logger)
         self._uploads.check()
@@ -364,6 +392,7 @@ class CheckpointSaver(Callback):
             overwrite=True,
             stable_until_step=unchanged_until_step(state),
             then=(lambda: self._commit(job)) if writes else None,
+            planner=save_planner_of(state),
         )
 
     def _commit(self, job: Save) -> None:

@@ -32,7 +32,7 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
         verify: Whether hashes are compared.
     """
     content = _empty_content(path, state, weights_only)
-    load_sharded(content, path, verify=verify)
+    load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
     content.setdefault("state", {})
     return content
 

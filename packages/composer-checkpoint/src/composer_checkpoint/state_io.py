@@ -31,6 +31,8 @@ from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlanner
+
     from composer_events import State
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "path_of",
     "prefix_dir_of",
     "save_checkpoint",
+    "save_planner_of",
     "write",
 ]
 
@@ -210,18 +213,29 @@ def save_checkpoint(
     check_ignore_keys("ignore_keys", ignore_keys)
     path = path_of(state, filename)
     content = collect(state, weights_only=weights_only, ignore_keys=ignore_keys)
-    return write(content, path, layout_of(state), describe(state, weights_only=weights_only))
+    info = describe(state, weights_only=weights_only)
+    return write(content, path, layout_of(state), info, planner=save_planner_of(state))
+
+
+def save_planner_of(state: "State") -> "SavePlanner | None":
+    """Return the planner that the FSDP settings give to sharded checkpoints, if they do."""
+    return getattr(state.fsdp_config, "save_planner", None)
 
 
 def write(
-    content: dict[str, Any], path: str, layout: Layout, info: dict[str, Any], timeout_s: float | None = None
+    content: dict[str, Any],
+    path: str,
+    layout: Layout,
+    info: dict[str, Any],
+    timeout_s: float | None = None,
+    planner: "SavePlanner | None" = None,
 ) -> str | None:
     """Write what was collected, and return the path on the ranks that wrote. Every rank must call this."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # what was gathered need not fit beside what training had cached
     match layout:
         case Layout.SHARDED:
-            save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s)
+            save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s, planner=planner)
             return path
         case Layout.LOCAL:
             save_local(content, path, info=info, timeout_s=timeout_s)

@@ -81,7 +81,9 @@ class RemoteUploader:
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.futures: list[Future[None]] = []
         self._latest_of: dict[str, Future[None]] = {}
-        self._store: ObjectStore | None = open_store(self.remote_folder, self.backend_kwargs)
+        # With the placeholders of a run of MLflow in it, the address is not known before training begins.
+        is_known = "{mlflow_" not in remote_folder
+        self._store: ObjectStore | None = open_store(remote_folder, self.backend_kwargs) if is_known else None
         self._threads: Executor | None = None
         self._processes: Executor | None = None
         self._copies = StagedCopies(staging_folder)
@@ -91,7 +93,10 @@ class RemoteUploader:
 
     @property
     def remote_backend(self) -> ObjectStore:
-        """The store. It is opened again after `wait_and_close`."""
+        """The store. It is opened when it is first needed where `remote_folder` names a run of MLflow by placeholders.
+
+        After `wait_and_close` it is opened again.
+        """
         if self._store is None:
             self._store = open_store(self.remote_folder, self.backend_kwargs)
         return self._store

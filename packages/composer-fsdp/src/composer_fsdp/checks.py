@@ -53,13 +53,7 @@ def check_fsdp(config: FSDPConfig) -> None:
             "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
             "other ranks have to receive its weights. Set both, on every rank."
         )
-    for name in ("load_planner", "save_planner"):
-        if (planner := getattr(config, name)) is not None:
-            raise ValueError(
-                f"{name}={planner!r} is not used: composer_checkpoint plans sharded checkpoints itself, so that each "
-                f"rank's hashes are checked and a checkpoint of another model is refused. Leave it out, and call "
-                f"torch.distributed.checkpoint with your planner on the state dicts where you need it."
-            )
+    _check_planners(config)
     ignored: Any = config.ignored_modules or ()
     if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
         raise ValueError(f"ignored_modules={ignored!r} is no list. Give a list of modules of the model.")
@@ -74,6 +68,19 @@ def check_fsdp(config: FSDPConfig) -> None:
                 f"what Composer does. Leave one of them out."
             )
         log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
+
+
+def _check_planners(config: FSDPConfig) -> None:
+    if config.load_planner is None and config.save_planner is None:
+        return
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner  # here, since few give one
+
+    for name, kind in (("load_planner", LoadPlanner), ("save_planner", SavePlanner)):
+        if not isinstance(planner := getattr(config, name), kind | None):
+            raise ValueError(
+                f"{name}={planner!r} is no {kind.__name__} of torch.distributed.checkpoint. Give one, such as "
+                f"Default{kind.__name__}(), or leave it out."
+            )
 
 
 def check_reshard(reshard: Any, shard_degree: int | None) -> None:

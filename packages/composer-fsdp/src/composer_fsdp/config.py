@@ -51,8 +51,9 @@ class FSDPConfig(_Checked):
         keep_low_precision_grads: Without effect; gradients are in float32 once they are reduced.
         limit_all_gathers: Without effect; gathers are always limited.
         load_monolith_rank0_only: Whether only rank 0 reads a checkpoint, and hands the weights on.
-        load_planner: Refused but for `None`: checkpoints are planned by `composer_checkpoint`.
-        save_planner: As `load_planner`.
+        load_planner: A `LoadPlanner` of `torch.distributed.checkpoint`, for whoever loads a sharded checkpoint. `None`
+            lets it choose one that refuses the checkpoint of another model.
+        save_planner: A `SavePlanner`, for whoever saves one.
         mixed_precision: `'FULL'`, `'DEFAULT'`, `'PURE'`, or a dict of `param_dtype`, `reduce_dtype` and
             `buffer_dtype`; see `composer_fsdp.mixed_precision`.
         process_group: Which ranks share the weights, if not all: `'self'`, `'node'`, `'local_rank_across_nodes'`,

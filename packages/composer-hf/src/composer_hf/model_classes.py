@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError
+from composer_checkpoint import CheckpointError, IncompatibleCheckpointError, UnsafeCheckpointError
 from composer_hf.metadata import HuggingFaceMetadata
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def build_config(
         values.pop("label2id", None)
     if isinstance(labels := values.get("id2label"), Mapping):
         values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON has no other keys
-    if model_type in CONFIG_MAPPING:
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         values.pop("auto_map", None)
         return AutoConfig.for_model(model_type, **values)
     origin = str(values.get("_name_or_path") or "")
@@ -120,16 +120,25 @@ def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False
     """Return a checkpoint's model on the meta device, which has names and shapes and takes no memory.
 
     Raises:
-        IncompatibleCheckpointError: If the checkpoint does not tell the class, or transformers does not know the model.
+        IncompatibleCheckpointError: If the checkpoint does not tell the class, or transformers does not know the model,
+            or cannot build it.
         UnsafeCheckpointError: If the class is of a module that is not trusted.
     """
     if not metadata.model_class:
         raise IncompatibleCheckpointError(
             "the checkpoint does not tell the class of its model. Give a checkpoint that HuggingFaceModel wrote."
         )
-    config = build_config(metadata, trust_remote_code=trust_remote_code)
     model_class = find_class(metadata.model_class, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = build_model(model_class, config)
-        model.tie_weights()  # some classes do so when they load weights only
+    try:
+        config = build_config(metadata, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = build_model(model_class, config)
+            model.tie_weights()  # some classes do so when they load weights only
+    except (CheckpointError, ImportError):
+        raise
+    except Exception as error:  # what a class makes of values that do not fit it, such as a division by zero
+        raise IncompatibleCheckpointError(
+            f"transformers builds no {metadata.model_class!r:.200} of the checkpoint's configuration: "
+            f"{type(error).__name__}: {str(error).strip().rstrip('.'):.300}. Give the configuration that fits."
+        ) from error
     return model

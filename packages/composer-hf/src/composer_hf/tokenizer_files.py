@@ -13,6 +13,8 @@ _CODE: Final = ".py"
 _TEXTS: Final = (_CODE, ".jinja")
 _KINDS: Final = (".json", ".txt", ".model", *_TEXTS)
 _CONFIG_NAME: Final = "tokenizer_config.json"
+# What lies beside a tokenizer in a folder; a file of such a name among a tokenizer's would take its place.
+_MODELS_OWN: Final = ("config.json", "generation_config.json", "adapter_config.json", ".index.json")
 
 
 def encode_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -35,7 +37,7 @@ def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files of a checkpoint's tokenizer by their names, of whichever release the checkpoint is.
 
     Raises:
-        UnsafeCheckpointError: If a name leads out of the folder that the files are for.
+        UnsafeCheckpointError: If a name leads out of the folder that the files are for, or is one of the model's own.
         IncompatibleCheckpointError: If a file is of no known kind.
     """
     files: dict[str, bytes] = {}
@@ -64,7 +66,12 @@ def for_any_release(files: Mapping[str, bytes], *, trust_remote_code: bool = Fal
     """
     kept = {name: data for name, data in files.items() if trust_remote_code or not name.endswith(_CODE)}
     if _CONFIG_NAME in kept:
-        config: dict[str, Any] = json.loads(kept[_CONFIG_NAME])
+        config: Any = json.loads(kept[_CONFIG_NAME])
+        if not isinstance(config, dict):
+            raise IncompatibleCheckpointError(
+                f"the checkpoint's {_CONFIG_NAME} is a JSON {type(config).__name__}, and an object is expected. Give "
+                f"the tokenizer yourself."
+            )
         config.pop("backend", None)
         if config.get("tokenizer_class") == "TokenizersBackend":
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -116,6 +123,11 @@ def _decode(name: str, extension: str, content: Any) -> bytes:
 
 
 def _check_name(name: str) -> None:
+    if name in _MODELS_OWN or name.endswith(_MODELS_OWN[-1]):
+        raise UnsafeCheckpointError(
+            f"the checkpoint's tokenizer has a file {name!r:.200}, which describes models and is none of a tokenizer: "
+            f"it would replace the one of the model. Nothing was written. Give the tokenizer yourself."
+        )
     if name != PurePosixPath(name).name or name in (".", "..") or "\\" in name or "\0" in name or ":" in name:
         raise UnsafeCheckpointError(
             f"the checkpoint's tokenizer has a file {name!r:.200}, whose name is no plain one: it would be written "

@@ -54,10 +54,11 @@ class ComposerClassifier(ComposerModel):
         self.num_classes = _resolve_num_classes(module, num_classes)
         self.module = module
         self._loss_fn = loss_fn
-        if train_metrics is None:
-            train_metrics = self._accuracy("train_metrics")
-        if val_metrics is None:
-            val_metrics = MetricCollection([CrossEntropy(), self._accuracy("val_metrics")])
+        with torch.device("cpu"):  # they count from 0, also where the weights have no values yet
+            if train_metrics is None:
+                train_metrics = self._accuracy("train_metrics")
+            if val_metrics is None:
+                val_metrics = MetricCollection([CrossEntropy(), self._accuracy("val_metrics")])
         self.train_metrics = train_metrics
         self.val_metrics = val_metrics
 

@@ -197,8 +197,9 @@ class ComposerGPT(ComposerModel):
     def __init__(self, cfg: GPTConfig | Mapping[str, Any] | object) -> None:
         super().__init__()
         self.model = GPT(GPTConfig.from_any(cfg))
-        self.train_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
-        self.val_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
+        with torch.device("cpu"):  # they count from 0, also where the weights have no values yet
+            self.train_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
+            self.val_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the logits of the token after each one."""

@@ -28,9 +28,11 @@ class Outbox:
     - What waits is bounded by its size in memory. When there is no room, what is handed over is dropped, so that what
       went before stays without gaps; calls that are kept, such as hyperparameters and the end of the run, are never
       dropped.
-    - A call that raises costs itself alone. The first one is a `RuntimeWarning`, later ones are lines of Python's log
-      at the level DEBUG, and all are counted. The first call that is dropped warns likewise.
-    - `drain` and `close` wait for what is left, but no longer than `patience_s`, and then warn how much that is. The
+    - A call that raises costs itself alone; such calls are counted, and those after the first are lines of Python's log
+      at the level DEBUG.
+    - A service in trouble costs one `RuntimeWarning`, the first one that there is reason for. What is to be said later,
+      such as how much was dropped or may be lost, goes to Python's log at the level WARNING.
+    - `drain` and `close` wait for what is left, but no longer than `patience_s`, and then say how much that is. The
       thread is a daemon: a service that hangs keeps no process alive.
 
     Before `open`, calls are kept and not made. After `close` it can be opened again.
@@ -44,6 +46,11 @@ class Outbox:
     def __init__(self, service: str, *, patience_s: float = PATIENCE_S, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         self.service, self.patience_s, self.capacity_bytes = service, patience_s, capacity_bytes
         self._line = _Line()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a thread that makes the calls: after `open`, until `close`."""
+        return self._line.thread is not None
 
     @property
     def num_errors(self) -> int:
@@ -74,14 +81,14 @@ class Outbox:
         # Registered after what the service's client has registered, hence called before that client goes.
         atexit.register(self.drain)
         if not answer.done():
-            self._warn(f"has not answered within {self.patience_s:g} s. Training goes on, and what is logged waits.")
+            self._warn(line, f"has not answered within {self.patience_s:g} s. Training goes on, and what is logged waits.")
             return None
         error = answer.exception()
         if error is None:
             return answer.result()
         if isinstance(error, raised):
             raise error
-        self._warn(f"cannot be reached, so nothing is logged there: {_named(error)}")
+        self._warn(line, f"cannot be reached, so nothing is logged there: {_named(error)}")
         return None
 
     def post(self, call: Callable[[], Any], *, size_bytes: int = 0, is_kept: bool = False) -> None:
@@ -103,8 +110,9 @@ class Outbox:
             is_first = line.num_dropped == 1 and not line.is_down
         if is_first:
             self._warn(
+                line,
                 f"is slower than what is logged: {len(line.waiting)} calls wait and fill the "
-                f"{self.capacity_bytes / 2**20:g} MiB that there are. What is logged is dropped meanwhile. Log less."
+                f"{self.capacity_bytes / 2**20:g} MiB that there are. What is logged is dropped meanwhile. Log less.",
             )
 
     def drain(self) -> bool:
@@ -118,7 +126,7 @@ class Outbox:
             num_left = line.num_left
         if num_left and not line.has_given_up:
             line.has_given_up = True
-            self._warn(f"is not done after {patience_s:g} s: the last {num_left} calls to it may be lost.")
+            self._warn(line, f"is not done after {patience_s:g} s: the last {num_left} calls to it may be lost.")
         return not num_left
 
     def close(self, finish: Callable[[], Any] | None = None) -> None:
@@ -169,11 +177,15 @@ class Outbox:
     def _take_error(self, line: "_Line", error: Exception) -> None:
         line.num_errors += 1
         if line.num_errors == 1:
-            self._warn(f"did not take what was logged, and training goes on: {_named(error)}")
+            self._warn(line, f"did not take what was logged, and training goes on: {_named(error)}")
         _log.debug("%s did not take what was logged.", self.service, exc_info=error)
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, line: "_Line", text: str) -> None:
         message = f"{self.service} {text}"
+        if line.has_warned:
+            _log.warning(message)
+            return
+        line.has_warned = True
         try:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         except RuntimeWarning:  # where warnings are errors: a service is no reason to end a training
@@ -194,6 +206,7 @@ class _Line:
     is_closing: bool = False
     is_down: bool = False
     has_given_up: bool = False
+    has_warned: bool = False
 
     @property
     def num_left(self) -> int:

@@ -37,14 +37,15 @@ class CometMLLogger(LoggerDestination):
             rank has one.
         rank_zero_only: Whether only rank 0 logs. Otherwise each rank has an experiment.
         exp_kwargs: Further arguments of `comet_ml.Experiment`; `online=False` makes it an `OfflineExperiment`.
-        patience_s: How many seconds the end of the run waits for Comet.
+        patience_s: How many seconds the beginning of the run, and its end, wait for Comet.
 
     Attributes:
-        experiment: The experiment; `None` on ranks that do not log.
+        experiment: The experiment; `None` on ranks that do not log, and where Comet cannot be reached.
         name: What it is called, from INIT on.
 
     Raises:
         MissingConditionalImportError: If comet-ml is not installed; the extra `comet` brings it.
+        ValueError, TypeError: If Comet cannot take the arguments, or knows no key of an account.
     """
 
     def __init__(
@@ -64,13 +65,11 @@ class CometMLLogger(LoggerDestination):
         self._enabled = not rank_zero_only or get_global_rank() == 0
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self.experiment: Any = None
+        self._arguments = {"log_code": log_code, "log_graph": log_graph, **(exp_kwargs or {})}
+        given = {"workspace": workspace, "project_name": project_name}
+        self._arguments |= {key: value for key, value in given.items() if value is not None}
         if self._enabled:
-            arguments = {"log_code": log_code, "log_graph": log_graph, **(exp_kwargs or {})}
-            given = {"workspace": workspace, "project_name": project_name}
-            arguments |= {key: value for key, value in given.items() if value is not None}
-            kind = comet_ml.Experiment if arguments.pop("online", True) else comet_ml.OfflineExperiment
-            self.experiment = kind(**arguments)
-            self.experiment.log_other("Created from", "mosaicml-composer")  # by which Comet knows such runs
+            self._outbox.open(lambda: self._begin(comet_ml), ValueError, TypeError)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Log the settings of the run."""
@@ -126,7 +125,9 @@ class CometMLLogger(LoggerDestination):
             self.name = self.name or state.run_name
             if not self.rank_zero_only:
                 self.name += f"-rank{get_global_rank()}"
-            self._outbox.open(lambda: self.experiment.set_name(self.name))
+            if not self._outbox.is_open:  # another run, after an earlier one has ended
+                self._outbox.open(lambda: self._begin(require("comet_ml", extra="comet")), ValueError, TypeError)
+            self._outbox.post(lambda: self.experiment.set_name(self.name), is_kept=True)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until what was logged has been handed to Comet."""
@@ -135,7 +136,17 @@ class CometMLLogger(LoggerDestination):
     def post_close(self) -> None:
         """End the experiment, and wait until Comet has everything."""
         if self._enabled:
-            self._outbox.close(self.experiment.end)
+            self._outbox.close(lambda: self.experiment.end())
+
+    def _begin(self, comet_ml: Any) -> None:
+        """Begin an experiment, on the outbox's thread: Comet's client takes minutes to give up on a server."""
+        arguments = dict(self._arguments)
+        kind = comet_ml.Experiment if arguments.pop("online", True) else comet_ml.OfflineExperiment
+        experiment = kind(**arguments)
+        if not experiment.alive:
+            raise ConnectionError("the experiment was not begun, and Comet's own log says why.")
+        experiment.log_other("Created from", "mosaicml-composer")  # by which Comet knows such runs
+        self.experiment = experiment
 
     def _send_images(self, logged: LoggedImages, name: str, step: int | None) -> None:
         for index, (image, masks) in enumerate(logged.read()):

@@ -100,9 +100,7 @@ class DivergenceGuard:
     def see_gradients(self, optimizer: Optimizer) -> None:
         """Look at the gradients before algorithms do, whose clipping may hide that they are not finite."""
         if self._sees_gradients:
-            gradients = _gradients_of(optimizer)
-            if not note_infinite_norm(gradients, self._found):
-                self._agree()
+            note_infinite_norm(_gradients_of(optimizer), self._found)  # other ranks hear of it before the step
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say whether the optimizer may step, having done about a divergence what was asked for."""

@@ -20,22 +20,22 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
         one: A 1, of the same kind.
 
     Returns:
-        Whether `found` speaks of all ranks' parts of the tensors where these are sharded.
+        Whether `found` speaks of whole tensors: of sharded ones it speaks of this rank's parts.
     """
     try:
         # The one kernel that looks at many tensors: GradScaler's, told to divide by 1. A sum of norms, which is the
-        # public way, takes five times as long. Of DTensors it looks at all ranks' parts.
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)  # pyright: ignore[reportPrivateImportUsage]
+        # public way, takes five times as long. Given DTensors, it asks the ranks that share the first of them, who
+        # need not be those that share the others.
+        torch._amp_foreach_non_finite_check_and_unscale_([_local(tensor) for tensor in tensors], found, one)  # pyright: ignore[reportPrivateImportUsage]
     except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
         values = [values for tensor in tensors if (values := _values(tensor)).numel()]
         if values:
             norms = torch.stack([torch.linalg.vector_norm(part, torch.inf).to(found) for part in values])
             found.logical_or_(~torch.isfinite(norms).all())
-        return not any(_is_sharded(tensor) for tensor in tensors)
-    return True
+    return not any(_is_sharded(tensor) for tensor in tensors)
 
 
-def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> bool:
+def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> None:
     """Do as `note_non_finite` does, also where each element is finite and the norm is not.
 
     It takes a few times as long.
@@ -45,7 +45,6 @@ def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> bool:
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([norm.to(found) for norm in norms]))
         found.logical_or_(~torch.isfinite(norm))
-    return not any(_is_sharded(tensor) for tensor in tensors)
 
 
 def names_of_bad(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -57,16 +56,33 @@ def names_of_bad(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def _is_finite(tensor: Tensor) -> bool:
     found = torch.zeros((), device=tensor.device)
-    note_non_finite([tensor], found, torch.ones_like(found))
+    if not note_non_finite([tensor], found, torch.ones_like(found)):
+        found = _over_ranks(found, tensor)
     return not found.item()
+
+
+def _over_ranks(found: Tensor, tensor: Any) -> Tensor:
+    """Return what any of the ranks that share a tensor has found."""
+    from torch.distributed.tensor import DTensor, Partial  # loaded where there are such tensors, and slow to
+
+    mesh = tensor.device_mesh
+    return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def _values(tensor: Any) -> Tensor:
     """Return what this rank has of a tensor, densely."""
-    local = tensor.to_local() if _is_sharded(tensor) else tensor
+    local = _local(tensor)
     if local.layout is torch.sparse_coo:
         return local.coalesce().values()
     return local if local.layout is torch.strided else local.values()
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor."""
+    if not _is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # nobody differentiates by it
+        return tensor.to_local()
 
 
 def _is_sharded(tensor: Tensor) -> bool:

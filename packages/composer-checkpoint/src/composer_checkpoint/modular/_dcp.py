@@ -1,14 +1,9 @@
 """The folders of sharded checkpoints: what they list, and reading them with a planner of the user's."""
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-
-from composer_checkpoint.errors import CheckpointError
 from composer_checkpoint.modular._sources import Source
-from composer_checkpoint.sharded import VerifyingReader, load_sharded, read_folder_metadata
+from composer_checkpoint.sharded import load_sharded, read_folder_metadata
 from composer_checkpoint.sharded._ranks import Ranks
 
 if TYPE_CHECKING:
@@ -42,14 +37,4 @@ def load_folder(state_dict: dict[str, Any], source: Source, *, strict: bool, pla
     Raises:
         CheckpointError: If the checkpoint is damaged or of another model.
     """
-    if planner is None:
-        load_sharded(state_dict, source.path, strict=strict, storage_options=source.storage_options)
-        return
-    reader = VerifyingReader(source.path, storage_options=source.storage_options)
-    try:
-        with warnings.catch_warnings():  # one process may well load alone
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(state_dict, storage_reader=reader, planner=planner)
-    except CheckpointException as error:  # no Exception, so that few would catch it
-        first = next(iter(error.failures.values()))[0]
-        raise (first if isinstance(first, CheckpointError) else CheckpointError(str(error))) from error
+    load_sharded(state_dict, source.path, strict=strict, storage_options=source.storage_options, planner=planner)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded.planner import ComparingLoadPlanner
@@ -24,6 +24,7 @@ def load_sharded(
     strict: bool = True,
     process_group: "ProcessGroup | None" = None,
     storage_options: Mapping[str, Any] | None = None,
+    planner: LoadPlanner | None = None,
 ) -> None:
     """Load a folder into a state dict, in place. Every rank of the group must call this.
 
@@ -38,6 +39,8 @@ def load_sharded(
         strict: Whether the entries, shapes and dtypes must be those of the checkpoint. If not, what fits is loaded.
         process_group: The ranks that hold the state dict. All of them when `None`.
         storage_options: For fsspec.
+        planner: Who says what is read into what, in place of one that is as `strict` as was asked for. What it asks
+            for is compared with the hashes; whether that fits is its own affair.
 
     Raises:
         NoCheckpointError: If there is no such checkpoint.
@@ -57,13 +60,10 @@ def load_sharded(
     """
     ranks = Ranks(process_group)
     reader = VerifyingReader(folder, verify=verify, storage_options=storage_options)
-    planner = ComparingLoadPlanner(strict)
-    load_with_reader(state_dict, reader, planner, ranks)
+    load_with_reader(state_dict, reader, planner or ComparingLoadPlanner(strict), ranks)
 
 
-def load_with_reader(
-    state_dict: dict[str, Any], reader: VerifyingReader, planner: ComparingLoadPlanner, ranks: Ranks
-) -> None:
+def load_with_reader(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlanner, ranks: Ranks) -> None:
     """Load as `load_sharded` does, with a reader and a planner of one's own. Every rank must call this."""
     plan = _plan(state_dict, reader, planner, ranks)
     ranks.together(lambda: reader.read_data(planner.finish_plan(plan), planner).wait())
@@ -83,7 +83,7 @@ def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) ->
     _plan(state_dict, VerifyingReader(folder), ComparingLoadPlanner(strict=True), ranks)
 
 
-def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: ComparingLoadPlanner, ranks: Ranks) -> LoadPlan:
+def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlanner, ranks: Ranks) -> LoadPlan:
     """Return what this rank will read, once every rank has found its part whole and fitting."""
 
     def plan_locally() -> LoadPlan:
@@ -92,6 +92,8 @@ def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: Comparin
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
         return reader.prepare_local_plan(planner.create_local_plan())
 
+    if not isinstance(planner, ComparingLoadPlanner):  # which needs to know nothing of the other ranks
+        return ranks.exchange(plan_locally, lambda plans: reader.prepare_global_plan(planner.create_global_plan(plans)))
     plans: list[LoadPlan] = []
     ranks.together(lambda: plans.append(plan_locally()))
     return plans[0]

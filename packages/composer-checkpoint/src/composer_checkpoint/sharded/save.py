@@ -29,6 +29,7 @@ def save_sharded(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
+    planner: SavePlanner | None = None,
 ) -> Manifest | None:
     """Save what each rank holds of a state dict into one folder. Every rank of the group must call this.
 
@@ -44,6 +45,7 @@ def save_sharded(
         storage_options: For fsspec.
         timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
             `None` waits for a disk as long as it takes.
+        planner: Who says what is written, and by which rank. `torch.distributed.checkpoint`'s own when `None`.
 
     Returns:
         The manifest on rank 0 of the group, `None` on the others.
@@ -61,7 +63,7 @@ def save_sharded(
     """
     ranks = Ranks(process_group, timeout_s=timeout_s)
     writer = VerifiedWriter(folder, info=info, overwrite=overwrite, storage_options=storage_options)
-    planned = plan_save(state_dict, writer, ranks)
+    planned = plan_save(state_dict, writer, ranks, planner)
     return write_planned(planned, planned.planner, writer, ranks)
 
 
@@ -74,9 +76,11 @@ class PlannedSave:
     metadata: Metadata | None
 
 
-def plan_save(state_dict: Mapping[str, Any], writer: VerifiedWriter, ranks: Ranks) -> PlannedSave:
+def plan_save(
+    state_dict: Mapping[str, Any], writer: VerifiedWriter, ranks: Ranks, planner: SavePlanner | None = None
+) -> PlannedSave:
     """Agree on who writes what. Every rank must call this; nothing is copied or written."""
-    planner = DefaultSavePlanner()
+    planner = planner or DefaultSavePlanner()
     is_first = ranks.rank == 0
     metadata: list[Metadata] = []
 

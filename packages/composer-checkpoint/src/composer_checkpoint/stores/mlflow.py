@@ -10,10 +10,11 @@ from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.stores._faults import Fault, classify
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, Progress
 
-__all__ = ["MLFLOW_PREFIX", "MLFlowObjectStore"]
+__all__ = ["EXPERIMENT_PLACEHOLDER", "MLFLOW_PREFIX", "RUN_PLACEHOLDER", "MLFlowObjectStore"]
 
 MLFLOW_PREFIX: Final = "databricks/mlflow-tracking/"
-_EXPERIMENT, _RUN = "{mlflow_experiment_id}", "{mlflow_run_id}"
+EXPERIMENT_PLACEHOLDER: Final = "{mlflow_experiment_id}"
+RUN_PLACEHOLDER: Final = "{mlflow_run_id}"
 
 
 class MLFlowObjectStore(ObjectStore):
@@ -45,7 +46,7 @@ class MLFlowObjectStore(ObjectStore):
             )
         self.multipart_upload_chunk_size = multipart_upload_chunk_size
         self.client = _make_client() if client is None else client
-        if self.run_id == _RUN:
+        if self.run_id == RUN_PLACEHOLDER:
             self._create_run()
         elif self.experiment_id != self.client.get_run(self.run_id).info.experiment_id:
             raise ValueError(
@@ -67,8 +68,8 @@ class MLFlowObjectStore(ObjectStore):
         experiment, run = _parse(name)
         if (experiment, run) not in {
             (self.experiment_id, self.run_id),
-            (_EXPERIMENT, _RUN),
-            (self.experiment_id, _RUN),
+            (EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER),
+            (self.experiment_id, RUN_PLACEHOLDER),
         }:
             raise ValueError(
                 f"object_name={object_name!r} is of run {run} of experiment {experiment}, and this store is of run "
@@ -159,7 +160,7 @@ class MLFlowObjectStore(ObjectStore):
         return next((entry.file_size for entry in entries if entry.path == name and not entry.is_dir), None)
 
     def _create_run(self) -> None:
-        if self.experiment_id == _EXPERIMENT:
+        if self.experiment_id == EXPERIMENT_PLACEHOLDER:
             self.experiment_id = self.client.create_experiment(f"/Shared/composer-checkpoints-{os.urandom(4).hex()}")
         self.run_id = self.client.create_run(self.experiment_id).info.run_id
 
@@ -180,7 +181,7 @@ def _parse(path: str) -> tuple[str, str]:
             f"path={path!r} is no path of MLflow artifacts on Databricks. Give one such as "
             f"'dbfs:/{MLFLOW_PREFIX}<experiment>/<run>/artifacts/checkpoints'."
         )
-    if parts[0] == _EXPERIMENT and parts[1] != _RUN:
+    if parts[0] == EXPERIMENT_PLACEHOLDER and parts[1] != RUN_PLACEHOLDER:
         raise ValueError(f"path={path!r} names run {parts[1]} without its experiment. Name both, or neither.")
     return parts[0], parts[1]
 

@@ -68,6 +68,7 @@ def open_checkpoint(
             source = _open_file(place, record_unknown)
     if source.format == "pt":
         source.format = "composer" if isinstance(source.tree, dict) and "state" in source.tree else "pt"
+    source.path = os.fspath(place)
     return source
 
 

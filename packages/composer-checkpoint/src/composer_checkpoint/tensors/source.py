@@ -97,6 +97,7 @@ class TensorSource:
         unsafe_globals: What it asks for beyond data. None of that was made; an inert object stands for each.
         missing: Names that an index promises, and no file has.
         files: The files by name, as far as it consists of several.
+        path: Where it lies, after links were followed.
 
     Example:
         >>> import tempfile
@@ -116,6 +117,7 @@ class TensorSource:
     unsafe_globals: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
+    path: str = ""
     tensors: Mapping[str, StoredTensor] = field(init=False)
     _open: ExitStack = field(default_factory=ExitStack)
 
