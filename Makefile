@@ -33,6 +33,9 @@ lint: .venv/.synced  ## Format, lint, types, floors, declared dependencies, rang
 alone: .venv/.synced  ## Test each built wheel in an environment of its own.
 	$(BIN)/python tools/alone.py --uv $(UV)
 
+dist: .venv/.synced  ## Build all wheels into dist/, twice, and compare them to the byte.
+	$(BIN)/python tools/dist.py --uv $(UV)
+
 check-lock: $(FETCHED_UV)  ## The committed lock holds no address and equals a fresh resolution.
 	$(PYTHON) tools/lock.py check --uv $(UV)
 
@@ -59,4 +62,4 @@ define install
 	$(UV) pip install -q --python $(1)/bin/python --no-deps $(MEMBERS:%=-e ./%)
 endef
 
-.PHONY: train stdlib-gpt test test-transformers4 lint alone check-lock lock
+.PHONY: train stdlib-gpt test test-transformers4 lint alone dist check-lock lock

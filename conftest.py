@@ -8,6 +8,6 @@ except ImportError:  # a package that is tested alone does not have it
 else:
     _examples = Sybil(
         parsers=[PythonCodeBlockParser(), SkipParser()],
-        patterns=["README.md", "docs/*.md"],
+        patterns=["README.md", "docs/*.md", "docs/algorithms/*.md"],
     )
     pytest_collect_file = _examples.pytest()

@@ -36,7 +36,7 @@ def misfits(projects: Mapping[str, dict]) -> Iterator[str]:
     for project in projects.values():
         for requirement in siblings(project, projects):
             version = Version(projects[requirement.name]["version"])
-            breaking = _next_breaking(version)
+            breaking = next_breaking(version)
             where = f"{project['name']} asks for {requirement}"
             if version not in requirement.specifier:
                 yield f"{where}, but {requirement.name} is {version}. Move the range to that version."
@@ -44,7 +44,8 @@ def misfits(projects: Mapping[str, dict]) -> Iterator[str]:
                 yield f"{where}, which admits the breaking release {breaking}. End the range before it: <{breaking}."
 
 
-def _next_breaking(version: Version) -> Version:
+def next_breaking(version: Version) -> Version:
+    """Return the version that may break what works with this one."""
     return Version(f"0.{version.minor + 1}") if version.major == 0 else Version(f"{version.major + 1}.0")
 
 

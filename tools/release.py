@@ -1,0 +1,97 @@
+"""Give a package a new version: its number, the heading of its changelog, and the ranges of those that ask for it.
+
+    release.py NAME VERSION
+
+Nothing is written before everything has been checked. What is left to do is printed.
+"""
+
+import argparse
+import datetime
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+from ranges import ROOT, members, next_breaking, siblings
+
+
+class Refused(Exception):
+    """Says why a package does not get the version."""
+
+
+def edits(root: Path, name: str, text: str, today: datetime.date) -> dict[Path, str]:
+    """Return what each file becomes when a package gets a version.
+
+    Args:
+        root: The folder with the workspace.
+        name: The distribution.
+        text: Its new version.
+        today: The date of the release.
+
+    Raises:
+        Refused: If there is no such package, the version is not newer, or the changelog has nothing to tell.
+    """
+    projects = members(root)
+    if name not in projects:
+        raise Refused(f"{name!r} is no package of this workspace: it has {', '.join(projects)}.")
+    folder = next(file.parent for file in root.glob(f"*/{name}/pyproject.toml"))
+    old, new = Version(projects[name]["version"]), _version(text)
+    log, heading = (folder / "CHANGELOG.md").read_text(), re.compile(r"^## \S+ \(unreleased\)$", re.MULTILINE)
+    if len(heading.findall(log)) != 1:
+        raise Refused(f"{folder.name}/CHANGELOG.md has no heading '## ... (unreleased)', so nothing to release.")
+    if new < old or (new == old and f"## {old} (unreleased)" not in log):
+        raise Refused(f"{text} is not newer than {old}, the present version of {name}.")
+    changed = {
+        folder / "CHANGELOG.md": heading.sub(f"## {new} ({today})", log),
+        folder / "pyproject.toml": _with_version((folder / "pyproject.toml").read_text(), new),
+    }
+    for dependent in dependents(projects, name, new):
+        path = next(root.glob(f"*/{dependent}/pyproject.toml"))
+        range_ = f">={new.major}.{new.minor},<{next_breaking(new)}"
+        changed[path] = re.sub(rf'"({name}(?:\[[^\]]*\])?)[<>=~!][^"]*"', rf'"\g<1>{range_}"', path.read_text())
+    return changed
+
+
+def dependents(projects: Mapping[str, dict], name: str, version: Version) -> Iterator[str]:
+    """Yield the packages whose ranges do not hold that version of another."""
+    for other, project in projects.items():
+        asked = [one.specifier for one in siblings(project, projects) if one.name == name]
+        if not all(version in specifier for specifier in asked):
+            yield other
+
+
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise Refused(f"{text!r} is no version: give numbers such as 0.2.0.") from None
+
+
+def _with_version(toml: str, version: Version) -> str:
+    return re.sub(r'^version = "[^"]*"$', f'version = "{version}"', toml, count=1, flags=re.MULTILINE)
+
+
+def main() -> int:
+    """Write the files, say what is left to do, and return the exit status."""
+    parser = argparse.ArgumentParser(description="Give a package a new version.")
+    parser.add_argument("name", help="a distribution, such as composer-time")
+    parser.add_argument("version", help="its new version, such as 0.2.0")
+    asked = parser.parse_args()
+    moved = list(dependents(members(), asked.name, Version(asked.version))) if asked.name in members() else []
+    try:
+        changed = edits(ROOT, asked.name, asked.version, datetime.datetime.now(datetime.UTC).date())
+    except Refused as error:
+        print(error, file=sys.stderr)
+        return 1
+    for path, text in changed.items():
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")
+    if moved:
+        print(f"These ask for another range now and are to be released too: {', '.join(moved)}.")
+    print(f"Next: make lock lint test; git commit; git tag {asked.name}-v{asked.version}; make dist")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
