@@ -4,6 +4,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
+
 from composer_algorithms import functional as cf
 
 torch.manual_seed(0)

@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
+
 from composer_checkpoint import CorruptCheckpointError, UnsafeCheckpointError, load_file, save_file
 
 folder = Path(mkdtemp())

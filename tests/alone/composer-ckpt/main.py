@@ -4,6 +4,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
+
 from composer_ckpt.cli import main
 
 folder = Path(mkdtemp())

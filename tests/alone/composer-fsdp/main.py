@@ -1,8 +1,9 @@
 """Shard a module with its optimizer, train a step, and look at whole weights again."""
 
 import torch
-from composer_fsdp import FSDPConfig, parallelize_model, summon_full_params_fsdp2
 from torch import nn
+
+from composer_fsdp import FSDPConfig, parallelize_model, summon_full_params_fsdp2
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

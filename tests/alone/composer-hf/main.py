@@ -4,9 +4,10 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
 from composer_checkpoint import save_file
 from composer_hf import HuggingFaceModel, write_huggingface_pretrained_from_composer_checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
 torch.manual_seed(0)
 config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)

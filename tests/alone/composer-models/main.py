@@ -1,6 +1,7 @@
 """Train a classifier with its own loss and metrics, in a plain loop."""
 
 import torch
+
 from composer_models import ComposerClassifier, model_eval_mode
 
 torch.manual_seed(0)

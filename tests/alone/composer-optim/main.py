@@ -1,6 +1,7 @@
 """Give a loop a schedule with warmup whose lengths are parts of the training."""
 
 import torch
+
 from composer_optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW, lambda_lr
 
 torch.manual_seed(0)

@@ -3,10 +3,11 @@
 from tempfile import mkdtemp
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
 from composer import Trainer
 from composer.algorithms import EMA, LabelSmoothing
 from composer.models import ComposerClassifier
-from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 points = torch.randn(512, 2)
