@@ -69,8 +69,14 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def by_hand(network: nn.Module, num_steps: int) -> Train:
-    """Return what trains a network that is ready for several ranks, in the shortest loop."""
+def by_hand(network: nn.Module, num_steps: int, check: Callable[[nn.Module], None] | None = None) -> Train:
+    """Return what trains a network that is ready for several ranks, in the shortest loop.
+
+    Args:
+        network: Sharded, or wrapped by what averages the gradients.
+        num_steps: How many steps are measured.
+        check: Called with the network before each step of the optimizer.
+    """
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     sentences, loader = make_loader(num_steps)
 
@@ -78,6 +84,8 @@ def by_hand(network: nn.Module, num_steps: int) -> Train:
         for tokens, targets in loader:
             optimizer.zero_grad()
             loss_of(network(tokens), targets).backward()
+            if check is not None:
+                check(network)
             optimizer.step()
         return sentences.step_times_s()
 

@@ -5,8 +5,8 @@
 Each method trains a small model of its kind on one thread, in turns with a training without it: every round has both,
 one right after the other, each for the same steps from the beginning to the end. So methods that act in a part of
 training count as much as they do there, and a machine that slows down slows both. A step has all that the Trainer does
-for it, the loading of its batch included, in the process that trains. Prints the medians of the rounds' ratios;
-`--write` puts them into the cards and their index, between the markers there.
+for it, the loading of its batch included, in the process that trains. Prints the ratio of the sums of the steps'
+medians over the rounds; `--write` puts it into the cards and their index, between the markers there.
 """
 
 import argparse
@@ -14,11 +14,13 @@ import logging
 import re
 import statistics
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ CARDS = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
 BATCHES, EPOCHS, NOT_COUNTED = 8, 4, 2
 BATCH, SIDE, CLASSES = 32, 32, 10
 SEQUENCES, LENGTH, VOCABULARY = 8, 128, 256
-NUM_SHOWN = 3
+NUM_SHOWN, WIDTH = 3, 120
 DOMAINS = {"cv": "images", "nlp": "text"}
 HEAD = "| method | what it does | acts on | kind of data | cost here |\n|---|---|---|---|---|"
 
@@ -80,28 +82,18 @@ def gpt2() -> HuggingFaceModel:
     """A GPT-2 of two layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes: dict[str, Any] = {
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": LENGTH,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return HuggingFaceModel(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "bos_token_id": 1, "eos_token_id": 2}
+    return HuggingFaceModel(GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, **sizes)))
 
 
 def bert() -> HuggingFaceModel:
     """A BERT of two layers."""
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 256,
-    }
-    return HuggingFaceModel(BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)))
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "intermediate_size": 256}
+    return HuggingFaceModel(
+        BertForMaskedLM(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **sizes))
+    )
 
 
 def sentences() -> list[dict[str, torch.Tensor]]:
@@ -173,37 +165,48 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The ratios of a method's rounds."""
+    """The processor times of the steps, round by round, without the method and with it."""
 
-    ratios: Sequence[float]
+    without_s: list[list[float]]
+    with_s: list[list[float]]
 
     def __str__(self) -> str:
-        return f"{statistics.median(self.ratios):.2f}"
+        """The ratio of the sums of each step's median, so that a moment in which the machine is slow counts little."""
+        without_s, with_s = (
+            sum(statistics.median(times) for times in zip(*rounds, strict=True))
+            for rounds in (self.without_s, self.with_s)
+        )
+        return f"{with_s / without_s:.2f}"
 
     @property
     def range(self) -> str:
-        """The least and the largest."""
-        return f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
+        """The least and the largest ratio of a round."""
+        ratios = [sum(with_s) / sum(without_s) for without_s, with_s in zip(self.without_s, self.with_s, strict=True)]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 class Stopwatch(Callback):
-    """Measure the processor time from the first step that counts to the end of training."""
+    """Measure the processor time from the beginning of each step to that of the next, or to the end."""
 
     def __init__(self) -> None:
-        self.start_s = self.total_s = 0.0
+        self.starts_s: list[float] = []
 
     def before_dataloader(self, state: Any, logger: Any) -> None:
-        """Start at the first step that counts: those before it allocate what later ones use again."""
-        if state.timestamp.batch == NOT_COUNTED:
-            self.start_s = time.process_time()
+        """Begin a step."""
+        self.starts_s.append(time.process_time())
 
     def fit_end(self, state: Any, logger: Any) -> None:
-        """Stop."""
-        self.total_s = time.process_time() - self.start_s
+        """End the last one."""
+        self.starts_s.append(time.process_time())
+
+    @property
+    def steps_s(self) -> list[float]:
+        """The times of the steps that count: those before allocate what later ones use again."""
+        return [end_s - start_s for start_s, end_s in pairwise(self.starts_s)][NOT_COUNTED:]
 
 
-def train(workload: Workload, chosen: Sequence[Any]) -> float:
-    """Train once and return the processor time of a step, in seconds."""
+def train(workload: Workload, chosen: Sequence[Any]) -> list[float]:
+    """Train once, always in the same way, and return the processor time of each step, in seconds."""
     torch.manual_seed(0)
     model, dataset = workload.model(), workload.dataset()
     stopwatch = Stopwatch()
@@ -212,7 +215,7 @@ def train(workload: Workload, chosen: Sequence[Any]) -> float:
         model,
         train_dataloader=loader,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        max_duration=f"{EPOCHS}ep",
+        max_duration=f"{EPOCHS * BATCHES}ba",  # in epochs, no time would pass for methods within one
         algorithms=list(chosen),
         callbacks=[stopwatch],
         precision=workload.precision,
@@ -221,7 +224,7 @@ def train(workload: Workload, chosen: Sequence[Any]) -> float:
         progress_bar=False,
     ) as trainer:
         trainer.fit()
-    return stopwatch.total_s / (BATCHES * EPOCHS - NOT_COUNTED)
+    return stopwatch.steps_s
 
 
 def _dataset(dataset: Any) -> Dataset[Any]:
@@ -235,15 +238,15 @@ def make(key: str, metadata: Metadata) -> Any:
 
 def measure(keys: Sequence[str], num_rounds: int) -> dict[str, Cost]:
     """Train with and without each method, round by round."""
-    methods, ratios = all_metadata(), {key: list[float]() for key in keys}
+    methods, costs = all_metadata(), {key: Cost([], []) for key in keys}
     for workload in {CASES[key].workload.name: CASES[key].workload for key in keys}.values():
         train(workload, [])  # warms up
     for _ in range(num_rounds):
-        for key in keys:
+        for key, cost in costs.items():
             workload = CASES[key].workload
-            without_s, with_s = train(workload, []), train(workload, [make(key, methods[key])])
-            ratios[key].append(with_s / without_s)
-    return {key: Cost(found) for key, found in ratios.items()}
+            cost.without_s.append(train(workload, []))
+            cost.with_s.append(train(workload, [make(key, methods[key])]))
+    return costs
 
 
 def row(key: str, metadata: Metadata, cost: Cost) -> str:
@@ -260,25 +263,28 @@ def sentence(key: str, metadata: Metadata, cost: Cost) -> str:
     """Return what a method's card says about its cost."""
     settings = ", ".join(f"{name}={value!r}" for name, value in CASES[key].settings.items())
     return (
-        f"Measured here: a step took {cost} times the processor time of one without it ({cost.range} in "
-        f"{len(cost.ratios)} rounds), with `{metadata.class_name}({settings})` and {CASES[key].workload.name}, on one "
-        "thread of a CPU."
+        f"Measured here: a step with `{metadata.class_name}({settings})` takes {cost} times the processor time of one "
+        f"without it ({cost.range} in {len(cost.with_s)} rounds), for {CASES[key].workload.name}, on one thread."
     )
 
 
 def put(path: Path, marker: str, text: str) -> None:
     """Put a text between the two markers of a page."""
     page = path.read_text()
-    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    begin, end = f"<!--{marker}-->", f"<!--/{marker}-->"
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"{path} needs {begin} and {end} once each, around what is generated.")
-    path.write_text(re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", page, flags=re.DOTALL))
+    if not text.startswith("\n"):  # a paragraph, with the markers in it
+        text = textwrap.fill(f"{begin}{text}{end}", WIDTH, break_long_words=False, break_on_hyphens=False)
+        text = text.removeprefix(begin).removesuffix(end)
+    path.write_text(re.sub(f"{begin}.*{end}", lambda _: f"{begin}{text}{end}", page, flags=re.DOTALL))
 
 
 def write(costs: Mapping[str, Cost]) -> None:
     """Put the costs into the cards and the index."""
     methods = all_metadata()
-    put(CARDS / "README.md", "methods", "\n".join([HEAD, *(row(key, methods[key], costs[key]) for key in costs)]))
+    table = [HEAD, *(row(key, methods[key], cost) for key, cost in costs.items())]
+    put(CARDS / "README.md", "methods", "\n\n" + "\n".join(table) + "\n\n")
     for key, cost in costs.items():
         put(CARDS / f"{key}.md", "cost", sentence(key, methods[key], cost))
 

@@ -1,5 +1,6 @@
 """A Trainer whose model is sharded trains, saves and goes on as one whose model is not."""
 
+import math
 import os
 import warnings
 from collections import Counter
@@ -12,10 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torchmetrics import MeanMetric
 
 from composer import Trainer
 from composer.algorithms import GradientClipping
-from composer.models import ComposerModel
+from composer.models import ComposerGPT, ComposerModel
 from composer.utils import FSDP2Config, FSDPConfig
 from composer_dist import dist
 from composer_dist.testing import run_ranks
@@ -159,6 +161,34 @@ def test_training_goes_on_from_a_checkpoint_of_each_type(kind, plain, tmp_path):
         (unsharded, _), (handed_on, _) = others
         assert farthest(unsharded, plain) < TOLERANCE
         assert farthest(handed_on, weights) == 0.0
+
+
+def train_a_model_without_weights():
+    with torch.device("meta"):
+        model = ComposerGPT({"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 16, "max_seq_len": 4})
+    tokens = torch.arange(32).remainder(16).view(8, 4)
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=dist.get_sampler(data))
+    settings = {"device": "cpu", "progress_bar": False, "max_duration": "1ba"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loaders = {"train_dataloader": loader, "eval_dataloader": loader}
+    with Trainer(model=model, optimizers=optimizer, fsdp_config={}, **loaders, **settings) as trainer:
+        trainer.fit()
+        return {name: metric.compute().item() for name, metric in trainer.state.eval_metrics["eval"].items()}
+
+
+def test_a_model_made_on_the_meta_device_is_filled_and_measured(tmp_path):
+    first, second = run_ranks(train_a_model_without_weights, store=tmp_path / "store")
+    assert first == second
+    # Small weights say little about the next of 16 tokens.
+    assert first["LanguageCrossEntropy"] == pytest.approx(math.log(16), rel=0.05)
+
+
+def test_metrics_made_on_the_meta_device_are_refused_by_name():
+    with torch.device("meta"):
+        model = ComposerModel.from_module(nn.Linear(5, 3), F.cross_entropy, metrics=MeanMetric())
+    with pytest.raises(ValueError, match="'MeanMetric' of the model, a MeanMetric, is on the meta device"):
+        Trainer(model=model, eval_dataloader=[(torch.ones(4, 5), torch.zeros(4))], device="cpu")
 
 
 def collectives_of_a_step(run):

@@ -7,11 +7,15 @@ the typefaces of the test are ones that no training image shows.
 import string
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
+
+if TYPE_CHECKING:
+    from PIL.ImageFont import FreeTypeFont
 
 CHARACTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 CLASSES = string.ascii_lowercase + string.digits  # upper and lower case of a letter are one class
@@ -60,10 +64,15 @@ def draw_fonts(fonts: tuple[str, ...], sizes: tuple[int, ...], seed: int) -> tup
         Images `(number, 1, 32, 32)`, and the index of each one's character in `CLASSES`.
     """
     folder = font_folder()
+    from PIL import ImageFont  # it comes with matplotlib
+
     generator = np.random.default_rng(seed)
-    images = [
-        _draw(folder / font, size, character, generator) for font in fonts for size in sizes for character in CHARACTERS
-    ]
+    images: list[np.ndarray] = []
+    for font in fonts:
+        for size in sizes:
+            # The basic layout is the same wherever Pillow is; the other one needs a library that may be missing.
+            face = ImageFont.truetype(str(folder / font), size, layout_engine=ImageFont.Layout.BASIC)
+            images += [_draw(face, character, generator) for character in CHARACTERS]
     labels = [CLASSES.index(character.lower()) for character in CHARACTERS] * (len(fonts) * len(sizes))
     pixels = torch.from_numpy(np.stack(images)).float().unsqueeze(1) / 255
     return (pixels - 0.1) / 0.25, torch.tensor(labels)
@@ -81,14 +90,12 @@ def font_folder() -> Path:
     return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 
 
-def _draw(font: Path, size: int, character: str, generator: np.random.Generator) -> np.ndarray:
+def _draw(face: "FreeTypeFont", character: str, generator: np.random.Generator) -> np.ndarray:
     """Draw one character in white on black, with its box at a random place within the image."""
-    from PIL import Image, ImageDraw, ImageFont  # it comes with matplotlib
+    from PIL import Image, ImageDraw
 
-    # The basic layout is the same wherever Pillow is; the other one depends on a library that may be missing.
-    face = ImageFont.truetype(str(font), size, layout_engine=ImageFont.Layout.BASIC)
     left, top, right, bottom = face.getbbox(character)
-    x, y = (int(generator.integers(0, max(1, SIDE - extent + 1))) for extent in (right - left, bottom - top))
+    x, y = (int(generator.integers(0, max(1, SIDE - int(extent) + 1))) for extent in (right - left, bottom - top))
     image = Image.new("L", (SIDE, SIDE))
     ImageDraw.Draw(image).text((x - left, y - top), character, font=face, fill=255)
     return np.asarray(image)

@@ -3,10 +3,7 @@
 import itertools
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -110,7 +107,7 @@ def checkpoint(folder, batch):
 def assert_resumed(expected, folder, stops, *kind):
     for batch in stops:
         resumed = train(*kind, load_path=checkpoint(folder, batch))
-        assert resumed == {number: expected[number] for number in range(batch + 1, 13)}, batch
+        assert resumed == {number: expected[number] for number in range(batch + 1, 13)}, (batch, kind)
 
 
 @pytest.mark.slow
@@ -172,51 +169,45 @@ def test_what_a_listener_draws_changes_no_batch():
     assert plain.seen == drawing.seen
 
 
-def resume_on_two_ranks(folder, num_workers, is_persistent):
-    kind = (num_workers, is_persistent, True, True)
-    expected = train(*kind, save_folder=folder, save_interval="1ba")
-    dist.barrier()
-    assert_resumed(expected, folder, (2, 4, 9), *kind)
-    return expected
+def resume_on_two_ranks(folder):
+    """Return this rank's losses with each kind of workers."""
+    found = []
+    for num_workers, is_persistent in ((0, False), (1, False), (2, False), (2, True)):
+        kind, saved = (num_workers, is_persistent, True, True), os.path.join(folder, str(len(found)))
+        expected = train(*kind, save_folder=saved, save_interval="1ba")
+        dist.barrier()
+        assert_resumed(expected, saved, (2, 4, 9), *kind)
+        found.append(expected)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_workers", "is_persistent"), [(0, False), (1, False), (2, False), (2, True)])
-def test_two_ranks_go_on_to_the_last_bit(tmp_path, num_workers, is_persistent):
-    first, second = run_ranks(
-        resume_on_two_ranks,
-        str(tmp_path / "saved"),
-        num_workers,
-        is_persistent,
-        store=tmp_path / "store",
-        timeout_s=200,
-    )
-    assert first != second  # each rank has losses of its own
+def test_two_ranks_go_on_to_the_last_bit(tmp_path):
+    folder = str(tmp_path / "saved")
+    first, second = run_ranks(resume_on_two_ranks, folder, store=tmp_path / "store", timeout_s=400)
+    assert len(first) == len(second) == 4
+    assert all(losses != others for losses, others in zip(first, second, strict=True))  # each rank has its own
 
-
-SCRIPT = """
-import os, signal, sys
-sys.path.insert(0, {folder!r})
-from test_module import Callback, train
 
 class Killed(Callback):
+    def __init__(self, batch):
+        self.batch = batch
+
     def batch_checkpoint(self, state, logger):
-        if state.timestamp.batch == {batch}:
+        if state.timestamp.batch == self.batch:
             os.kill(os.getpid(), signal.SIGKILL)
 
-if __name__ == "__main__":
-    train({num_workers}, callbacks=[Killed()], save_folder={saved!r}, save_interval="1ba", autoresume=True)
-"""
+
+def train_until_killed(folder, num_workers, batch):
+    train(num_workers, callbacks=[Killed(batch)], save_folder=folder, save_interval="1ba", autoresume=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "batch"), [(0, 3), (1, 8), (2, 6)])
 def test_a_killed_process_is_gone_on_from(tmp_path, num_workers, batch):
-    shutil.copyfile(__file__, tmp_path / "test_module.py")
-    script, saved = tmp_path / "script.py", str(tmp_path / "saved")
-    script.write_text(SCRIPT.format(folder=str(tmp_path), batch=batch, num_workers=num_workers, saved=saved))
-    killed = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    saved = str(tmp_path / "saved")
+    with pytest.raises(AssertionError, match=f"died with exit code -{signal.SIGKILL:d}$"):
+        run_ranks(train_until_killed, saved, num_workers, batch, store=tmp_path / "store", world_size=1)
     resumed = train(num_workers, save_folder=saved, save_interval="1ba", autoresume=True)
     # Whether the listener is told before or after the saver, at most the batch at hand is trained on again.
     assert min(resumed) in (batch, batch + 1)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -135,45 +136,73 @@ def test_what_else_takes_part_goes_on_as_well(tmp_path, settings):
         assert_same(train(load_path=batches_saved(folder)[batch], **again), expected, batch)
 
 
-def resume_on_two_ranks(folder, num_workers):
-    expected = train(num_workers, True, save_folder=folder)
-    dist.barrier()
-    saved = batches_saved(folder)
-    stops = [2, 3, 5, 8] if num_workers == 0 else [5]  # there are 3 batches in an epoch
-    for batch in stops:
-        assert_same(train(num_workers, True, load_path=saved[batch]), expected, batch)
-    return expected[0], len(stops)
+def resume_on_two_ranks(folder):
+    """Return this rank's losses, without workers and with two, and how often it was resumed."""
+    found = []
+    for num_workers, stops in ((0, [2, 3, 5, 8]), (2, [5])):  # there are 3 batches in an epoch
+        own = os.path.join(folder, str(num_workers))
+        expected = train(num_workers, True, save_folder=own)
+        dist.barrier()
+        saved = batches_saved(own)
+        for batch in stops:
+            assert_same(train(num_workers, True, load_path=saved[batch]), expected, batch)
+        found.append((expected[0], len(stops)))
+    return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_two_ranks_are_resumed_to_the_last_bit(tmp_path, num_workers):
+def test_two_ranks_are_resumed_to_the_last_bit(tmp_path):
     folder = str(tmp_path / "checkpoints")
-    first, second = run_ranks(resume_on_two_ranks, folder, num_workers, store=tmp_path / "store", timeout_s=300)
-    assert first[0] != second[0]  # each rank has losses of its own
-    assert first[1] == second[1]
+    ranks = run_ranks(resume_on_two_ranks, folder, store=tmp_path / "store", timeout_s=300)
+    pairs = list(zip(*ranks, strict=True))
+    assert len(pairs) == 2
+    for first, second in pairs:
+        assert first[0] != second[0]  # each rank has losses of its own
+        assert first[1] == second[1]
 
 
 SCRIPT = """
-import sys
+import os, sys, time
 sys.path.insert(0, {folder!r})
 from test_module import Callback, train
-import time
 
 class Slow(Callback):
     def batch_end(self, state, logger):
         print("batch", int(state.timestamp.batch), flush=True)
         time.sleep(0.02)
 
-train(callbacks=[Slow()], save_folder={checkpoints!r}, autoresume=True, save_async={is_async}, max_duration="8ep")
-print("done", flush=True)
+for _ in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        train(callbacks=[Slow()], save_folder={folder!r} + "/checkpoints", autoresume=True, save_async={is_async},
+              max_duration="8ep")
+        os._exit(0)
+    print("started", process, flush=True)
+    os.waitpid(process, 0)
+    print("ended", process, flush=True)
 """
 
 
-def start(tmp_path, is_async):
+@contextmanager
+def starter(tmp_path, is_async):
+    """A process that begins, or resumes, the run in a process of its own at each line that it reads.
+
+    They are forked from it, since what they import takes longer than what they do.
+    """
     shutil.copyfile(__file__, tmp_path / "test_module.py")
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(folder=str(tmp_path), checkpoints=str(tmp_path / "checkpoints"), is_async=is_async))
-    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    script.write_text(SCRIPT.format(folder=str(tmp_path), is_async=is_async))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(script)], **pipes) as process:
+        yield process
+        process.stdin.close()  # by which it ends
+
+
+def start(process):
+    """Begin or resume the run, and return its process's number."""
+    print("go", file=process.stdin, flush=True)
+    word, number = process.stdout.readline().split()
+    assert word == "started"
+    return int(number)
 
 
 @pytest.mark.slow
@@ -181,11 +210,11 @@ def start(tmp_path, is_async):
 def test_a_run_that_is_killed_at_any_instant_loses_at_most_the_save_in_flight(tmp_path, is_async):
     chosen = random.Random(3)
     reached = 0
-    for _ in range(4):
-        with start(tmp_path, is_async) as process:
-            first = None
+    with starter(tmp_path, is_async) as process:
+        for _ in range(4):
+            number, first = start(process), None
             for line in process.stdout:
-                batch = int(line.split()[1])
+                batch = int(line.removeprefix("batch "))
                 if first is None:
                     # The one that was being saved when the run was killed may be lost, or with it the one before,
                     # which an asynchronous save had yet to begin with.
@@ -195,13 +224,13 @@ def test_a_run_that_is_killed_at_any_instant_loses_at_most_the_save_in_flight(tm
                 if batch >= first + 6:
                     break
             time.sleep(chosen.random() * 0.05)
-            process.send_signal(signal.SIGKILL)
-            process.stdout.close()
-            process.wait()
-        whole = list(batches_saved(tmp_path / "checkpoints").values())
-        assert whole
-        for path in whole:
-            verify(path)
+            os.kill(number, signal.SIGKILL)
+            while process.stdout.readline() != f"ended {number}\n":
+                pass  # batches that nobody waited for
+            whole = list(batches_saved(tmp_path / "checkpoints").values())
+            assert whole
+            for path in whole:
+                verify(path)
     expected, _ = train(max_duration="8ep")
     resumed, _ = train(save_folder=str(tmp_path / "checkpoints"), autoresume=True, max_duration="8ep")
     assert len(resumed) < len(expected) - 15

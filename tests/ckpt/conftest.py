@@ -108,3 +108,22 @@ def make_model():
         return model
 
     return make
+
+
+@pytest.fixture
+def checkpoint_of():
+    """Return what a Trainer saves of a model, by its plain parts."""
+
+    def describe(model):
+        name = type(model).__name__
+        config = json.loads(json.dumps({**model.config.to_dict(), "architectures": [name]}))
+        entry = {"file_extension": ".json", "content": config, "class": f"transformers.{name}"}
+        weights = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
+        return {
+            "state": {
+                "model": weights,
+                "integrations": {"huggingface": {"model": {"config": entry}, "tokenizer": {}}},
+            }
+        }
+
+    return describe

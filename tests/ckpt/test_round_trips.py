@@ -18,18 +18,6 @@ AUTO = {
 }
 
 
-def description(model):
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    name = f"transformers.{type(model).__name__}"
-    return {"model": {"config": {"file_extension": ".json", "content": config, "class": name}}, "tokenizer": {}}
-
-
-def checkpoint_of(model):
-    """Return what a Trainer saves of a model, by its plain parts."""
-    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return {"state": {"model": weights, "integrations": {"huggingface": json.loads(json.dumps(description(model)))}}}
-
-
 def on_disk(folder):
     """Read a folder's tensors with the reference reader."""
     found = {}
@@ -65,7 +53,7 @@ def test_a_folder_comes_back_from_a_checkpoint_bit_for_bit(name, make_model, ckp
 
 
 @pytest.mark.parametrize("name", AUTO)
-def test_a_checkpoint_comes_back_from_a_folder_with_its_names_and_ties(name, make_model, ckpt, tmp_path):
+def test_a_checkpoint_comes_back_from_a_folder_with_its_names_and_ties(name, make_model, checkpoint_of, ckpt, tmp_path):
     content = checkpoint_of(make_model(name))
     save_file(content, tmp_path / "first.pt")
     assert ckpt("convert", tmp_path / "first.pt", tmp_path / "there")[0] == 0
@@ -78,7 +66,7 @@ def test_a_checkpoint_comes_back_from_a_folder_with_its_names_and_ties(name, mak
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AUTO)
-def test_strangers_load_a_folder_and_get_the_same_logits(name, make_model, ckpt, stranger, tmp_path):
+def test_strangers_load_a_folder_and_get_the_same_logits(name, make_model, checkpoint_of, ckpt, stranger, tmp_path):
     model = make_model(name)
     save_file(checkpoint_of(model), tmp_path / "ep1.pt")
     ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out", "--max-shard-size", "2kB")
@@ -90,7 +78,9 @@ def test_strangers_load_a_folder_and_get_the_same_logits(name, make_model, ckpt,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AUTO)
-def test_the_other_release_of_transformers_loads_a_folder_as_well(name, root, make_model, ckpt, stranger, tmp_path):
+def test_the_other_release_of_transformers_loads_a_folder_as_well(
+    name, root, make_model, checkpoint_of, ckpt, stranger, tmp_path
+):
     python = root / ".venv-transformers4" / "bin" / "python"
     if not python.exists():
         pytest.skip("there is no environment with transformers 4 at .venv-transformers4")
@@ -104,7 +94,7 @@ def test_the_other_release_of_transformers_loads_a_folder_as_well(name, root, ma
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_a_cast_is_rounded_once_and_said_in_the_config(name, make_model, ckpt, tmp_path):
+def test_a_cast_is_rounded_once_and_said_in_the_config(name, make_model, checkpoint_of, ckpt, tmp_path):
     model = make_model(name)
     model.save_pretrained(tmp_path / "fp32")
     save_file(checkpoint_of(model), tmp_path / "ep1.pt")
@@ -115,14 +105,14 @@ def test_a_cast_is_rounded_once_and_said_in_the_config(name, make_model, ckpt, t
 
 
 @pytest.mark.parametrize("save", [save_file, save_sharded])
-def test_tied_weights_are_written_once(save, make_model, ckpt, tmp_path):
+def test_tied_weights_are_written_once(save, make_model, checkpoint_of, ckpt, tmp_path):
     save(checkpoint_of(make_model("gpt2")), tmp_path / "ep1")
     _, plan = ckpt("convert", tmp_path / "ep1", tmp_path / "out")
     assert plan["dropped_aliases"] == {"lm_head.weight": "transformer.wte.weight"}
     assert "lm_head.weight" not in on_disk(tmp_path / "out")
 
 
-def test_tied_weights_that_differ_are_refused(make_model, ckpt, tmp_path):
+def test_tied_weights_that_differ_are_refused(make_model, checkpoint_of, ckpt, tmp_path):
     content = checkpoint_of(make_model("gpt2"))
     content["state"]["model"]["model.lm_head.weight"] = torch.zeros(50, 8)
     save_file(content, tmp_path / "ep1.pt")
@@ -132,7 +122,7 @@ def test_tied_weights_that_differ_are_refused(make_model, ckpt, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sharded_checkpoint_becomes_a_folder_and_the_folder_a_sharded_one(make_model, ckpt, tmp_path):
+def test_a_sharded_checkpoint_becomes_a_folder_and_the_folder_a_sharded_one(make_model, checkpoint_of, ckpt, tmp_path):
     model = make_model("llama")
     content = checkpoint_of(model)
     save_sharded(content, tmp_path / "ep1")
@@ -144,7 +134,7 @@ def test_a_sharded_checkpoint_becomes_a_folder_and_the_folder_a_sharded_one(make
 
 
 @pytest.mark.slow
-def test_a_folder_of_pickles_loads_too(make_model, ckpt, stranger, tmp_path):
+def test_a_folder_of_pickles_loads_too(make_model, checkpoint_of, ckpt, stranger, tmp_path):
     model = make_model("gpt2")
     save_file(checkpoint_of(model), tmp_path / "ep1.pt")
     ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out", "--format", "bin")
@@ -172,7 +162,7 @@ def test_bare_weights_become_a_folder_with_a_config_given(make_model, ckpt, tmp_
         (lambda weights: weights.update({"model.model.norm.weight": torch.ones(3)}), ["another shape", "norm.weight"]),
     ],
 )
-def test_weights_that_do_not_fit_the_model_are_named(change, words, make_model, ckpt, tmp_path):
+def test_weights_that_do_not_fit_the_model_are_named(change, words, make_model, checkpoint_of, ckpt, tmp_path):
     content = checkpoint_of(make_model("llama"))
     change(content["state"]["model"])
     save_file(content, tmp_path / "ep1.pt")
@@ -182,7 +172,7 @@ def test_weights_that_do_not_fit_the_model_are_named(change, words, make_model, 
     assert os.listdir(tmp_path) == ["ep1.pt"]
 
 
-def test_an_unknown_architecture_is_named(make_model, ckpt, tmp_path):
+def test_an_unknown_architecture_is_named(make_model, checkpoint_of, ckpt, tmp_path):
     content = checkpoint_of(make_model("gpt2"))
     content["state"]["integrations"]["huggingface"]["model"]["config"]["content"]["model_type"] = "gpt-17"
     save_file(content, tmp_path / "ep1.pt")
@@ -191,7 +181,7 @@ def test_an_unknown_architecture_is_named(make_model, ckpt, tmp_path):
     assert "gpt-17" in told["error"]["message"]
 
 
-def test_code_that_a_checkpoint_brings_is_neither_run_nor_written(make_model, ckpt, tmp_path):
+def test_code_that_a_checkpoint_brings_is_neither_run_nor_written(make_model, checkpoint_of, ckpt, tmp_path):
     content = checkpoint_of(make_model("gpt2"))
     saved = content["state"]["integrations"]["huggingface"]
     saved["model"]["config"]["class"] = "evil.Model"

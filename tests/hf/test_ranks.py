@@ -1,5 +1,6 @@
 """The Trainer with Hugging Face models on two ranks."""
 
+import importlib.util
 import os
 
 import pytest
@@ -67,6 +68,11 @@ def train(model, parallelism=None, **options):
     return trainer
 
 
+FSDP = {"fsdp": {"state_dict_type": "full"}}
+KINDS = ("llama", "tied llama", "t5", "mixtral")
+WAYS = {"ddp": None, "fsdp2": FSDP}
+
+
 def train_on_ranks(kind, parallelism, folder):
     model = HuggingFaceModel(make_model(kind))
     checkpointer = HuggingFaceCheckpointer(folder, save_interval="3ba")
@@ -81,18 +87,35 @@ def train_on_ranks(kind, parallelism, folder):
     return saved, generated, units
 
 
-FSDP = {"fsdp": {"state_dict_type": "full"}}
+def train_all_on_ranks(folder):
+    """Train all that the tests look at, since starting the ranks takes longer than training them."""
+    found = {}
+    for way, parallelism in WAYS.items():
+        for kind in KINDS:
+            found[way, kind] = train_on_ranks(kind, parallelism, os.path.join(folder, way, kind))
+    found["mixed"] = begin_mixed(os.path.join(folder, "base"), os.path.join(folder, "mixed.pt"))
+    if importlib.util.find_spec("peft") is not None:
+        found["adapter"] = train_adapter(os.path.join(folder, "adapter"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    """Return the folder, and what each of two ranks has seen."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_model("llama").save_pretrained(folder / "base")
+    return folder, run_ranks(train_all_on_ranks, str(folder), store=folder / "store", timeout_s=400)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "tied llama", "t5", "mixtral"])
-@pytest.mark.parametrize("parallelism", [None, FSDP], ids=["ddp", "fsdp2"])
-def test_two_ranks_give_the_folder_that_one_gives(kind, parallelism, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_give_the_folder_that_one_gives(kind, way, on_ranks, tmp_path):
     alone = train(HuggingFaceModel(make_model(kind)))
     expected = alone.state.model.model
-    results = run_ranks(train_on_ranks, kind, parallelism, str(tmp_path), store=tmp_path / "store", timeout_s=240)
+    place, results = on_ranks[0] / way / kind, [of_rank[way, kind] for of_rank in on_ranks[1]]
 
-    folder = tmp_path / "huggingface" / "ba3"
+    folder = place / "huggingface" / "ba3"
     loaded = type(expected).from_pretrained(folder)
     for name, weight in expected.state_dict().items():
         # The order of the sum over samples is another one.
@@ -100,7 +123,7 @@ def test_two_ranks_give_the_folder_that_one_gives(kind, parallelism, tmp_path):
     converted = write_huggingface_pretrained_from_composer_checkpoint(results[0][0], tmp_path / "out")
     again = type(expected).from_pretrained(converted)
     assert all(torch.equal(again.state_dict()[name], weight) for name, weight in loaded.state_dict().items())
-    if parallelism is not None:
+    if WAYS[way] is not None:
         block = {"t5": "FSDPT5Block", "mixtral": "FSDPMixtralDecoderLayer"}.get(kind, "FSDPLlamaDecoderLayer")
         assert block in results[0][2]
     loaded.eval()
@@ -126,12 +149,12 @@ def train_adapter(folder):
 # peft 0.21 asks models of transformers 5 by an older name of the property.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.slow
-def test_an_adapter_is_trained_on_a_sharded_model(tmp_path):
+def test_an_adapter_is_trained_on_a_sharded_model(on_ranks, tmp_path):
     peft = pytest.importorskip("peft")
-    results = run_ranks(train_adapter, str(tmp_path), store=tmp_path / "store", timeout_s=240)
+    place, results = on_ranks[0] / "adapter", [of_rank["adapter"] for of_rank in on_ranks[1]]
 
     folder = write_huggingface_pretrained_from_composer_checkpoint(results[0][0], tmp_path / "out")
-    by_callback = peft.PeftModel.from_pretrained(make_model("llama"), tmp_path / "huggingface" / "ba3").eval()
+    by_callback = peft.PeftModel.from_pretrained(make_model("llama"), place / "huggingface" / "ba3").eval()
     by_function = peft.PeftModel.from_pretrained(make_model("llama"), folder).eval()
     tokens = torch.full((1, 3), 7)
     assert torch.equal(by_callback(tokens).logits, by_function(tokens).logits)
@@ -162,16 +185,11 @@ def begin_mixed(folder, save):
 
 
 @pytest.mark.slow
-def test_a_model_that_rank_0_alone_has_loaded_is_trained_like_any_other(tmp_path):
-    make_model("llama").save_pretrained(tmp_path / "base")
+def test_a_model_that_rank_0_alone_has_loaded_is_trained_like_any_other(on_ranks):
     alone = train(HuggingFaceModel(make_model("llama")))
-    save = str(tmp_path / "last.pt")
 
-    assert run_ranks(begin_mixed, str(tmp_path / "base"), save, store=tmp_path / "store", timeout_s=240) == [
-        False,
-        True,
-    ]
-    weights = torch.load(save, weights_only=True)["state"]["model"]
+    assert [of_rank["mixed"] for of_rank in on_ranks[1]] == [False, True]
+    weights = torch.load(on_ranks[0] / "mixed.pt", weights_only=True)["state"]["model"]
     for name, weight in alone.state.model.state_dict().items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
     alone.close()

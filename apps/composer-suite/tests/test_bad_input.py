@@ -56,7 +56,7 @@ def test_data_that_can_be_read_only_once_do_not_pass_for_empty_epochs(make_train
     batches = iter(make_loader(8, 4))
     trainer = make_trainer(train_dataloader=batches, device_train_microbatch_size=4)
     with pytest.raises(ValueError, match=r"yielded no batch in epoch 1.*can be read only once"):
-        trainer.fit(duration="2ep", train_subset_num_batches=3)
+        trainer.fit(duration="2ep")
 
 
 def test_fit_without_a_duration(make_trainer):
@@ -310,6 +310,9 @@ def test_a_misspelt_keyword_names_the_nearest(make_trainer, call, said):
         ({"train_dataloader_label": 3}, TypeError, "train_dataloader_label=3 must be a text"),
         ({"load_exclude_algorithms": 5}, TypeError, "load_exclude_algorithms=5 must be a list of class names"),
         ({"load_exclude_algorithms": "EMA"}, TypeError, "load_exclude_algorithms='EMA' must be a list"),
+        ({"save_folder": 3}, TypeError, "save_folder=3 must be a text or a path, or None"),
+        ({"save_filename": None}, TypeError, "save_filename=None must be a text or a path"),
+        ({"load_path": 3}, TypeError, "load_path=3 must be a text or a path"),
         ({"spin_dataloaders": "no"}, TypeError, "spin_dataloaders='no' must be True or False"),
         ({"dist_timeout": math.inf}, ValueError, "dist_timeout=inf must be a finite number"),
         ({"max_duration": True}, ValueError, "max_duration=True is no length of training.*'10ep'"),

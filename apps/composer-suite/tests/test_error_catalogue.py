@@ -222,6 +222,20 @@ def test_a_later_checkpoint_of_another_run_is_no_mistake_before_fit(make_trainer
     assert (tmp_path / "ep5-ba9-rank0.pt").read_text() == "of another run"
 
 
+@pytest.mark.parametrize("layers", [(), (nn.Linear(2, 2),)], ids=["no weight in common", "some in common"])
+def test_weights_of_another_model(make_trainer, make_model, tmp_path, layers):
+    path = make_trainer(max_duration="1ba").save_checkpoint(str(tmp_path / "other.pt"))
+    model = make_model()
+    model.module = nn.Sequential(*model.module, *layers) if layers else nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for ComposerClassifier"):
+        make_trainer(
+            model=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            load_path=path,
+            load_weights_only=True,
+        )
+
+
 def test_a_callback_that_another_trainer_still_has(make_trainer):
     callback = Callback()
     make_trainer(callbacks=callback)

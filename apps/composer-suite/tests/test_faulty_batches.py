@@ -208,7 +208,9 @@ def fail(*args, **kwargs):
     raise ZeroDivisionError("today")
 
 
-class Unreadable(Batches):
+class Unreadable:
+    batch_size = 4
+
     def __iter__(self):
         fail()
 
@@ -219,7 +221,7 @@ GOOD = Batches([(torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))])
 @pytest.mark.parametrize(
     ("data", "stage"),
     [
-        (Unreadable(GOOD), "{dataloader}"),
+        (Unreadable(), "{dataloader}"),
         (DataSpec(GOOD, batch_transforms=fail), "{dataloader}"),
         (DataSpec(GOOD, microbatch_transforms=fail), "{microbatch}"),
     ],

@@ -372,6 +372,13 @@ def test_a_folder_of_the_pointers_name_is_not_replaced(tmp_path):
         replace_pointer(tmp_path / "latest", tmp_path / "ep1")
 
 
+def test_a_checkpoint_is_not_replaced_by_a_link_to_itself(tmp_path):
+    (tmp_path / "ep1").write_bytes(b"weights")
+    with pytest.raises(CheckpointConflictError, match="a link to itself"):
+        replace_pointer(tmp_path / "ep1", tmp_path / "." / "ep1")
+    assert (tmp_path / "ep1").read_bytes() == b"weights"
+
+
 @pytest.mark.parametrize("content", [b"", b"\x80\x04\x95.", b"two\nlines", b"x" * 5000, b"../elsewhere/ep1.pt"])
 def test_a_file_that_is_no_pointer_is_not_read_as_one(tmp_path, content):
     (tmp_path / "latest").write_bytes(content)

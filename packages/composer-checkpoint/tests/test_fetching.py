@@ -110,6 +110,11 @@ def test_a_logger_that_can_download_is_a_store_too(tmp_path):
     assert get("run/x", tmp_path / "x", object_store=Destination()) == b"run/x"
 
 
+def test_what_cannot_download_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"object_store=3 cannot download"):
+        get_file("run/x.pt", tmp_path / "x.pt", 3)
+
+
 def test_pointers_are_followed_also_through_others_and_when_only_they_exist(store, tmp_path):
     store.put("run/latest.pt.symlink", b"run/ep1.pt")
     store.put("newest.symlink", f"{store.uri}/run/latest.pt.symlink".encode())

@@ -11,10 +11,12 @@ import pickle
 import shutil
 import subprocess
 import tarfile
+import warnings
 import zipfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from composer_checkpoint import (
     CheckpointError,
@@ -23,6 +25,7 @@ from composer_checkpoint import (
     hash_file,
     inspect_file,
     load_file,
+    load_sharded,
     read_manifest,
     safe_torch_load,
     safe_unpickle,
@@ -176,6 +179,47 @@ def test_every_carrier_of_it_is_refused(tmp_path, carrier, payload):
         assert str(path) in str(caught.value)
     with pytest.raises(CheckpointError):
         verify(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A sharded checkpoint as torch itself writes it: without a manifest, which would tell of any change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.save({"epoch": 3}, checkpoint_id=tmp_path / "ep1", no_dist=True)
+    return tmp_path / "ep1"
+
+
+def put_metadata(folder, data):
+    (folder / ".metadata").write_bytes(data)
+
+
+def put_item(folder, data):
+    (folder / "__0_0.distcp").write_bytes(as_zip(data))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (place,) = metadata.storage_data.values()
+    place.offset, place.length = 0, len(as_zip(data))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("put", [put_metadata, put_item])
+@pytest.mark.parametrize("payload", NAMES, indirect=True)
+def test_the_files_of_a_sharded_checkpoint_are_refused_with_it(folder, put, payload):
+    data, name = payload
+    put(folder, data)
+    for use in (verify, lambda folder: load_sharded({"epoch": 0}, folder)):
+        with pytest.raises(UnsafeCheckpointError, match=name):
+            use(folder)
+
+
+@pytest.mark.usefixtures("warm_extension")
+@pytest.mark.parametrize("put", [put_metadata, put_item])
+def test_a_registered_extension_is_refused_in_a_sharded_checkpoint_too(folder, put, marker):
+    command = f"touch {marker}".encode()
+    put(folder, b"\x80\x02\x82\xf0X" + len(command).to_bytes(4, "little") + command + b"\x85R.")
+    for use in (verify, lambda folder: load_sharded({"epoch": 0}, folder)):
+        with pytest.raises(UnsafeCheckpointError, match="EXT1"):
+            use(folder)
 
 
 @pytest.mark.usefixtures("warm_extension")

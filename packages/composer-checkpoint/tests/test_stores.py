@@ -404,6 +404,12 @@ def test_a_volume_deletes_files_and_mlflow_says_that_it_cannot(databricks, file)
     assert databricks.list_objects("run/") == ["run/y"]
 
 
+@pytest.mark.parametrize("uri", ["s3://", "gs:///run", "azure://", "sftp:///home"])
+def test_an_address_without_a_bucket_or_host_is_refused(uri):
+    with pytest.raises(ValueError, match="names no bucket or host"):
+        maybe_create_object_store_from_uri(uri)
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -23,6 +23,7 @@ from composer_fsdp import (
     make_plan,
     parse_parallelism,
 )
+from composer_fsdp.wrap_rules import choose_units
 
 CPU = get_device("cpu")
 WORLD_SIZE = 4
@@ -150,6 +151,32 @@ def test_settings_that_a_unit_cannot_have_are_refused_with_the_units_name(option
 def test_a_tensor_parallel_plan_that_fits_nothing_is_refused(pattern, style, as_one_of_four):
     tp = TPConfig(tensor_parallel_degree=2, layer_plan={pattern: style})
     refusal(ValueError, repr(pattern), Model(), ParallelismConfig(fsdp=FSDPConfig(), tp=tp))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_tensor_parallel_plan_that_is_no_dict_is_refused(as_one_of_four):
+    tp = TPConfig(tensor_parallel_degree=2, layer_plan=["net.1"])  # pyright: ignore[reportArgumentType]  # what is tested
+    refusal(ValueError, "layer_plan=['net.1'] is a list", Model(), ParallelismConfig(fsdp=FSDPConfig(), tp=tp))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
+def test_a_unit_with_other_ranks_than_the_rest_does_not_go_with_tensor_parallelism(strategy, as_one_of_four):
+    tp = TPConfig(tensor_parallel_degree=2, layer_plan={"net.0": ColwiseParallel()})
+    model = Model({"sharding_strategy": strategy})
+    refusal(ValueError, "of a single module", model, ParallelismConfig(fsdp=FSDPConfig(), tp=tp))
+
+
+@pytest.mark.parametrize("name", ["cpu_offload", "auto_wrap", "verbose", "sync_module_states", "use_orig_params"])
+@pytest.mark.parametrize("value", ["false", 2])
+def test_what_is_neither_yes_nor_no_is_refused(name, value, as_one_of_four):
+    refusal(ValueError, f"{name}={value!r} is neither True nor False", Model(), FSDPConfig(**{name: value}))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
+def test_a_units_setting_that_is_of_the_whole_model_is_warned_of(as_one_of_four):
+    with pytest.warns(UserWarning, match="state_dict_type='full', which does nothing"):
+        choose_units(Model({"state_dict_type": "full"}), make_plan(FSDP2Config(), world_size=WORLD_SIZE))
 
 
 def test_weights_that_units_share_are_refused(as_one_of_four):

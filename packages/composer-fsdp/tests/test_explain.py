@@ -74,6 +74,23 @@ def test_the_mesh_is_that_of_the_settings(settings, mesh):
     assert unit.mesh == mesh
 
 
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, {"data_parallel_shard": 16}),
+        ({"sharding_strategy": "no_shard"}, {"data_parallel_replicate": 16, "data_parallel_shard": 1}),
+        ({"sharding_strategy": "HYBRID_SHARD"}, {"data_parallel_replicate": 2, "data_parallel_shard": 8}),
+        ({"process_group": ["set4", "mod4"]}, {"data_parallel_replicate": 4, "data_parallel_shard": 4}),
+    ],
+)
+def test_a_unit_has_the_mesh_of_its_own_settings(options, mesh):
+    model = Net()
+    model.fsdp_wrap_fn = lambda module: options if isinstance(module, Expert) else False
+    units = units_of(model, FSDPConfig(), world_size=16)
+    assert units["blocks.0.1"].mesh == mesh
+    assert units[""].mesh == {"data_parallel_shard": 16}
+
+
 def test_ignored_modules_are_whole():
     model = Net()
     assert explain(model, FSDPConfig(ignored_modules=[model.frozen]), world_size=2).whole_parameters == 42

@@ -93,6 +93,17 @@ def test_experts_under_the_names_of_the_other_release_become_the_same_folder(sav
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize(
+    "values", [{"n_head": 0}, {"activation_function": "no such"}, {"n_embd": "wide"}, {"model_type": ["gpt2"]}]
+)
+def test_a_configuration_of_which_no_model_can_be_made_is_told(values, save_changed, tmp_path):
+    path = save_changed(lambda _, saved: saved["model"]["config"]["content"].update(values))
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"Give the configuration that fits|does not know it"):
+        write_folder(path, tmp_path / "out")
+    check_nothing_was_left(tmp_path)
+
+
 def test_a_checkpoint_without_a_description_is_told(save_changed, tmp_path):
     path = save_changed(lambda _, saved: saved.clear())
 

@@ -94,6 +94,21 @@ def test_a_file_of_no_known_kind_is_refused(entry):
         HuggingFaceMetadata.from_saved(content_of({}, {"a": entry}))
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.safetensors.index.json"])
+def test_a_file_that_would_replace_one_of_the_models_is_refused(name):
+    files = {name: {"file_extension": ".json", "content": {"auto_map": {"AutoModel": "evil.Model"}}}}
+
+    with pytest.raises(UnsafeCheckpointError, match="none of a tokenizer"):
+        HuggingFaceMetadata.from_saved(content_of({}, files))
+
+
+def test_settings_of_a_tokenizer_that_are_no_object_are_refused(tmp_path):
+    files = {"tokenizer_config.json": {"file_extension": ".json", "content": [1]}}
+
+    with pytest.raises(IncompatibleCheckpointError, match="JSON list"):
+        write_tokenizer(tmp_path, HuggingFaceMetadata.from_saved(content_of({}, files)))
+
+
 @pytest.mark.parametrize("content", [{}, {"state": {}}, {"state": {"integrations": {}}}, [], {"state": 3}])
 def test_a_checkpoint_of_another_model_is_told(content):
     with pytest.raises(MissingMetadataError, match=r'Name a checkpoint|"state" is not an available key'):

@@ -50,3 +50,21 @@ def test_a_gpt_never_waits_for_the_device():
     ids = torch.empty(2, 4, dtype=torch.long, device="meta")
     batch = {"input_ids": ids, "labels": ids, "attention_mask": ids}
     model.loss(model(batch), batch).backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: composer_models.ComposerGPT(
+            {"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 16, "max_seq_len": 4}
+        ),
+        lambda: composer_models.ComposerClassifier(torch.nn.Linear(5, 3), num_classes=3),
+    ],
+    ids=["gpt", "classifier"],
+)
+def test_metrics_count_from_zero_where_the_weights_have_no_values(make):
+    with torch.device("meta"):
+        model = make()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    metrics = [metric for is_train in (True, False) for metric in model.get_metrics(is_train=is_train).values()]
+    assert not any(state.is_meta for metric in metrics for state in metric.metric_state.values())

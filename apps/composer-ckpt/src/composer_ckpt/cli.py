@@ -141,6 +141,8 @@ def _add_convert(commands: Any) -> None:
     add = command.add_argument
     add("--composer_path", "--composer-path", dest="old_source", help=argparse.SUPPRESS)
     add("--hf_output_path", "--hf-output-path", dest="old_target", help=argparse.SUPPRESS)
+    add("--local_checkpoint_save_location", "--local-checkpoint-save-location", help=argparse.SUPPRESS)
+    add("--hf_repo_for_upload", "--hf-repo-for-upload", dest="push_to_hub", help=argparse.SUPPRESS)
     add(
         "--to",
         choices=("hf", "pt", "dcp", "local", "safetensors"),
@@ -173,6 +175,9 @@ def _add_convert(commands: Any) -> None:
     add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt, dcp, local)")
     add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which weights of DeepSpeed's")
     add("--trust-remote-code", "--trust_remote_code", action="store_true", help="run and keep code that came along")
+    add("--push-to-hub", metavar="REPO", help="publish the Hugging Face folder, too; --overwrite: also where REPO is")
+    add("--private", action="store_true", help="make the repository a private one")
+    add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="fetch it again and compare")
     add("--no-verify", action="store_true", help="do not compare SRC with its hashes, nor read back what was written")
     _add_writing(command)
 

@@ -4,7 +4,8 @@ import argparse
 from contextlib import ExitStack
 
 from composer_checkpoint import CheckpointConflictError
-from composer_checkpoint.uris import is_uri
+from composer_checkpoint.uris import get_file, is_uri
+from composer_ckpt.hub import check_request, publish
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.plans import Plan
 from composer_ckpt.progress import progress_bar
@@ -21,6 +22,8 @@ def convert(options: argparse.Namespace) -> Result:
     """Run the command."""
     _take_old_spellings(options)
     target, typed = _target_format(options), options.target
+    check_request(options, target)
+    options.replaces_repo = options.overwrite
     is_folder, notes = target in ("hf", "dcp"), list[str]()
     with ExitStack() as stack:
         options.target = stack.enter_context(
@@ -47,6 +50,8 @@ def convert(options: argparse.Namespace) -> Result:
                 plan.check()
             with progress_bar("writing", plan.size_bytes, quiet=options.quiet) as progress:
                 plan.write(progress)
+            if options.push_to_hub is not None:
+                plan.warnings.append(f"published as {publish(options.target, options)}")
     done = "nothing was written (--dry-run)" if options.dry_run else _done(plan, options)
     return Result("\n".join([*plan.lines(), done]), {**plan.to_dict(), "written": not options.dry_run})
 
@@ -84,6 +89,10 @@ def _take_old_spellings(options: argparse.Namespace) -> None:
             setattr(options, name, old)
     if options.source is None or options.target is None:
         raise UsageError("convert needs SRC and DST, such as: composer-ckpt convert latest-rank0.pt ./out")
+    kept = options.local_checkpoint_save_location
+    if kept is not None and not options.dry_run:
+        get_file(options.source, kept, progress_bar=False)
+        options.source = kept
 
 
 def _target_format(options: argparse.Namespace) -> str:

@@ -1,7 +1,6 @@
 """Planning a checkpoint of Composer: a `.pt`, per-rank files, a sharded folder, or weights alone as `.safetensors`."""
 
 import argparse
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 
 from composer_checkpoint import CorruptCheckpointError, verify, write_atomically
-from composer_checkpoint.commit import put_in_place
 from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
@@ -73,6 +71,7 @@ def _tree(source: TensorSource, options: argparse.Namespace, weights: Weights, n
         saved = saved_description(source, options)
         if saved is None:
             notes.append("there is no config.json, so the checkpoint does not say which model it is of")
+            state["model"] = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
         else:
             state["integrations"] = {"huggingface": saved}
             state["model"] = _named_as_in_composer(weights, saved, options, notes)
@@ -147,21 +146,22 @@ def _write(
 def _write_local(
     tree: dict[str, Any], info: Mapping[str, Any], options: argparse.Namespace, progress: Progress
 ) -> None:
-    final = Path(options.target)
-    with tempfile.TemporaryDirectory(prefix=".composer-ckpt-", dir=_made(final.parent)) as folder:
-        # Beside, and read back, before any of the files has its name.
-        unfinished = Path(folder, final.name)
-        stream_local(tree, unfinished, world_size=options.world_size, info=info, progress=progress)
-        files = sorted(Path(folder).iterdir())
+    stream_local(
+        tree,
+        options.target,
+        world_size=options.world_size,
+        info=info,
+        overwrite=options.overwrite,
+        progress=progress,
+    )
+    files = [Path(options.target.replace("{rank}", str(rank))) for rank in range(options.world_size)]
+    try:
         for path in files if not options.no_verify else ():
             _read_back(path)
+    except BaseException:
         for path in files:
-            put_in_place(path, final.parent / path.name, overwrite=options.overwrite)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _read_back(path: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping
 
+from composer_checkpoint import CorruptCheckpointError
 from composer_checkpoint.tensors import StoredTensor, TensorSource
 from composer_ckpt.outcomes import UsageError
 from composer_ckpt.plans import casts
@@ -19,8 +20,14 @@ def chosen_weights(
     """Return the weights that are converted, new names by old ones, and how many change their dtype to which.
 
     Raises:
+        CorruptCheckpointError: If an index promises more than there is.
         UsageError: If there are none.
     """
+    if source.missing:
+        raise CorruptCheckpointError(
+            f"{options.source}: {len(source.missing)} tensors of the index are in no file: "
+            f"{', '.join(source.missing[:5])}. Bring the files back, or use another checkpoint."
+        )
     weights = dict(source.weights)
     if not weights:
         some = ", ".join(list(source.tensors)[:5]) or "no tensors"

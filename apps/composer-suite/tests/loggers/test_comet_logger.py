@@ -1,6 +1,7 @@
 """Offline experiments of Comet, read back from the archive that `comet upload` would send."""
 
 import json
+import socket
 import zipfile
 from importlib.util import find_spec
 
@@ -101,3 +102,33 @@ def test_a_mask_that_is_no_mask(begun):
     engine = begun(CometMLLogger(exp_kwargs=OFFLINE))
     with pytest.raises(ValueError, match=r"masks\['mine'\] has a mask of shape \(3, 8, 8\)"):
         engine.logger.log_images(torch.rand(1, 3, 8, 8), masks={"mine": torch.zeros(1, 3, 8, 8)})
+
+
+def test_a_comet_that_never_answers_costs_one_warning_and_no_step(make_trainer, monkeypatch):
+    def train():
+        logger = CometMLLogger(patience_s=0.5, exp_kwargs={"log_env_details": False})
+        trainer = make_trainer(max_duration="2ba", loggers=logger)
+        trainer.fit()
+        trainer.close()
+        return logger, trainer
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("COMET_URL_OVERRIDE", f"http://127.0.0.1:{silent.getsockname()[1]}/clientlib/")
+        monkeypatch.setenv("COMET_API_KEY", "k" * 25)
+        with pytest.warns(RuntimeWarning, match="CometMLLogger has not answered within 0.5 s. Training") as warned:
+            logger, trainer = train()
+    assert [warning.category for warning in warned] == [RuntimeWarning]
+    assert trainer.state.timestamp.batch == 2
+    assert logger.experiment is None
+
+
+def test_a_logger_that_begins_again_has_an_experiment_of_its_own_for_each_run(begun, tmp_path):
+    logger = CometMLLogger(exp_kwargs=OFFLINE)
+    for value in (1.0, 2.0):
+        engine = begun(logger)
+        engine.logger.log_metrics({"value": value}, step=0)
+        engine.close()
+    points = sorted(Archive(path).points("value") for path in tmp_path.glob("*.zip"))
+    assert [[(step, float(value)) for step, value in each] for each in points] == [[(0, 1.0)], [(0, 2.0)]]

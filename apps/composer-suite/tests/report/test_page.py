@@ -25,9 +25,7 @@ def write_run(folder, name, *, offset=0.0, status="finished", error=None):
     times = {"started": "2026-01-01T00:00:00+00:00", "updated": "2026-01-01T00:01:40+00:00"}
     (folder / "status.json").write_text(json.dumps({"status": status, "error": error, "batch": 40, **times}))
     (folder / "acting.json").write_text(json.dumps({f"{EVIL} on init": {"count": 2, "batches": [[0, 0], [5, 9]]}}))
-    (folder / "times.json").write_text(
-        json.dumps({"step": {"gradients": 3.0, "waiting for data": 1.0}, "profiler": []})
-    )
+    (folder / "times.json").write_text(json.dumps({"step": {"backward": 3.0, "waiting for data": 1.0}, "profiler": []}))
     return folder
 
 
@@ -63,7 +61,7 @@ CHART = "document.querySelector('[data-chart=\"loss/train/total\"]')"
 
 def test_runs_lie_over_each_other_and_can_be_taken_away(page, browser):
     browser.open(page)
-    names = f"{CHART}.data.map(trace => trace.name)"
+    names = f"{CHART}.data.filter(trace => trace.mode === 'lines').map(trace => trace.name)"
     assert browser.run(names)[1] == "second"
     browser.run("document.querySelector('[data-run=\"0\"]').click()")
     scrolled = "new Promise(done => setTimeout(() => done(1), 300))"
@@ -112,6 +110,23 @@ def test_the_table_of_settings_shows_what_differs(page, browser):
     browser.run("document.getElementById('differences').click()")
     rows = browser.run("[...document.querySelectorAll('tr.differs')].map(row => row.cells[0].textContent)")
     assert rows == ["lr", "run_name"]
+
+
+def test_a_run_that_diverged_marks_every_point_that_is_no_number_and_draws_fast(tmp_path, browser):
+    run = write_run(tmp_path / "run", "run", status="running")
+    lines = [{"batch": n, "metrics": {"loss/train/total": 1.0 if n < 50 else "nan"}} for n in range(20_000)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    times = {"started": "2026-01-01T00:00:00+00:00", "updated": "2026-01-03T03:04:05+00:00"}
+    (run / "status.json").write_text(json.dumps({"status": "running", **times}))
+    browser.open(write_page([run], tmp_path / "page.html"))
+    # One line in the chart says where it began; a line for each of thousands would take a browser minutes.
+    assert browser.run(f"{CHART}.layout.shapes.map(shape => [shape.x0, shape.label.text])") == [[50, "nan"]]
+    marks = browser.run(f"{CHART}.data.find(trace => trace.mode === 'markers').x")
+    assert (marks[0], 3_000 < len(marks) <= 4_000) == (50, True)
+    row = browser.run("[...document.querySelectorAll('.overview tbody td')].map(cell => cell.textContent)")
+    assert row[1] == "running, seen last 2026-01-03 03:04:05 UTC"  # a run that was killed cannot say so
+    assert row[6] == "2 d 03:04:05"
+    assert browser.complaints() == ([], [])
 
 
 def test_one_run_without_metrics_and_one_with_thousands_of_names_are_shown(tmp_path, browser):

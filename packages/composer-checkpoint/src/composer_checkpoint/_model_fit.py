@@ -52,9 +52,10 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
     theirs = {_plain(str(name)): name for name in weights}
     if own and own.keys().isdisjoint(theirs):
         raise UnfittingWeightsError(
-            f"{path} is of another model: not one of its {len(theirs)} weights ({', '.join(sorted(theirs)[:5])}, ...) "
-            f"is among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that "
-            f"it was saved from."
+            f"Error(s) in loading state_dict for {type(unwrap_model(state.model)).__name__}: {path} is of another "
+            f"model: not one of its {len(theirs)} weights ({', '.join(sorted(theirs)[:5])}, ...) is among the "
+            f"{len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was "
+            f"saved from."
         )
     apart = _loading_in_their_own_way(state.model)
     fit = _compare(

@@ -181,6 +181,11 @@ def _read_remote_pointer(store: Any, name: str) -> str:
 
 
 def _fetch(store: Any, name: str, destination: str, overwrite: bool, progress_bar: bool) -> None:
+    if not hasattr(store, "download_object") and not hasattr(store, "download_file"):
+        raise TypeError(
+            f"object_store={store!r} cannot download. Give an ObjectStore, or a logger such as "
+            f"RemoteUploaderDownloader; or leave it out, if the path is an address."
+        )
     os.makedirs(os.path.dirname(os.path.abspath(destination)), exist_ok=True)
     if not hasattr(store, "download_object"):
         store.download_file(name, destination, overwrite, progress_bar)

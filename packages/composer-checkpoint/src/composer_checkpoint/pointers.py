@@ -27,7 +27,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
         target: The file or folder to point to, as the caller would open it.
 
     Raises:
-        CheckpointConflictError: If `link` is the name of a folder.
+        CheckpointConflictError: If `link` is the name of a folder, or that of the target.
         StorageError: If the link cannot be written.
 
     Example:
@@ -38,6 +38,10 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
         'ep1.pt'
     """
     link = Path(os.path.abspath(link))
+    if link == Path(os.path.abspath(target)):
+        raise CheckpointConflictError(
+            f"{link} is a checkpoint, which a link to itself would replace. Choose another name for the link."
+        )
     if is_folder(link):
         raise CheckpointConflictError(
             f"{link} is a folder, so that no link to the latest checkpoint can have this name. Move it away, or choose "

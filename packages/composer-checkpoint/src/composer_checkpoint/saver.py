@@ -143,6 +143,13 @@ class CheckpointSaver(Callback):
         interval = None if callable(save_interval) else save_interval
         check_filename(filename, interval=interval, overwrite=overwrite)
         check_compressor(filename)
+        if latest_filename is not None:
+            check_filename(str(latest_filename), argument="save_latest_filename", overwrite=True)
+            if str(latest_filename).lstrip("/") == filename:
+                raise ValueError(
+                    f"save_latest_filename={latest_filename!r} is what the checkpoints are called, too, so that the "
+                    f"link to the latest one would replace it. Give them two names, or pass save_latest_filename=None."
+                )
         check_ignore_keys("save_ignore_keys", ignore_keys)
         if save_async_policy not in ("wait", "skip"):
             raise ValueError(f"save_async_policy={save_async_policy!r} is not known. Use 'wait' or 'skip'.")

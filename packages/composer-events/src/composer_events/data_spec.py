@@ -167,8 +167,8 @@ def _refuse_undistributed(dataloader: Any) -> None:
         raise ValueError(
             f"The dataloader's sampler is a {type(dataloader.sampler).__name__!r}, so each of the {world_size} ranks "
             f"would read every sample. Pass sampler=DistributedSampler(dataset) from torch.utils.data.distributed to "
-            f"the DataLoader, or the result of composer.utils.dist.get_sampler(dataset). Ranks that hold tensors together "
-            f"(tensor parallelism) need the same samples: give both num_replicas and rank of their group."
+            f"the DataLoader, or the result of composer.utils.dist.get_sampler(dataset). Ranks that hold tensors "
+            f"together need the same samples: say so with the num_replicas and rank of either."
         )
 
 

@@ -85,9 +85,11 @@ def test_a_namedtuple_keeps_the_names_of_its_fields():
     assert second.label.tolist() == [0.0]
 
 
-def test_tensors_of_unequal_length_are_refused_rather_than_cut_short():
+@pytest.mark.parametrize("lengths", [(4, 3), (0, 4), (4, 0)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensors_of_unequal_length_are_refused_rather_than_cut_short(lengths, size):
     with pytest.raises(ValueError, match="differ in length"):
-        default_split_batch((torch.zeros(4), torch.zeros(3)), 2)
+        default_split_batch(tuple(map(torch.zeros, lengths)), size)
 
 
 def test_a_tensor_without_dimensions_is_refused():

@@ -2,18 +2,21 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
 
 import torch
 
-from composer_fsdp.config import FSDPConfig, ParallelismConfig
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
 
 __all__ = [
+    "HYBRID_STRATEGIES",
     "PREFETCHES",
     "STRATEGIES",
+    "check_flags",
     "check_fsdp",
     "check_reshard",
     "check_tensor_parallel",
@@ -25,9 +28,24 @@ __all__ = [
 
 log = getLogger(__name__)
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+HYBRID_STRATEGIES = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID_STRATEGIES)
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NONE")
 _STRICT_VARIABLE = "COMPOSER_STRICT_COMPAT"
+_MORE_THAN_FLAGS = ("activation_checkpointing", "reshard_after_forward")
+
+
+def check_flags(config: FSDPConfig | FSDP2Config) -> None:
+    """Refuse what is neither yes nor no where there is nothing else to say, such as the text `'false'`.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    for entry in fields(config):
+        if not isinstance(entry.default, bool) or entry.name in _MORE_THAN_FLAGS:
+            continue
+        if (value := getattr(config, entry.name)) not in (True, False, None):
+            raise ValueError(f"{entry.name}={value!r} is neither True nor False. Give one of them, without quotes.")
 
 
 def check_fsdp(config: FSDPConfig) -> None:
@@ -156,6 +174,12 @@ def check_tensor_parallel(config: ParallelismConfig) -> None:
         raise ValueError(
             "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
             "Use use_orig_params=True, which is the default, or leave tp out."
+        )
+    plan: Any = config.tp.layer_plan
+    if not isinstance(plan, Mapping | None):
+        raise ValueError(
+            f"layer_plan={plan!r} is a {type(plan).__name__}. Give a dict from patterns of module names to styles, "
+            f"such as {{'blocks.*.up': ColwiseParallel()}}."
         )
     mesh, degree = config.tp.device_mesh, config.tp.tensor_parallel_degree
     if mesh is not None and degree != 1 and (mesh.ndim != 1 or mesh.size() != degree):

@@ -7,11 +7,15 @@ import torch.distributed as tdist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_dist import dist
+from composer_fsdp.checks import HYBRID_STRATEGIES
 from composer_fsdp.degrees import AXES
 from composer_fsdp.groups import GroupCache, is_pair
 from composer_fsdp.plan import ShardingPlan
 
 __all__ = ["Meshes"]
+
+# Of a hybrid strategy of which nobody said how: the fast links are those inside a node.
+_BY_NODES = ("node", "local_rank_across_nodes")
 
 
 class Meshes:
@@ -56,11 +60,22 @@ class Meshes:
         ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
         return self._from_ranks([[rank] for rank in ranks], "self", group)
 
+    def of_strategy(self, strategy: str | None) -> DeviceMesh:
+        """Return the mesh of a unit that has a strategy of its own, or none. Every rank must call this.
+
+        Args:
+            strategy: One of `STRATEGIES`.
+        """
+        if strategy == "NO_SHARD":
+            return self._from_ranks([[rank] for rank in range(dist.get_world_size())], "self", None)
+        if strategy in HYBRID_STRATEGIES and self.data.ndim == 1:
+            return self.of_groups(*_BY_NODES)
+        return self.data
+
     def _groups_of(self, plan: ShardingPlan) -> tuple[Any, Any]:
         if plan.process_group is not None:
             return plan.process_group if is_pair(plan.process_group) else (plan.process_group, None)
-        # A hybrid strategy of which nobody said how: the fast links are those inside a node.
-        return "node", "local_rank_across_nodes"
+        return _BY_NODES
 
     def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
         """Return the mesh of the ranks that share, and perhaps of those that replicate. Every rank must call this.

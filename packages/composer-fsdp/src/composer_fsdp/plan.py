@@ -9,6 +9,7 @@ import torch
 from composer_dist import Precision
 from composer_fsdp.checks import (
     STRATEGIES,
+    check_flags,
     check_fsdp,
     check_reshard,
     check_tensor_parallel,
@@ -154,6 +155,7 @@ def make_plan(
     check_tensor_parallel(config)
     own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
     assert own is not None  # checked above
+    check_flags(own)
     shared: dict[str, Any] = {
         "activation_checkpointing": one_of(own, "activation_checkpointing", (False, True, "selective")),
         "activation_cpu_offload": bool(own.activation_cpu_offload),

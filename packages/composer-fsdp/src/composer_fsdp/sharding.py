@@ -24,6 +24,7 @@ from composer_fsdp import meta_init
 from composer_fsdp.activation import apply_ac
 from composer_fsdp.agreement import warn_of_different_weights
 from composer_fsdp.choice import choose
+from composer_fsdp.groups import is_pair
 from composer_fsdp.meshes import Meshes
 from composer_fsdp.mixed_precision import Dtypes, cast_buffers, resolve_dtypes
 from composer_fsdp.optimizers import rebuild
@@ -187,12 +188,20 @@ class Sharder:
 
     def mesh_of(self, unit: Unit) -> DeviceMesh:
         """Return the ranks that share and replicate a unit's weights. Every rank must call this."""
-        group = unit.options.get("process_group")
+        group: Any = unit.options.get("process_group")
+        mesh: DeviceMesh | None = unit.options.get("device_mesh")
+        if mesh is not None:
+            return self._noted(mesh)
         if group is None:
-            return self._meshes.data
-        if unit.options.get("grad_sync") == "world" and not isinstance(group, tuple):
+            return self._meshes.of_strategy(_strategy_of(unit))
+        if is_pair(group):
+            return self._noted(self._meshes.of_groups(*group))
+        if unit.options.get("grad_sync") == "world":
             return self._meshes.of_groups(group, self._meshes.across(group))
-        mesh = self._meshes.of_groups(*group) if isinstance(group, tuple) else self._meshes.of_groups(group)
+        return self._noted(self._meshes.of_groups(group))
+
+    def _noted(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return a mesh, and remember it if other ranks have weights of their own."""
         if mesh.size() < dist.get_world_size():
             self.local_meshes.add(mesh)
         return mesh
@@ -202,8 +211,8 @@ class Sharder:
         options = unit.options
         if "reshard_after_forward" in options:
             return options["reshard_after_forward"]
-        if "sharding_strategy" in options:
-            return str(options["sharding_strategy"]).upper() in ("FULL_SHARD", "HYBRID_SHARD")
+        if (strategy := _strategy_of(unit)) is not None:
+            return strategy in ("FULL_SHARD", "HYBRID_SHARD")
         reshard = self._plan.reshard_after_forward
         # What is freed at the end of a root's forward pass is gathered again at once; torch knows.
         return None if unit.is_root and reshard is True and self._plan.version == 1 else reshard
@@ -216,6 +225,11 @@ class Sharder:
     def _output_dtype(self, unit: Unit, dtypes: Dtypes) -> torch.dtype | None:
         """Return what a unit in another format than the rest gives to the rest."""
         return None if unit.is_root or dtypes.param == self._plan.dtypes.param else self._plan.dtypes.param
+
+
+def _strategy_of(unit: Unit) -> str | None:
+    strategy = unit.options.get("sharding_strategy")
+    return None if strategy is None else strategy.upper()
 
 
 def wrap_activations(

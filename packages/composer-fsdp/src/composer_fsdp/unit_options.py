@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import dist
-from composer_fsdp.checks import PREFETCHES, STRATEGIES, check_reshard
+from composer_fsdp.checks import HYBRID_STRATEGIES, PREFETCHES, STRATEGIES, check_reshard, warn
 from composer_fsdp.config import FSDP2Config
 from composer_fsdp.groups import check_group
 from composer_fsdp.keys import explain_key
@@ -28,6 +29,7 @@ _KEYS = (
     "shard_placement_fn",
     "grad_sync",
 )
+_NARROW_KEYS_OF_A_UNIT = ("reshard_after_forward", "mixed_precision", "device_mesh")
 
 
 def function_of(name: str, root: nn.Module) -> WrapFunction | None:
@@ -93,6 +95,13 @@ def _check_narrow_keys(name: str, options: Mapping[str, Any]) -> None:
             f"Invalid FSDP2 config keys in wrap_fn return value. Valid keys are: {allowed}. The dict for {name!r} "
             f"has {wrong!r}. {explain_key(wrong, allowed)}"
         )
+    for key in options:
+        if key not in _NARROW_KEYS_OF_A_UNIT:
+            warn(  # without the unit's name, so that it is said once for all of them
+                f"fsdp_wrap_fn returned {key}={options[key]!r}, which does nothing: it is a setting of the whole "
+                f"model. Set it in the FSDP2Config; a unit has {', '.join(_NARROW_KEYS_OF_A_UNIT)}.",
+                stacklevel=2,
+            )
 
 
 def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
@@ -105,12 +114,24 @@ def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
         value = options.get(key, accepted[0])
         if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in accepted:
             raise ValueError(f"{key}={value!r} is none that there is. Use one of {', '.join(map(repr, accepted))}.")
-    check_reshard(options.get("reshard_after_forward", True), None if "process_group" in options else plan.shard_degree)
+    own_ranks = options.keys() & {"process_group", "device_mesh"}
+    check_reshard(options.get("reshard_after_forward", True), None if own_ranks else plan.shard_degree)
     limit = options.get("forward_prefetch_limit", 1)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"forward_prefetch_limit={limit!r} is not a number of modules: it has to be 1 or more.")
     if not callable(options.get("shard_placement_fn", len)):
         raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is no function of a parameter.")
+    strategy = str(options.get("sharding_strategy")).upper()
+    if strategy in ("NO_SHARD", *HYBRID_STRATEGIES) and plan.tensor_parallel_degree > 1:
+        raise ValueError(
+            f"sharding_strategy={strategy!r} of a single module does not go with tensor parallelism. Use 'FULL_SHARD' "
+            f"or 'SHARD_GRAD_OP', or leave it out."
+        )
+    mesh = options.get("device_mesh")
+    if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2)):
+        raise ValueError(
+            f"device_mesh={mesh!r} is no DeviceMesh with one axis to shard over, or two of which the first replicates."
+        )
     if options.get("process_group") is not None:
         check_group(options["process_group"], dist.get_world_size())
     if "mixed_precision" in options:

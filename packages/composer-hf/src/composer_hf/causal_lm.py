@@ -12,6 +12,7 @@ from composer_dist import dist
 from composer_hf.model import HuggingFaceModel
 from composer_hf.sharding_hints import prepare_hf_model_for_fsdp
 from composer_models import LanguageCrossEntropy, LanguagePerplexity, MissingConditionalImportError
+from composer_models.metrics import counting_from_zero
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -112,8 +113,9 @@ class ComposerHFCausalLM(HuggingFaceModel):
             return _with_saved_adapter(model, pretrained_lora_id_or_path)
 
         model = _on_every_rank(build, pretrained_model_name_or_path)
-        eval_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_eval_metrics)]
-        train_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_train_metrics)]
+        with counting_from_zero():
+            eval_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_eval_metrics)]
+            train_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_train_metrics)]
         super().__init__(
             model,
             tokenizer,

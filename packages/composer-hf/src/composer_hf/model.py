@@ -1,7 +1,6 @@
 """A Hugging Face model as the training loop asks for it."""
 
 import copy
-import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from logging import getLogger
@@ -20,6 +19,7 @@ from composer_hf.adapters import (
     peft_installed,
 )
 from composer_hf.from_checkpoint import hf_from_composer_checkpoint
+from composer_hf.model_traits import forward_args, resolve_shift
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
 from composer_hf.saved_state import (
     describe,
@@ -127,8 +127,8 @@ class HuggingFaceModel(ComposerModel):
         self.dummy_forward_called = False
         self.labels: Tensor | None = None
         inner = maybe_get_underlying_model(self.model)
-        self.shift_labels = _resolve_shift(inner, shift_labels)
-        self.model_forward_args = _forward_args(inner)
+        self.shift_labels = resolve_shift(inner, shift_labels)
+        self.model_forward_args = forward_args(inner)
         self.extra_forward_args = frozenset(extra_forward_args)
         self.train_metrics = _by_name(metrics)
         self.val_metrics = _by_name(eval_metrics) if eval_metrics is not None else copy.deepcopy(self.train_metrics)
@@ -342,41 +342,6 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
     from peft import get_peft_model  # optional
 
     return get_peft_model(model, peft_config)
-
-
-def _resolve_shift(model: Any, shift_labels: bool | None) -> bool:
-    is_causal = _is_causal(model)
-    if shift_labels is None:
-        return is_causal
-    if is_causal and not shift_labels:
-        log.warning(
-            "The shift_labels argument was set to False but the model is an instance of a HuggingFace Causal LM. This "
-            "may lead to incorrect behavior: the logits of each token are compared with that very token."
-        )
-    return shift_labels
-
-
-def _is_causal(model: Any) -> bool:
-    """Say whether a model is one of those that `AutoModelForCausalLM` makes."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names: set[str] = set()
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        names.update([name] if isinstance(name, str) else name)
-    # By name, since asking for the classes would load the modules of every architecture.
-    return any(base.__name__ in names and base.__module__.startswith("transformers.") for base in type(model).__mro__)
-
-
-def _forward_args(model: Any) -> set[str]:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = {parameter.name for parameter in parameters if parameter.kind not in variable}
-    if not names:
-        raise ValueError(
-            f"the forward method of {type(model).__name__} names no arguments, so nothing of a batch could be passed "
-            f"to it. Give a model whose forward names them."
-        )
-    return names
 
 
 def _by_name(metrics: "Iterable[Metric] | None") -> "dict[str, Metric] | None":

@@ -1,7 +1,8 @@
 """The classes that a checkpoint names, looked up without running code that came with it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
@@ -128,17 +129,24 @@ def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False
         raise IncompatibleCheckpointError(
             "the checkpoint does not tell the class of its model. Give a checkpoint that HuggingFaceModel wrote."
         )
-    model_class = find_class(metadata.model_class, trust_remote_code=trust_remote_code)
-    try:
+    with _telling_what_does_not_fit(metadata):
         config = build_config(metadata, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = build_model(model_class, config)
-            model.tie_weights()  # some classes do so when they load weights only
+    model_class = find_class(metadata.model_class, trust_remote_code=trust_remote_code)
+    with _telling_what_does_not_fit(metadata), torch.device("meta"):
+        model = build_model(model_class, config)
+        model.tie_weights()  # some classes do so when they load weights only
+    return model
+
+
+@contextmanager
+def _telling_what_does_not_fit(metadata: HuggingFaceMetadata) -> Iterator[None]:
+    """Say of what class a configuration is that transformers makes no model of, whatever it raises."""
+    try:
+        yield
     except (CheckpointError, ImportError):
         raise
-    except Exception as error:  # what a class makes of values that do not fit it, such as a division by zero
+    except Exception as error:  # such as a division by zero, from deep inside the class
         raise IncompatibleCheckpointError(
             f"transformers builds no {metadata.model_class!r:.200} of the checkpoint's configuration: "
             f"{type(error).__name__}: {str(error).strip().rstrip('.'):.300}. Give the configuration that fits."
         ) from error
-    return model

@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_models.base import ComposerModel
 from composer_models.losses import soft_cross_entropy
-from composer_models.metrics import CrossEntropy, metrics_by_name
+from composer_models.metrics import CrossEntropy, counting_from_zero, metrics_by_name
 
 
 class ComposerClassifier(ComposerModel):
@@ -54,7 +54,7 @@ class ComposerClassifier(ComposerModel):
         self.num_classes = _resolve_num_classes(module, num_classes)
         self.module = module
         self._loss_fn = loss_fn
-        with torch.device("cpu"):  # they count from 0, also where the weights have no values yet
+        with counting_from_zero():
             if train_metrics is None:
                 train_metrics = self._accuracy("train_metrics")
             if val_metrics is None:

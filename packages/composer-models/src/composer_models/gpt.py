@@ -11,7 +11,7 @@ from torchmetrics import Metric, MetricCollection
 
 from composer_models.base import ComposerModel
 from composer_models.gpt_config import GPTConfig
-from composer_models.metrics import metrics_by_name
+from composer_models.metrics import counting_from_zero, metrics_by_name
 from composer_models.nlp_metrics import LanguageCrossEntropy, LanguagePerplexity
 
 # The target of tokens that have no next one, or none that counts.
@@ -197,7 +197,7 @@ class ComposerGPT(ComposerModel):
     def __init__(self, cfg: GPTConfig | Mapping[str, Any] | object) -> None:
         super().__init__()
         self.model = GPT(GPTConfig.from_any(cfg))
-        with torch.device("cpu"):  # they count from 0, also where the weights have no values yet
+        with counting_from_zero():
             self.train_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
             self.val_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
 

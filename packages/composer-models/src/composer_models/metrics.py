@@ -1,6 +1,7 @@
 """Metrics of classification and segmentation, and of any loss function."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,20 @@ def metrics_by_name(metrics: Metrics | None) -> dict[str, Metric]:
             raise ValueError(f"metrics has two of class {name}: give them names, as in {{'top1': ..., 'top5': ...}}.")
         by_name[name] = metric
     return by_name
+
+
+def counting_from_zero() -> AbstractContextManager[Any]:
+    """Return the context in which a model makes its metrics, which need values where its weights have none yet.
+
+    On the meta device they would have nothing to begin with, and nothing could give it to them later.
+
+    Example:
+        >>> with torch.device("meta"), counting_from_zero():
+        ...     metric = CrossEntropy()
+        >>> metric.total_batches
+        tensor(0)
+    """
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
 
 
 class LossMetric(Metric):

@@ -81,7 +81,9 @@ class Outbox:
         # Registered after what the service's client has registered, hence called before that client goes.
         atexit.register(self.drain)
         if not answer.done():
-            self._warn(line, f"has not answered within {self.patience_s:g} s. Training goes on, and what is logged waits.")
+            self._warn(
+                line, f"has not answered within {self.patience_s:g} s. Training goes on, and what is logged waits."
+            )
             return None
         error = answer.exception()
         if error is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = ["Acting"]
 
@@ -27,6 +28,11 @@ class Acting:
         self._ranges: dict[str, list[list[int]]] = {}
         self._counts: dict[str, int] = {}
         self._gaps: dict[str, int] = {}
+
+    def restore(self, acting: Mapping[str, Any]) -> None:
+        """Go on with what `as_dict` has returned in an earlier part of the run."""
+        self._ranges = {name: [list(batches) for batches in acted["batches"]] for name, acted in acting.items()}
+        self._counts = {name: acted["count"] for name, acted in acting.items()}
 
     def add(self, name: str, batch: int) -> None:
         """Note that somebody acted in a batch."""

@@ -12,13 +12,17 @@ __all__ = ["StepTime"]
 # What has just ended when an event fires.
 _ENDS: Final = {
     Event.BATCH_START: "waiting for data",
-    Event.BEFORE_TRAIN_BATCH: "before the gradients",
-    Event.AFTER_TRAIN_BATCH: "gradients",
-    Event.BATCH_END: "optimizer's step",
-    Event.BATCH_CHECKPOINT: "evaluation and callbacks",
-    Event.EVAL_AFTER_ALL: "evaluation and callbacks",
+    Event.BEFORE_FORWARD: "preparing the batch",
+    Event.AFTER_FORWARD: "forward",
+    Event.AFTER_LOSS: "loss",
+    Event.AFTER_BACKWARD: "backward",
+    Event.AFTER_TRAIN_BATCH: "after backward",
+    Event.BATCH_END: "optimizer's step and callbacks",
+    Event.EVAL_AFTER_ALL: "evaluation",
+    Event.BATCH_CHECKPOINT: "checkpoints",
+    Event.EPOCH_CHECKPOINT: "checkpoints",
 }
-_BEGINS: Final = frozenset({Event.FIT_START, Event.EPOCH_START, Event.EVAL_BEFORE_ALL})
+_BEGINS: Final = frozenset({Event.FIT_START, Event.EPOCH_START, Event.EPOCH_END, Event.EVAL_BEFORE_ALL})
 
 
 class StepTime:

@@ -49,6 +49,7 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
             {"path": each.path, "size_bytes": each.size_bytes, "verification": each.verification}
             for each in run.checkpoints
         ],
+        "traces": run.traces,
         "num_bad_lines": run.num_bad_lines,
     }
 

@@ -30,15 +30,18 @@
     return `${(size / 2 ** (10 * power)).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
   };
   const duration = (status) => {
-    const seconds = (Date.parse(status.updated) - Date.parse(status.started)) / 1000;
-    return Number.isFinite(seconds) ? new Date(seconds * 1000).toISOString().slice(11, 19) : "";
+    const seconds = Math.floor((Date.parse(status.updated) - Date.parse(status.started)) / 1000);
+    if (!Number.isFinite(seconds)) return "";
+    const [days, ...clock] = [seconds / 86400, (seconds / 3600) % 24, (seconds / 60) % 60, seconds % 60].map(Math.floor);
+    return (days ? `${days} d ` : "") + clock.map((part) => String(part).padStart(2, "0")).join(":");
   };
-  const layout = (title, more = {}) => ({
-    title: { text: plain(title), font: { size: 13 }, x: 0.02, xanchor: "left" }, margin: { l: 56, r: 14, t: 36, b: 70 }, height: 300,
-    font: { size: 11 }, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }, ...more,
+  const layout = (more = {}) => ({
+    margin: { l: 56, r: 14, t: 12, b: 44 }, height: 260, font: { size: 11 }, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", traceorder: "normal" }, ...more,
   });
-  const config = { displaylogo: false, displayModeBar: "hover", responsive: true };
+  const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] };
+  const bars = { hovermode: "closest", yaxis: { autorange: "reversed", automargin: true, ticks: "outside", ticklen: 4, tickcolor: "#fff" } };
+  const short = (name) => plain(name.length > 40 ? `${name.slice(0, 39)}…` : name);
 
   function smoothed(values, weight) {
     if (!weight) return values;
@@ -80,27 +83,49 @@
     return [...groups].sort(([a], [b]) => rank(a) - rank(b) || a.localeCompare(b));
   }
 
+  // What is no number lies at the upper edge, on an axis of its own; where it begins, a line says what it is.
+  function notFinite(x, name, color, curve) {
+    const at = Object.keys(curve.not_finite).map(Number);
+    if (!at.length) return null;
+    const first = x[at[0]];
+    return {
+      trace: { x: at.map((index) => x[index]), y: at.map(() => 0.97), yaxis: "y2", mode: "markers", name, showlegend: false,
+        text: at.map((index) => plain(curve.not_finite[index])), hovertemplate: "%{text}", marker: { symbol: "x-thin", size: 7, line: { color, width: 1.5 } } },
+      shape: { type: "line", yref: "paper", y0: 0, y1: 1, x0: first, x1: first, line: { color: "#b42318", dash: "dot", width: 1 },
+        label: { text: plain(curve.not_finite[at[0]]), textposition: "start", font: { size: 9, color: "#b42318" } } },
+    };
+  }
+
   function draw(node, chart, curves) {
-    const traces = [], shapes = [];
+    const traces = [], odd = [];
     for (const { run, index, label, curve } of curves) {
       if (view.hidden.has(index)) continue;
       const x = curve[view.axis], name = plain([data.runs.length > 1 ? run.name : "", label].filter(Boolean).join(" ") || chart);
-      const line = { color: colors[(index + (data.runs.length > 1 ? 0 : traces.length)) % colors.length], width: 1.6,
-        dash: label && label !== "train" ? "dot" : "solid" };
+      const color = colors[(index + (data.runs.length > 1 ? 0 : traces.length)) % colors.length];
+      const line = { color, width: 1.6, dash: label && label !== "train" ? "dot" : "solid" };
       const few = curve.values.length < 30;
       if (view.smoothing) {
         traces.push({ x, y: curve.values, name, line: { ...line, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip", mode: "lines" });
       }
       traces.push({ x, y: smoothed(curve.values, view.smoothing), name, line, mode: few ? "lines+markers" : "lines", marker: { size: 5 } });
-      for (const [at, value] of Object.entries(curve.not_finite)) {
-        shapes.push({ type: "line", yref: "paper", y0: 0, y1: 1, x0: x[at], x1: x[at], line: { color: "#b42318", dash: "dot", width: 1 },
-          label: { text: plain(value), font: { size: 9, color: "#b42318" } } });
-      }
+      odd.push(notFinite(x, name, color, curve));
     }
-    Plotly.react(node, traces, layout(chart, {
-      shapes, showlegend: traces.length > 1, xaxis: { title: { text: axes[view.axis] }, zeroline: false },
+    const marked = odd.filter(Boolean);
+    // The colours of several runs are those of their names above.
+    const showlegend = data.runs.length === 1 && curves.length > 1;
+    Plotly.react(node, [...traces, ...marked.map((each) => each.trace)], layout({
+      shapes: marked.map((each) => each.shape), showlegend, ...(showlegend ? { margin: { l: 56, r: 14, t: 12, b: 70 } } : {}),
+      xaxis: { title: { text: axes[view.axis], standoff: 6 }, zeroline: false },
       yaxis: { type: view.log ? "log" : "linear", zeroline: false, automargin: true },
+      yaxis2: { overlaying: "y", range: [0, 1], fixedrange: true, visible: false },
     }), config);
+  }
+
+  function captionOf(chart, curves) {
+    const labels = [...new Set(curves.map(({ label }) => label))];
+    const isKey = data.runs.length > 1 && labels.length > 1;
+    const key = isKey ? ` – ${labels.map((label) => `${label} ${label === "train" ? "solid" : "dotted"}`).join(", ")}` : "";
+    return make("figcaption", {}, chart, make("span", { class: "faint" }, key));
   }
 
   const visible = new IntersectionObserver((entries) => {
@@ -123,7 +148,7 @@
         const node = make("div", { class: "chart", "data-chart": chart });
         node.redraw = () => draw(node, chart, curves);
         visible.observe(node);
-        grid.append(node);
+        grid.append(make("figure", {}, captionOf(chart, curves), node));
       }
       holder.append(make("h3", {}, `${group} (${wanted.length})`), grid);
       if (wanted.length > limit) {
@@ -137,14 +162,17 @@
     const rows = data.runs.map((run, index) => {
       const status = run.status.status ?? "unknown";
       const swatch = make("span", { style: `color:${colors[index % colors.length]}` }, "● ");
-      const state = make("span", { class: status }, status);
+      // One that was killed cannot say so.
+      const seen = status === "running" ? `, seen last ${String(run.status.updated).slice(0, 19).replace("T", " ")} UTC` : "";
+      const state = make("span", { class: status }, status + seen);
       const bad = run.num_bad_lines ? make("div", { class: "faint" }, `${run.num_bad_lines} line(s) of the metrics are cut off`) : null;
       const failure = run.status.error ? make("details", {}, make("summary", {}, "traceback"), make("pre", {}, run.status.error)) : null;
       return make("tr", {}, ...cells(make("div", {}, swatch, run.name), make("div", {}, state, failure, bad), run.status.epoch ?? 0,
         run.status.batch ?? 0, run.status.sample ?? 0, run.status.token ?? 0, duration(run.status),
         ...["device", "world_size", "torch"].map((name) => run.config[`environment/${name}`] ?? "")));
     });
-    return table(["run", "status", "epochs", "batches", "samples", "tokens", "took", "device", "ranks", "torch"], rows);
+    const head = ["run", "status", "epochs", "batches", "samples", "tokens", "took", "device", "ranks", "torch"];
+    return make("div", { class: "overview" }, table(head, rows));
   }
 
   function controls(redraw) {
@@ -169,7 +197,7 @@
     const parts = [...new Set(data.runs.flatMap((run) => Object.keys(run.times.step ?? {})))];
     const node = make("div", { class: "wide", id: "step-times" });
     const traces = parts.map((part) => ({
-      type: "bar", orientation: "h", name: part, y: data.runs.map((run, index) => `${index + 1} ${plain(run.name)}`),
+      type: "bar", orientation: "h", name: part, y: data.runs.map((run, index) => `${index + 1} ${short(run.name)}`),
       x: data.runs.map((run) => {
         const step = run.times.step ?? {};
         const total = Object.values(step).reduce((sum, seconds) => sum + seconds, 0);
@@ -177,8 +205,8 @@
       }), customdata: data.runs.map((run) => (run.times.step ?? {})[part] ?? 0),
       hovertemplate: "%{x:.1f} %, %{customdata:.2f} s",
     }));
-    Plotly.newPlot(node, traces, layout("share of the time, by the host's clock", { barmode: "stack", hovermode: "closest",
-      height: 140 + 36 * data.runs.length, margin: { l: 160, r: 14, t: 36, b: 60 }, xaxis: { title: { text: "%" } } }), config);
+    Plotly.newPlot(node, traces, layout({ ...bars, barmode: "stack", height: 120 + 36 * data.runs.length,
+      margin: { l: 56, r: 14, t: 12, b: 84 }, xaxis: { title: { text: "share of the time in % by the host's clock", standoff: 6 } } }), config);
     const profiled = data.runs.flatMap((run) => (run.times.profiler ?? []).map((row) => [run.name, row]));
     if (!profiled.length) return [node];
     profiled.sort((a, b) => b[1].total_s - a[1].total_s);
@@ -200,16 +228,16 @@
         }
       }
       Plotly.newPlot(node, [{ type: "bar", orientation: "h", y, base, x, text, textposition: "none", hovertemplate: "%{y}: %{text}<extra></extra>",
-        marker: { color: colors[index % colors.length] } }], layout(run.name, { hovermode: "closest", height: 110 + 24 * names.length,
-        margin: { l: 320, r: 14, t: 36, b: 40 }, xaxis: { title: { text: "batches" } }, yaxis: { autorange: "reversed" } }), config);
-      return [node];
+        marker: { color: colors[index % colors.length] } }], layout({ ...bars, height: 70 + 24 * names.length,
+        xaxis: { title: { text: "batches", standoff: 6 } } }), config);
+      return [make("h3", {}, run.name), node];
     });
   }
 
   function configuration() {
     const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))].sort();
     const differs = (key) => new Set(data.runs.map((run) => run.config[key])).size > 1;
-    const holder = make("div", { class: "scroll" });
+    const holder = make("div", { class: "scroll settings" });
     const only = make("input", { type: "checkbox", id: "differences", onchange: () => fill() });
     const search = make("input", { type: "search", id: "settings", placeholder: "part of a setting", oninput: () => fill() });
     const fill = () => holder.replaceChildren(table(["setting", ...data.runs.map((run) => run.name)],
@@ -228,6 +256,12 @@
     return rows.length ? table(["run", "checkpoint", "size", "state"], rows) : make("p", { class: "faint" }, "None were saved.");
   }
 
+  function traces() {
+    const rows = data.runs.flatMap((run) => run.traces.map((path) => make("tr", {}, ...cells(run.name, path))));
+    return rows.length ? [make("h2", {}, "Traces, for Perfetto"), table(["run", "file"], rows)] : [];
+  }
+
+  document.title = data.runs.map((run) => run.name).join(", ");
   const curves = make("div", { id: "curves" });
   const timeline = make("div", { id: "timeline" }), times = make("div", {});
   root.append(make("h1", {}, data.runs.length > 1 ? `${data.runs.length} runs` : data.runs[0].name), overview(),
@@ -235,7 +269,7 @@
     make("h2", {}, "Where the time of a step goes"), times,
     make("h2", {}, "Which algorithm acted when"), timeline,
     make("h2", {}, "Configuration"), ...configuration(),
-    make("h2", {}, "Checkpoints"), checkpoints());
+    make("h2", {}, "Checkpoints"), checkpoints(), ...traces());
   drawCurves(curves);
   times.append(...stepTimes());
   const drawn = timelines();

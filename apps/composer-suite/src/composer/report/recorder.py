@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import math
 import os
-import platform
 import sys
 import traceback
 from collections import deque
@@ -14,15 +14,14 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from composer._version import __version__
 from composer.loggers._kept_file import KeptFile
 from composer.loggers._snapshot import Snapshot, as_number
 from composer.report._acting import Acting
+from composer.report._run_facts import environment, profiler_times, saved_checkpoints
 from composer.report._step_time import StepTime
-from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES
-from composer_dist import get_global_rank, get_world_size
+from composer.report._undone import keep_lines
+from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, read_json
+from composer_dist import get_global_rank
 from composer_events.event import Event
 from composer_events.formatting import format_name_with_dist
 from composer_events.logger_destination import LoggerDestination
@@ -35,6 +34,7 @@ __all__ = ["RunRecorder"]
 
 _log = getLogger(__name__)
 _TRACES = "algorithm_traces/"
+_ALL_LINES = 2**62
 
 
 class RunRecorder(LoggerDestination):
@@ -56,7 +56,7 @@ class RunRecorder(LoggerDestination):
         folder: Where to, with the placeholders of `format_name_with_dist`.
         flush_interval: After how many batches the files are brought up to date; also at the end of each epoch.
         overwrite: Whether a folder of an earlier run may be replaced. A run that is resumed
-            (`Trainer(autoresume=True)`) goes on at its end.
+            (`Trainer(autoresume=True)`) goes on with its folder; what was after the checkpoint is done again.
         page: Whether to write the page at the end, which needs plotly (`pip install 'composer-suite[report]'`);
             without it, the log says so.
 
@@ -95,7 +95,9 @@ class RunRecorder(LoggerDestination):
         self._pending: deque[tuple[dict[str, Any], Snapshot]] = deque()
         self._acting = Acting()
         self._time = StepTime()
-        self._started = datetime.datetime.now(datetime.UTC)
+        self._started = datetime.datetime.now(datetime.UTC).isoformat()
+        self._saved_earlier: list[str] = []
+        self._num_lines = 0
         self._has_ended_fit = False
 
     @property
@@ -110,6 +112,25 @@ class RunRecorder(LoggerDestination):
                 f"The folder {self.folder_format!r} has no name before Event.INIT, when the run gets its own."
             )
         return self._folder
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far this run's files are, for one that is resumed from the checkpoint that is being written."""
+        self._write_pending(waits=True)
+        if self._metrics is not None:
+            self._metrics.sync()
+        return {
+            "num_lines": self._num_lines,
+            "acting": copy.deepcopy(self._acting.as_dict()),
+            "step_s": dict(self._time.seconds),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there if this is a resumed run, and not another one that begins with a checkpoint's weights."""
+        if not self.is_resuming or not state:
+            return
+        self._num_lines = state["num_lines"]
+        self._acting.restore(state["acting"])
+        self._time.seconds |= state["step_s"]
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Look at the clock, and do what there is to do on the event."""
@@ -157,8 +178,28 @@ class RunRecorder(LoggerDestination):
         folder.mkdir(parents=True, exist_ok=True)
         self._state, self._folder = state, folder
         self._metrics = KeptFile(metrics, -1, is_continued=self.is_resuming)
-        self._config |= {"run_name": state.run_name, "environment": _facts(state)}
+        if self.is_resuming:
+            self._num_lines = _ALL_LINES  # unless the checkpoint says how many
+            status = read_json(folder / STATUS)
+            self._started = status.get("started", self._started)
+            self._saved_earlier = [
+                path for path in status.get("checkpoints", []) if "://" in path or os.path.exists(path)
+            ]
+        self._config |= {"run_name": state.run_name, "environment": environment(state)}
         self._write_facts("running")
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Take back what a resumed run does again."""
+        if not self.is_resuming or self._metrics is None:
+            return
+        if int(state.timestamp.batch) == 0:  # there was no checkpoint to go on with
+            self._num_lines = 0
+        self._metrics.close()
+        try:
+            self._num_lines = keep_lines(self._metrics.path, self._num_lines)
+        except OSError as error:  # a full disk ends no training
+            _log.warning("%s keeps what is done again: %s", self._metrics.path, error)
+        self._metrics = KeptFile(self._metrics.path, -1, is_continued=True)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
@@ -201,6 +242,7 @@ class RunRecorder(LoggerDestination):
             line = {**when, "metrics": {name: value for name, value in values.items() if value is not None}}
             if line["metrics"]:
                 self._metrics.write(json.dumps(line).encode() + b"\n")
+                self._num_lines += 1
 
     def _flush(self, status: str, error: BaseException | None = None) -> None:
         if self._metrics is None:
@@ -212,23 +254,23 @@ class RunRecorder(LoggerDestination):
     def _write_facts(self, status: str, error: BaseException | None = None) -> None:
         assert self._state is not None
         state, now = self._state, datetime.datetime.now(datetime.UTC)
-        # By what it has, since the saver's own module takes long to load and may never be needed.
-        saved = [path for callback in state.callbacks for path in getattr(callback, "saved_checkpoints", ())]
+        paths = dict.fromkeys([*self._saved_earlier, *saved_checkpoints(state)])
         self._write(CONFIG, self._config)
         self._write(ACTING, self._acting.as_dict())
-        self._write(TIMES, {"step": self._time.seconds, "profiler": _table(state)})
+        self._write(TIMES, {"step": self._time.seconds, "profiler": profiler_times(state)})
         self._write(
             STATUS,
             {
                 "status": status,
                 "error": None if error is None else "".join(traceback.format_exception(error)),
-                "started": self._started.isoformat(),
+                "started": self._started,
                 "updated": now.isoformat(),
                 "epoch": int(state.timestamp.epoch),
                 "batch": int(state.timestamp.batch),
                 "sample": int(state.timestamp.sample),
                 "token": int(state.timestamp.token),
-                "checkpoints": [os.path.abspath(path) for path in saved],
+                "folder": os.path.abspath(self.folder),
+                "checkpoints": list(paths),
             },
         )
 
@@ -250,28 +292,6 @@ class RunRecorder(LoggerDestination):
             write_page([self.folder], self.folder / "report.html")
         except OSError as error:
             _log.warning("The page about %s could not be written: %s", self.folder, error)
-
-
-def _facts(state: State) -> dict[str, Any]:
-    return {
-        "composer": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-        "device": state.device.name,
-        "world_size": get_world_size(),
-        "command": sys.argv,
-    }
-
-
-def _table(state: State) -> list[dict[str, Any]]:
-    """Return what the recorders of a profiler have added up, if there are any."""
-    handlers = getattr(state.profiler, "trace_handlers", [])
-    return [
-        {"name": time.name, "count": time.count, "total_s": time.total_ns / 1e9, "longest_s": time.longest_ns / 1e9}
-        for handler in handlers
-        for time in getattr(handler, "times", {}).values()
-    ]
 
 
 def _plain(value: Any) -> float | str | None:

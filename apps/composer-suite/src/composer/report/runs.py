@@ -8,7 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-__all__ = ["ACTING", "AXES", "CONFIG", "METRICS", "STATUS", "TIMES", "Checkpoint", "Curve", "Run", "read_run"]
+__all__ = [
+    "ACTING",
+    "AXES",
+    "CONFIG",
+    "METRICS",
+    "STATUS",
+    "TIMES",
+    "Checkpoint",
+    "Curve",
+    "Run",
+    "read_json",
+    "read_run",
+]
 
 CONFIG, METRICS, ACTING, TIMES, STATUS = "config.json", "metrics.jsonl", "acting.json", "times.json", "status.json"
 AXES = ("batch", "epoch", "sample", "token", "time_s")
@@ -48,6 +60,7 @@ class Run:
     acting: dict[str, Any]
     times: dict[str, Any]
     checkpoints: list[Checkpoint]
+    traces: list[str] = field(default_factory=list[str])
     num_bad_lines: int = 0
 
 
@@ -67,7 +80,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
             f"{str(folder)!r} holds no run: it has no {METRICS}. Pass a folder that a RunRecorder has written, such as "
             f"runs/my-run."
         )
-    config, status = _read_json(folder / CONFIG), _read_json(folder / STATUS)
+    config, status = read_json(folder / CONFIG), read_json(folder / STATUS)
     curves, num_bad_lines = _read_curves(folder / METRICS)
     return Run(
         name=str(config.get("run_name", folder.name)),
@@ -75,14 +88,19 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
         config=config,
         status=status,
         curves=curves,
-        acting=_read_json(folder / ACTING),
-        times=_read_json(folder / TIMES),
-        checkpoints=[_checkpoint(path, verify=verify) for path in status.get("checkpoints", [])],
+        acting=read_json(folder / ACTING),
+        times=read_json(folder / TIMES),
+        checkpoints=[
+            _checkpoint(_now_at(path, status.get("folder"), folder), verify=verify)
+            for path in status.get("checkpoints", [])
+        ],
+        traces=sorted(str(path) for path in folder.glob("traces/*.json*")),
         num_bad_lines=num_bad_lines,
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return an object of JSON from a file; an empty one if there is none."""
     try:
         value: Any = json.loads(path.read_text())
     except (OSError, ValueError):  # a run that was killed may lack it
@@ -111,11 +129,20 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
     return curves, num_bad
 
 
+def _now_at(path: str, folder_then: str | None, folder: Path) -> str:
+    """Return where a file of a run is after the run's folder was moved, with the file in it."""
+    if folder_then is None or os.path.exists(path) or not path.startswith(os.path.join(folder_then, "")):
+        return path
+    return str(folder / os.path.relpath(path, folder_then))
+
+
 def _checkpoint(path: str, *, verify: bool) -> Checkpoint:
     from composer_checkpoint import inspect_file  # both load torch
     from composer_checkpoint import verify as verify_checkpoint
     from composer_checkpoint.errors import CheckpointError
 
+    if "://" in path:
+        return Checkpoint(path, None, "in a store, not looked at here")
     if not os.path.exists(path):
         return Checkpoint(path, None, "not there any more")
     size_bytes = sum(file.stat().st_size for file in _files(Path(path)))

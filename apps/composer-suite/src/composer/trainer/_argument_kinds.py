@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ _FLAGS = (
     "deterministic_mode",
     "reset_time",
 )
+_PATHS = ("save_folder", "save_filename", "save_latest_filename", "load_path")
 
 
 def check_kinds(arguments: SimpleNamespace) -> None:
@@ -50,11 +52,22 @@ def check_kinds(arguments: SimpleNamespace) -> None:
     config = given.get("precision_config")
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"precision_config={config!r} must be a dict of settings of an 8-bit precision, or None.")
+    _check_places(given)
     names = given.get("load_exclude_algorithms")
     if names is not None and not _is_list_of_names(names):
         raise TypeError(
             f"load_exclude_algorithms={names!r} must be a list of class names of algorithms, such as ['BlurPool']."
         )
+
+
+def _check_places(given: Mapping[str, Any]) -> None:
+    for name in _PATHS:
+        value = given.get(name)
+        is_left_out = value is None and (name != "save_filename" or name not in given)
+        if not is_left_out and not isinstance(value, str | os.PathLike):
+            raise TypeError(
+                f"{name}={value!r} must be a text or a path{'' if name == 'save_filename' else ', or None'}."
+            )
 
 
 def _is_list_of_names(names: Any) -> bool:

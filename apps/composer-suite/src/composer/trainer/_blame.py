@@ -32,17 +32,18 @@ def name_stage(error: BaseException, state: State) -> None:
     """Add to an exception the innermost stage that it came through, the batch and the rank.
 
     Nothing is added if a hook has said so more precisely, or if it came through no stage. Where only the exception that
-    led to it did, that one says so.
+    it was raised from did, that one says so.
     """
-    if not isinstance(error, Exception) or any(note.startswith("raised ") for note in getattr(error, "__notes__", ())):
-        return
-    stages = [_STAGES[code] for code in _codes(error.__traceback__) if code in _STAGES]
-    if stages:
-        stamp = state.timestamp
-        rank = f" on rank {get_global_rank()}" if get_world_size() > 1 else ""
-        error.add_note(f"raised in {stages[-1]} of epoch {int(stamp.epoch)}, batch {int(stamp.batch)}{rank}")
-    elif error.__cause__ is not None:
-        name_stage(error.__cause__, state)
+    for each in (error, error.__cause__):
+        has_place = any(note.startswith("raised ") for note in getattr(each, "__notes__", ()))
+        if not isinstance(each, Exception) or has_place:
+            return
+        stages = [_STAGES[code] for code in _codes(each.__traceback__) if code in _STAGES]
+        if stages:
+            stamp = state.timestamp
+            rank = f" on rank {get_global_rank()}" if get_world_size() > 1 else ""
+            each.add_note(f"raised in {stages[-1]} of epoch {int(stamp.epoch)}, batch {int(stamp.batch)}{rank}")
+            return
 
 
 def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:

@@ -166,9 +166,9 @@ def _make_saver(saving: Saving) -> CheckpointSaver | None:
     inside = parse_uri(folder).path.strip("/")
     remote, latest = saving.save_artifact_name, saving.save_latest_artifact_name
     if remote is None:
-        remote = _join(inside, saving.save_filename)
+        remote = _join(inside, os.fspath(saving.save_filename))
     if latest is None and saving.save_latest_filename is not None:
-        latest = _join(inside, saving.save_latest_filename)
+        latest = _join(inside, os.fspath(saving.save_latest_filename))
     return CheckpointSaver(
         folder,
         saving.save_filename,

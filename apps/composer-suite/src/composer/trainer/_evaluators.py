@@ -38,8 +38,8 @@ def make_evaluators(
 
     Raises:
         ValueError: If Evaluators and other dataloaders are mixed, if none of the metrics that one names is there, if a
-            dataloader's end cannot be known and no subset limits it, or if the size of microbatches is to be found out
-            on another device than a GPU.
+            dataloader's end cannot be known and no subset limits it, if the size of microbatches is to be found out on
+            another device than a GPU, or if a metric has no values to begin with.
     """
     items = _listed(given)
     if not items:
@@ -51,6 +51,8 @@ def make_evaluators(
             f"class. eval_dataloader holds {[type(item).__name__ for item in items]}."
         )
     metrics = model.get_metrics(is_train=False)
+    if items:
+        check_metrics(metrics)
     names = list(metrics)
     check_subset("eval_subset_num_batches", subset_num_batches)
     check_interval(eval_interval)
@@ -134,6 +136,22 @@ def _refuse_endless(evaluator: Evaluator) -> None:
             f"eval_subset_num_batches must be set when using an infinite sized dataloader: evaluator "
             f"{evaluator.label!r} has {loader!r}, whose length is unknown. Say how many batches an evaluation reads."
         ) from error
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuse metrics that have nothing to count from.
+
+    Raises:
+        ValueError: With the name of one that was made on the meta device.
+    """
+    for name, metric in metrics.items():
+        states = [value for part in metric.modules() for value in getattr(part, "metric_state", {}).values()]
+        if any(isinstance(state, Tensor) and state.is_meta for state in states):
+            raise ValueError(
+                f"the metric {name!r} of the model, a {type(metric).__name__}, is on the meta device, where it has no "
+                f"numbers to count from and nobody can give it any. Make the model's metrics below "
+                f"`with torch.device('cpu'):`, also where the rest of the model is made on the meta device."
+            )
 
 
 def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Any]:

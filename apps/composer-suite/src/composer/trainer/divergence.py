@@ -20,10 +20,10 @@ class OnDivergence:
     Weights that the step itself makes not finite, such as by dividing by 0, end the run whatever `action` says: they
     are found by the next batch, before they are saved, and at the end.
 
-    On a GPU nobody waits for the answer where the optimizer has a fused kernel (`torch.optim.AdamW(..., fused=True)`) or
-    a `GradScaler` looks after it: the device itself leaves the step out, and the host learns of it two batches later. Any
-    other optimizer cannot be told on the device, so the host waits once a batch until the gradients are there, as it does
-    for an optimizer that evaluates the loss itself.
+    On a GPU nobody waits for the answer where the optimizer has a fused kernel (`AdamW(..., fused=True)`) or a
+    `GradScaler` looks after it: the device itself leaves the step out, and the host learns of it two batches later. A
+    step of any other optimizer could be taken back only with a copy of all weights, so before each the host waits until
+    the gradients are there.
 
     | `action` | what follows |
     |---|---|

@@ -61,6 +61,8 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
     """
     parsed = parse_uri(uri)
     netloc = urlsplit(uri).netloc
+    if parsed.backend in {*_BACKENDS, "ssh"} and not netloc:
+        raise ValueError(f"{uri!r} names no bucket or host. Write one such as '{parsed.backend}://bucket/folder'.")
     match parsed.backend:
         case "":
             return None

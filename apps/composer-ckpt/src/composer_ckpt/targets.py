@@ -1,0 +1,151 @@
+"""Where a command writes to: refused before anything is read, if what is there must stay."""
+
+import os
+import posixpath
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from composer_checkpoint import CheckpointConflictError, NoCheckpointError, RemoteUploader
+from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.tensors import find_kind
+from composer_checkpoint.uris import is_uri, maybe_create_object_store_from_uri, parse_uri
+from composer_ckpt.outcomes import UsageError
+
+__all__ = ["may_replace", "written_to"]
+
+_RANK = "{rank}"
+# What makes others take a folder for a checkpoint: it goes first, and comes last.
+_MARKS = frozenset({"config.json", "adapter_config.json", ".metadata", "composer_manifest.json"})
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".distcp")
+
+
+def may_replace(target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool) -> bool:
+    """Say whether what is written may take the place of what is there, which must be a checkpoint or nothing.
+
+    Args:
+        target: As it was typed; a path of this machine, maybe with `{rank}` in its name.
+        sources: What is read, as it was typed.
+        overwrite: Whether `--overwrite` was given.
+        is_folder: Whether a folder is written.
+
+    Raises:
+        UsageError: If the target is a source, or a folder with one in it or with the current folder in it.
+        CheckpointConflictError: If something is there that may not be replaced.
+    """
+    if not target:
+        raise UsageError("DST='' is no path. Name what is to be written.")
+    if _RANK in target:
+        if any(source and os.path.realpath(source) == os.path.realpath(target) for source in sources):
+            raise UsageError(f"DST={target!r} is what is read. Choose another name.")
+        return overwrite
+    final = Path(os.path.realpath(target))
+    for source in sources:
+        read = None if not source or is_uri(source) else Path(os.path.realpath(source))
+        if read is not None and (read == final or final in read.parents):
+            raise UsageError(f"DST={target!r} is {source!r}, which is read, or has it in it. Choose another name.")
+    here = Path.cwd()
+    if final == here or final in here.parents:
+        raise UsageError(f"DST={target!r} has the current folder in it, which stays. Name a folder of its own.")
+    if not os.path.lexists(target) or (is_folder and _is_empty(final)):
+        return overwrite or os.path.lexists(target)
+    if not overwrite:
+        raise CheckpointConflictError(f"{target} exists. Choose another name, or give --overwrite to replace it.")
+    _refuse_what_is_no_checkpoint(target, final, is_folder=is_folder)
+    return True
+
+
+@contextmanager
+def written_to(
+    target: str, *, overwrite: bool, is_folder: bool, tmp_dir: str | None = None, dry_run: bool = False
+) -> Iterator[str]:
+    """Yield the path to write to: of this machine the target itself, else one whose content is then uploaded.
+
+    Files that make others take a folder for a checkpoint are uploaded last, when all others have arrived.
+
+    Args:
+        target: As it was typed.
+        overwrite: Whether objects of these names are replaced. Weights of an older checkpoint go then.
+        is_folder: Whether a folder is written.
+        tmp_dir: Where what is uploaded lies before.
+        dry_run: Whether nothing is written.
+
+    Raises:
+        CheckpointConflictError: If something is there that may not be replaced.
+        UsageError: If nothing here writes to such an address.
+    """
+    if not is_uri(target):
+        yield target
+        return
+    place = parse_uri(target).path.rstrip("/")
+    if not place:
+        raise UsageError(f"DST={target!r} is all of a store. Name a folder or a file in it.")
+    try:
+        store = maybe_create_object_store_from_uri(target)
+    except NotImplementedError as error:
+        raise UsageError(f"DST={target!r}: {error}") from error
+    assert store is not None
+    with store:
+        older = _older(store, place, is_folder=is_folder)
+        if older and not overwrite and not dry_run:
+            raise CheckpointConflictError(
+                f"{target} exists, with {len(older)} object{'s' if len(older) > 1 else ''}. Choose another name, or "
+                f"give --overwrite to replace it."
+            )
+        with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=tmp_dir) as folder:
+            local = Path(folder, posixpath.basename(place))
+            yield os.fspath(local)
+            if not dry_run:
+                _upload(local, target, place, store, older)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) -> None:
+    """Raise if a folder would be lost that is no checkpoint, or that a file would replace."""
+    if not final.is_dir():
+        return
+    if not is_folder:
+        raise CheckpointConflictError(f"{target} is a folder, and a file is written. Choose another name.")
+    try:
+        find_kind(final)
+    except NoCheckpointError as error:
+        some = ", ".join(sorted(os.listdir(final))[:5])
+        raise CheckpointConflictError(
+            f"{target} is a folder with {some}, which is no checkpoint, and --overwrite replaces checkpoints. Choose "
+            f"another name, or remove the folder yourself."
+        ) from error
+
+
+def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:
+    """Return the objects that are in the way."""
+    if is_folder:
+        return [name for name in store.list_objects(f"{place}/") if name.startswith(f"{place}/")]
+    try:
+        store.get_object_size(place)
+    except FileNotFoundError:
+        return []
+    return [place]
+
+
+def _upload(local: Path, target: str, place: str, store: ObjectStore, older: list[str]) -> None:
+    if local.is_dir():
+        files = {posixpath.join(place, p.relative_to(local).as_posix()): p for p in local.rglob("*") if p.is_file()}
+    else:
+        files = {place: local}
+    marks = {name: path for name, path in files.items() if path.name in _MARKS}
+    surplus = [name for name in older if name not in files and name.endswith(_WEIGHTS)]
+    if local.is_dir():
+        for name in [*(name for name in older if posixpath.basename(name) in _MARKS), *surplus]:
+            store.delete_object(name)
+    uploader = RemoteUploader(target)
+    try:
+        for group in ({name: path for name, path in files.items() if name not in marks}, marks):
+            pending = [uploader.upload_file_async(name, path, True, copy=False) for name, path in sorted(group.items())]
+            for upload in pending:
+                upload.result()
+    finally:
+        uploader.wait_and_close()

@@ -1,0 +1,57 @@
+"""What a run can say about itself: what it runs on, what it has saved, what its profiler has measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer._version import __version__
+from composer_dist import get_world_size
+from composer_events.formatting import format_name_with_dist
+
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+__all__ = ["environment", "profiler_times", "saved_checkpoints"]
+
+
+def saved_checkpoints(state: State) -> list[str]:
+    """Return where the checkpoints of this run are: paths, or addresses in a store."""
+    places: list[str] = []
+    for callback in state.callbacks:
+        # By what it has, since the saver's own module takes long to load and may never be needed.
+        for path in getattr(callback, "saved_checkpoints", ()):
+            uploader = getattr(callback, "remote_uploader", None)
+            if uploader is None:
+                places.append(os.path.abspath(path))
+            else:  # the path is where it was before it went there
+                folder = format_name_with_dist(uploader.remote_folder, state.run_name)
+                places.append(f"{folder.rstrip('/')}/{os.path.basename(path)}")
+    return places
+
+
+def environment(state: State) -> dict[str, Any]:
+    """Return what the run runs on."""
+    return {
+        "composer": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "device": state.device.name,
+        "world_size": get_world_size(),
+        "command": sys.argv,
+    }
+
+
+def profiler_times(state: State) -> list[dict[str, Any]]:
+    """Return what the recorders of a profiler have added up, if there are any."""
+    handlers = getattr(state.profiler, "trace_handlers", [])
+    return [
+        {"name": time.name, "count": time.count, "total_s": time.total_ns / 1e9, "longest_s": time.longest_ns / 1e9}
+        for handler in handlers
+        for time in getattr(handler, "times", {}).values()
+    ]

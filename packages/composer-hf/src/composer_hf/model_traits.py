@@ -1,0 +1,50 @@
+"""What the class of a model of transformers says of it: whether it is causal, and what its `forward` takes."""
+
+import inspect
+from logging import getLogger
+from typing import Any
+
+__all__ = ["forward_args", "resolve_shift"]
+
+log = getLogger(__name__)
+
+
+def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
+    """Return whether metrics compare each logit with the label after it, by default for causal models."""
+    is_causal = _is_causal(model)
+    if shift_labels is None:
+        return is_causal
+    if is_causal and not shift_labels:
+        log.warning(
+            "The shift_labels argument was set to False but the model is an instance of a HuggingFace Causal LM. This "
+            "may lead to incorrect behavior: the logits of each token are compared with that very token."
+        )
+    return shift_labels
+
+
+def forward_args(model: Any) -> set[str]:
+    """Return the names of the arguments of a model's `forward`.
+
+    Raises:
+        ValueError: If it names none.
+    """
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {parameter.name for parameter in parameters if parameter.kind not in variable}
+    if not names:
+        raise ValueError(
+            f"the forward method of {type(model).__name__} names no arguments, so nothing of a batch could be passed "
+            f"to it. Give a model whose forward names them."
+        )
+    return names
+
+
+def _is_causal(model: Any) -> bool:
+    """Say whether a model is one of those that `AutoModelForCausalLM` makes."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names: set[str] = set()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names.update([name] if isinstance(name, str) else name)
+    # By name, since asking for the classes would load the modules of every architecture.
+    return any(base.__name__ in names and base.__module__.startswith("transformers.") for base in type(model).__mro__)
