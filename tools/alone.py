@@ -1,6 +1,10 @@
-"""Test each package by itself: its built wheel, what that wheel asks for, pytest and hypothesis, nothing else.
+"""Test each package by itself: its built wheel and what that wheel asks for, nothing else.
 
-    alone.py [--uv UV] [NAME ...]
+    alone.py [--uv UV] [--record] [NAME ...]
+
+First the program in `tests/alone/<package>/main.py` runs in that environment, and the distributions in it are compared
+with `distributions.txt` beside the program, so that none comes in unseen; `--record` writes the file. Then pytest and
+hypothesis are added, and the package's own tests run.
 
 A package whose tests need one of its extras for a part of them is tested twice, bare and with that extra. Two are
 tested at once, and what one has said is printed when it is done.
@@ -53,9 +57,18 @@ class Run:
         return next(ROOT.glob(f"*/{self.name}")) / "tests"
 
     @property
+    def program(self) -> Path:
+        """What uses the package before anything else is installed."""
+        return ROOT / "tests" / "alone" / self.name / "main.py"
+
+    @property
     def size(self) -> int:
         """How much there is to do, roughly."""
         return sum(file.stat().st_size for file in self.tests.rglob("*.py"))
+
+
+class Grown(Exception):
+    """A package asks for more than it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +80,14 @@ class Bench:
         wheels: Where the wheels of all packages are.
         pins: A file with the version of everything else.
         uv: The uv that installs.
+        records: Whether the lists of distributions are written instead of compared.
     """
 
     folder: Path
     wheels: Path
     pins: Path
     uv: str
+    records: bool
 
     def test(self, run: Run, places: "queue.SimpleQueue[Path]") -> tuple[bool, str]:
         """Make an environment for one wheel, run the package's own tests in it, and say if they passed and what came.
@@ -84,6 +99,9 @@ class Bench:
         place = places.get()
         try:
             said = self._install(run, place)
+            if not run.extra:
+                said += self._use(run, place)
+            said += _call([*self._pip("install", place), "--constraint", str(self.pins), *RUNNERS]).stdout
             # What is slow has nothing to find out here that `make test` does not.
             options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-k", run.chosen]
             command = [f"{place}/bin/python", "-m", "pytest", *options, str(run.tests)]
@@ -91,6 +109,8 @@ class Bench:
             return tested.returncode == 0, said + tested.stdout
         except subprocess.CalledProcessError as error:
             return False, f"{error}\n{error.stdout}"
+        except Grown as error:
+            return False, f"{error}\n"
         finally:
             shutil.rmtree(place, ignore_errors=True)
             places.put(place)
@@ -103,8 +123,26 @@ class Bench:
         }
         wanted = [f"{run if sibling == run.name else sibling} @ {file.as_uri()}" for sibling, file in files.items()]
         made = _call([self.uv, "venv", "-q", "--python", sys.executable, str(place)])
-        install = [self.uv, "pip", "install", "-q", "--python", f"{place}/bin/python", "--constraint", str(self.pins)]
-        return made.stdout + _call([*install, *wanted, *RUNNERS]).stdout
+        return made.stdout + _call([*self._pip("install", place), "--constraint", str(self.pins), *wanted]).stdout
+
+    def _use(self, run: Run, place: Path) -> str:
+        """Run the package's program, and compare or record what was installed for it."""
+        with tempfile.TemporaryDirectory() as elsewhere:
+            used = _call([f"{place}/bin/python", str(run.program)], cwd=elsewhere, env=self._variables())
+        frozen = _call([*self._pip("freeze", place)]).stdout.splitlines()
+        found = sorted(line.replace("==", " @ ").partition(" @ ")[0] for line in frozen)
+        file = run.program.with_name("distributions.txt")
+        if self.records:
+            file.write_text("\n".join(found) + "\n")
+        elif new := sorted({*found} - {*file.read_text().splitlines()}):
+            raise Grown(
+                f"{run.name} brings distributions that {file.relative_to(ROOT)} does not list: {', '.join(new)}. "
+                "If they have to be, record them with tools/alone.py --record."
+            )
+        return used.stdout
+
+    def _pip(self, verb: str, place: Path) -> list[str]:
+        return [self.uv, "pip", verb, "-q", "--python", f"{place}/bin/python"]
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables of the tests."""
@@ -136,13 +174,14 @@ def main() -> int:
     """Build the wheels, test each package in its own environment, and return the exit status."""
     parser = argparse.ArgumentParser(description="Test each package by itself.")
     parser.add_argument("names", nargs="*", help="distributions to test (default: all)")
+    parser.add_argument("--record", action="store_true", help="write the lists of distributions")
     parser.add_argument("--uv", default="uv", help="the uv that builds and installs")
     arguments = parser.parse_args()
     uv = str(Path(arguments.uv).resolve()) if os.sep in arguments.uv else arguments.uv
     failed = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(name)
-        bench = Bench(folder, folder / "wheels", folder / "pins.txt", uv)
+        bench = Bench(folder, folder / "wheels", folder / "pins.txt", uv, arguments.record)
         subprocess.run([uv, "build", "-q", "--all-packages", "--wheel", "-o", bench.wheels], cwd=ROOT, check=True)
         bench.pins.write_text(_pins(uv))
         places: queue.SimpleQueue[Path] = queue.SimpleQueue()

@@ -1,6 +1,7 @@
 """However a map-style dataset is read, a run that is stopped anywhere goes on to the last bit."""
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -118,6 +119,20 @@ def test_a_run_goes_on_to_the_last_bit(tmp_path, num_workers, is_persistent, is_
     # In the middle of the first epoch, at its end, after the first batch of the next one, in the middle of the last;
     # processes take their time to start.
     assert_resumed(expected, str(tmp_path), (4, 10) if num_workers else (2, 4, 5, 10), *kind)
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_no_worker_outlives_a_trainer_that_is_closed(is_persistent):
+    before = set(multiprocessing.active_children())
+    workers = []
+
+    class Watching(Callback):
+        def batch_end(self, state, logger):
+            workers.append(set(multiprocessing.active_children()) - before)
+
+    train(2, is_persistent, callbacks=[Watching()], max_duration="6ba")  # in the middle of an epoch
+    assert all(len(at_once) == 2 for at_once in workers)
+    assert not set(multiprocessing.active_children()) - before
 
 
 def with_generator_of_its_own(dataset, has_sampler, **settings):

@@ -179,6 +179,11 @@ class DataPosition:
         self._rng = self._loader_state = self._start = None
         self._is_resumed = False
 
+    def close(self) -> None:
+        """End the worker processes that persist between epochs. Epochs may be opened again, with new ones."""
+        if self._seeded is not None:
+            self._seeded.close()
+
     def state_dict(self, state: "State") -> dict[str, Any]:
         """Return what this rank needs to go on from here: what the batches of the open epoch depend on."""
         if state.timestamp.batch_in_epoch > 0:

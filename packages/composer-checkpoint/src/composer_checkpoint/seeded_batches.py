@@ -140,6 +140,14 @@ class SeededBatches:
                 batches = iter(view)
         return islice(batches, first, None) if replays else batches
 
+    def close(self) -> None:
+        """End the workers that persist. Epochs may be opened again, with new ones."""
+        batches = None if self._view is None else vars(self._view)["_iterator"]  # set only where workers persist
+        self._view = None
+        if batches is not None:
+            # torch has no public way to end them, and those that it finds in garbage it waits for in vain.
+            batches._shutdown_workers()
+
     def _prepare(self) -> tuple["DataLoader[Any]", "_SeededSampler"]:
         """Return a copy of the loader that goes through a sampler of ours, or the one whose workers wait."""
         if self._view is None or self._sampler is None or not self.loader.persistent_workers:

@@ -21,6 +21,8 @@ __all__ = ["run_ranks"]
 
 # Each optimizer made first in a process imports torch._dynamo, which takes a second or more.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist"]
+# It takes as long, with all that it looks for; the ranks most likely need it if the process that asks first has it.
+_PRELOADED_AFTER = ["torchmetrics"]
 _GOODBYE_S = 5.0  # how long a rank may take to end, once it has nothing more to say
 _AFTERMATH_S = 0.3  # how long the others' complaints are waited for, once a rank has failed
 
@@ -59,7 +61,7 @@ def run_ranks(
     call = _Call(body.__module__, inspect.getfile(body), body.__name__, pickle.dumps(args))
     environ = dict(os.environ)  # the server has that of the first call
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_AFTER if name in sys.modules)])
     ranks: list[_Rank] = []
     try:
         for rank in range(world_size):

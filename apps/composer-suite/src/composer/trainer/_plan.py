@@ -129,6 +129,12 @@ class Plan:
         self._position.forget()
         follow_time_back(self._state)
 
+    def close(self) -> None:
+        """End the dataloader's worker processes, be it that they persist or that an epoch was left in the middle."""
+        if self._batches is not None:
+            self._batches.restart()
+        self._position.close()
+
     @contextmanager
     def undone_if_refused(self) -> Iterator[None]:
         """Put back what a fit was about to change, should it turn out that it cannot begin."""

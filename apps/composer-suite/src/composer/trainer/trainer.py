@@ -460,6 +460,7 @@ class Trainer:
         The ranks wait for each other, unless this one has failed and leaves the others behind.
         """
         self.engine.close()
+        self._workings.plan.close()
         if not self._has_failed:
             dist.barrier()
 
