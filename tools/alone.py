@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranges import ROOT, members, siblings
+from packaging.requirements import Requirement
+from ranges import ROOT, members
 
 # By the extra: which tests, as pytest's -k has it. Those that do not need the extra have been run without it.
 RUNS = {
@@ -119,7 +120,7 @@ class Bench:
         projects = members()
         files = {
             sibling: next(self.wheels.glob(f"{sibling.replace('-', '_')}-*.whl"))
-            for sibling in closure(run.name, projects)
+            for sibling in closure(run.name, run.extra, projects)
         }
         wanted = [f"{run if sibling == run.name else sibling} @ {file.as_uri()}" for sibling, file in files.items()]
         made = _call([self.uv, "venv", "-q", "--python", sys.executable, str(place)])
@@ -153,14 +154,23 @@ class Bench:
         return {**variables, "PYTHONPATH": "", "PYTHONPYCACHEPREFIX": str(self.folder / "compiled")}
 
 
-def closure(name: str, projects: dict[str, dict]) -> list[str]:
-    """Return the package and its siblings below it, so that none of them is looked for in a registry."""
-    found, todo = [], [name]
+def closure(name: str, extra: str, projects: dict[str, dict]) -> list[str]:
+    """Return the package and its siblings below it, so that none of them is looked for in a registry.
+
+    Args:
+        name: The package.
+        extra: What is asked for in its brackets; siblings that only other extras name are left out.
+        projects: The `[project]` tables of all packages.
+    """
+    found: list[str] = []
+    todo = [(name, set(extra.split(",")))]
     while todo:
-        name = todo.pop()
-        if name not in found:
-            found.append(name)
-            todo += [requirement.name for requirement in siblings(projects[name], projects)]
+        name, extras = todo.pop()
+        found += [] if name in found else [name]
+        optional = projects[name].get("optional-dependencies", {})
+        lines = [*projects[name]["dependencies"], *(line for extra in extras for line in optional.get(extra, []))]
+        asked = [one for one in map(Requirement, lines) if one.name in projects]
+        todo += [(one.name, one.extras) for one in asked if one.name not in found or one.extras]
     return found
 
 

@@ -1,5 +1,6 @@
 """Callbacks: what watches training and does work of its own."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from composer._lazy import lazy_face
@@ -48,6 +49,8 @@ __all__ = [
     "SystemMetricsMonitor",
     "ThresholdStopper",
 ]
+if find_spec("composer_hf") is None:  # a star import asks for every name
+    __all__.remove("HuggingFaceCheckpointer")
 
 __getattr__, __dir__ = lazy_face(
     __name__,

@@ -1,5 +1,6 @@
 """What the training loop asks of a model, and small reference models."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from composer._lazy import lazy_face
@@ -26,6 +27,9 @@ __all__ = [
     "ComposerGPT",
     "write_huggingface_pretrained_from_composer_checkpoint",
 ]
+if find_spec("composer_hf") is None:  # a star import asks for every name
+    __all__.remove("HuggingFaceModel")
+    __all__.remove("write_huggingface_pretrained_from_composer_checkpoint")
 
 _WRAP = "wrap it with ComposerClassifier(module, num_classes=...)."
 _SUBCLASS = "call it in the forward method of a ComposerModel."
