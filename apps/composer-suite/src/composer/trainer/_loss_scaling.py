@@ -6,7 +6,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from composer.trainer._batch import needs_closure
-from composer.trainer._scaler import ClosureGradScaler
+from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._step_control import takes_none
 from composer_dist import Precision
 from composer_dist.devices import Device
@@ -29,12 +29,12 @@ def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optim
                 "precision='amp_bf16' or 'fp32', or another optimizer."
             )
     closures = any(needs_closure(optimizer) for optimizer in optimizers)
-    return (ClosureGradScaler if closures else GradScaler)(device.torch_device.type)
+    return (ClosureGradScaler if closures else ShardedGradScaler)(device.torch_device.type)
 
 
 def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], device: Device) -> GradScaler | None:
     """Return a scaler, or one for closures in its place if an algorithm has put in an optimizer that calls them."""
-    if type(scaler) is GradScaler and any(map(needs_closure, optimizers)):
+    if type(scaler) in (GradScaler, ShardedGradScaler) and any(map(needs_closure, optimizers)):
         return ClosureGradScaler(device.torch_device.type)
     return scaler
 

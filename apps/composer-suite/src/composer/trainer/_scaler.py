@@ -1,6 +1,7 @@
-"""Scaling of losses in float16 for optimizers that evaluate the loss themselves."""
+"""Scaling of losses in float16 for sharded models, and for optimizers that evaluate the loss themselves."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,10 +10,36 @@ from torch.optim import Optimizer
 
 from composer_dist import dist
 
-__all__ = ["ClosureGradScaler", "forget_checks"]
+__all__ = ["ClosureGradScaler", "ShardedGradScaler", "forget_checks"]
 
 
-class ClosureGradScaler(GradScaler):
+class ShardedGradScaler(GradScaler):
+    """A `GradScaler` for weights of which each rank has a part, be it all of them or some beside whole ones.
+
+    torch's refuses the two together, and asks the ranks that share the first gradient, who need not be those that share
+    the others. This one looks at what each rank has and lets all of them agree, so that all step or none. Where nothing
+    is sharded it is torch's.
+
+    Args:
+        device: The type of the gradients' device, `'cuda'` or `'cpu'`, and all other arguments of a `GradScaler`.
+    """
+
+    # The public `unscale_` divides and looks at once, by this method.
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not any(hasattr(weight, "to_local") for weight in weights):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        parts: Any = SimpleNamespace(param_groups=[{"params": [_local(weight) for weight in weights]}])
+        found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
+        found.setdefault(found_inf.device, found_inf)  # a rank may have no part of anything
+        for one in found.values():
+            dist.all_reduce(one, "MAX")
+        return found
+
+
+class ClosureGradScaler(ShardedGradScaler):
     """A `GradScaler` for optimizers that call a closure, such as SAM, once or several times in a step.
 
     After each call the gradients have their true size. Where one is infinite or NaN on any rank, the closure returns
@@ -83,6 +110,18 @@ class ClosureGradScaler(GradScaler):
         for one in found:
             one.copy_(together)
         return bool(together.item())
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose gradient is what this rank has of the weight's, in the same memory."""
+    gradient: Any = weight.grad
+    if gradient is None or not hasattr(gradient, "to_local"):
+        return weight
+    with torch.no_grad():
+        part = gradient.to_local()
+        stand_in = part.detach()
+        stand_in.grad = part
+    return stand_in
 
 
 def forget_checks(scaler: GradScaler) -> None:
