@@ -32,9 +32,9 @@ class SystemMetricsMonitor(Callback):
     | `min_<key>_rank_<r>`, `max_<key>_rank_<r>` | the least and the most over all ranks, and whose it is |
 
     The keys of the last line are `gpu_percentage`, `memory_percentage`, `gpu_temperature_C` and `gpu_power_usage_W`, of
-    NVIDIA's GPUs. The rest is of this rank's computer. The machine is asked, and what it says logged, at most once a
-    second. With GPUs on several ranks there is a collective for each batch, between the CPUs. It needs the extra
-    `system`.
+    NVIDIA's GPUs. The rest is of this rank's computer. The machine is asked at most once a second, and its last answer
+    logged in between. With GPUs on several ranks there is a collective for each batch, between the CPUs. It needs the
+    extra `system`.
 
     Args:
         log_all_data: Whether to log the GPUs of all ranks, as `<key>_rank_<r>`, instead of the least and the most.
@@ -49,6 +49,7 @@ class SystemMetricsMonitor(Callback):
         has_nvidia = torch.cuda.is_available() and torch.version.hip is None
         self._gpu = GPUReader() if has_nvidia else None
         self._read_at_s: float | None = None
+        self._of_host: dict[str, float] = {}
         self._of_gpu: dict[str, float] = {}
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -65,18 +66,14 @@ class SystemMetricsMonitor(Callback):
 
     def _log(self, logger: Logger) -> None:
         now_s = time.monotonic()
-        is_due = self._read_at_s is None or now_s - self._read_at_s >= _FRESH_S
-        metrics: dict[str, float] = {}
-        if is_due:
+        if self._read_at_s is None or now_s - self._read_at_s >= _FRESH_S:
             self._read_at_s = now_s
-            metrics = self._host.read()
+            self._of_host = self._host.read()
+            self._of_gpu = self._gpu.read() if self._gpu is not None else {}
+        metrics = dict(self._of_host)
         if self._gpu is not None:
-            if is_due:
-                self._of_gpu = self._gpu.read()
-            # Each batch: the ranks' clocks do not agree on when it is due.
             metrics |= _named_by_rank(dist.all_gather_object(self._of_gpu), self.log_all_data)
-        if metrics:
-            logger.log_metrics(metrics)
+        logger.log_metrics(metrics)
 
 
 def _named_by_rank(of_ranks: Sequence[dict[str, float]], log_all_data: bool) -> dict[str, float]:
