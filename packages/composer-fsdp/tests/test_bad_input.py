@@ -23,6 +23,7 @@ from composer_fsdp import (
     make_plan,
     parse_parallelism,
 )
+from composer_fsdp.tensor_parallel import check_layer_plan
 from composer_fsdp.wrap_rules import choose_units
 
 CPU = get_device("cpu")
@@ -109,6 +110,14 @@ def test_a_process_group_that_cannot_be_dealt_out_is_refused(group, as_one_of_fo
         refusal(RuntimeError, "4 must be divisible by", **{"model": Model(), **given})
 
 
+@pytest.mark.parametrize("group", [[0, 9], [-1, 1], [1, 1], ([0, 1], [1, 4])])
+def test_ranks_that_there_are_not_are_refused(group, as_one_of_four):
+    for given in ({"config": FSDPConfig(process_group=group)}, {"model": Model({"process_group": group})}):
+        refusal(
+            ValueError, "is no list of ranks, each once. Give numbers between 0 and 3", **{"model": Model(), **given}
+        )
+
+
 @pytest.mark.parametrize("answer", ["FULL_SHARD", 1, 0.5, [True], torch.tensor(True), object()])
 def test_an_answer_that_is_neither_yes_nor_no_nor_a_dict_is_refused(answer, as_one_of_four):
     assert "'net.1'" in refusal(TypeError, "fsdp_wrap_fn returned", Model(answer))
@@ -157,6 +166,15 @@ def test_a_tensor_parallel_plan_that_fits_nothing_is_refused(pattern, style, as_
 def test_a_tensor_parallel_plan_that_is_no_dict_is_refused(as_one_of_four):
     tp = TPConfig(tensor_parallel_degree=2, layer_plan=["net.1"])  # pyright: ignore[reportArgumentType]  # what is tested
     refusal(ValueError, "layer_plan=['net.1'] is a list", Model(), ParallelismConfig(fsdp=FSDPConfig(), tp=tp))
+
+
+@pytest.mark.parametrize("layer_plan", [None, {}])
+def test_a_degree_of_tensor_parallelism_that_splits_nothing_is_warned_of(layer_plan, as_one_of_four):
+    tp = TPConfig(tensor_parallel_degree=2, layer_plan=layer_plan)
+    plan = make_plan(ParallelismConfig(fsdp=FSDPConfig(), tp=tp), world_size=WORLD_SIZE)
+    assert plan.layer_plan is not None
+    with pytest.warns(UserWarning, match="there is no layer_plan: no tensor is split"):
+        check_layer_plan(Model(), plan.layer_plan)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -3,6 +3,7 @@ import dataclasses
 import pickle
 
 import pytest
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from composer_fsdp import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, parse_parallelism
 
@@ -96,6 +97,14 @@ def test_strings_may_be_in_any_case():
     )
     assert (config.sharding_strategy, config.backward_prefetch) == ("SHARD_GRAD_OP", "NONE")
     assert (config.mixed_precision, config.state_dict_type) == ("PURE", "sharded")
+
+
+def test_torchs_own_names_for_the_strategies_are_understood():
+    config = FSDPConfig(
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+    )
+    assert (config.sharding_strategy, config.backward_prefetch) == ("HYBRID_SHARD", "BACKWARD_PRE")
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, dataclasses.replace, lambda c: pickle.loads(pickle.dumps(c))])

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from composer_fsdp import FSDP2Config, FSDPConfig, make_plan
@@ -67,6 +68,12 @@ def test_a_large_module_is_a_unit_although_the_function_says_no():
 
 def test_the_function_of_the_direct_child_chooses():
     assert names(Model(is_block)) == ["model.blocks.0", "model.blocks.1", "model"]
+
+
+def test_a_unit_may_have_one_of_torchs_own_strategies():
+    options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    unit, *_ = choose_units(Model(lambda module: options if is_block(module) else False), plan_of())
+    assert unit.options == {"sharding_strategy": "SHARD_GRAD_OP"}
 
 
 def test_an_attribute_comes_before_function_and_size():

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from composer_fsdp.keys import check_keys, explain_key, take_legacy_keys
+from composer_fsdp.keys import by_name, check_keys, explain_key, take_legacy_keys
 
 __all__ = ["FSDP2Config", "FSDPConfig", "ParallelismConfig", "TPConfig"]
 
@@ -27,7 +27,8 @@ class _Checked:
 class FSDPConfig(_Checked):
     """How a model is sharded: all settings, those of older releases among them.
 
-    Strings may be in any case.
+    Strings may be in any case. In the place of `'FULL_SHARD'` and the like, torch's own `ShardingStrategy.FULL_SHARD`
+    will do.
 
     Args:
         activation_checkpointing: Compute again in the backward pass what the chosen modules computed in the forward
@@ -252,7 +253,8 @@ class TPConfig(_Checked):
         device_mesh: The ranks that hold one tensor together. Made from the degree when `None`.
         tensor_parallel_degree: How many ranks hold one tensor together.
         layer_plan: From patterns of module names to torch's `ParallelStyle`, such as
-            `{'blocks.*.up': ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}`.
+            `{'blocks.*.up': ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}`. Without one no tensor is split,
+            unless the model comes with tensors that are, and there is a `UserWarning`.
 
     Raises:
         TypeError: If there is no such setting: with the nearest names.
@@ -287,4 +289,5 @@ def _names(cls: type) -> set[str]:
 
 
 def _in_case(value: Any, change: Any) -> Any:
+    value = by_name(value)
     return change(value) if isinstance(value, str) else value

@@ -37,7 +37,7 @@ def check_group(group: Any, world_size: int | None) -> bool:
         world_size: How many ranks there are; `None` if that does not matter yet.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is none, or names a rank twice or one that there is not.
         RuntimeError: If the ranks cannot be dealt out in sets of that size.
     """
     if is_pair(group):
@@ -48,7 +48,11 @@ def check_group(group: Any, world_size: int | None) -> bool:
         return True
     if isinstance(group, str) and world_size is not None:
         ranks_of(group, 0, world_size, dist.get_local_world_size())
-    elif not isinstance(group, str) and not _is_ranks(group) and not isinstance(group, tdist.ProcessGroup):
+    elif _is_ranks(group):
+        if len(set(group)) < len(group) or (world_size is not None and not 0 <= min(group) <= max(group) < world_size):
+            numbers = "" if world_size is None else f" between 0 and {world_size - 1}"
+            raise ValueError(f"process_group={group!r} is no list of ranks, each once. Give numbers{numbers}.")
+    elif not isinstance(group, str) and not isinstance(group, tdist.ProcessGroup):
         raise ValueError(f"Unsure how to setup process_group={group!r}. {_ACCEPTED}.")
     return False
 

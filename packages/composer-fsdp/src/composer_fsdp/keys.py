@@ -3,9 +3,10 @@
 import difflib
 import warnings
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
-__all__ = ["check_keys", "explain_key", "take_legacy_keys"]
+__all__ = ["by_name", "check_keys", "explain_key", "take_legacy_keys"]
 
 _RENAMED = {
     "auto_wrap_policy": "define fsdp_wrap_fn(module) on the model, or set module._fsdp_wrap = True",
@@ -29,6 +30,11 @@ _UNDERSTOOD_LATER = {
     "by name instead of by size",
     "load_fsdp_monolith_rank0_only": "is now called 'load_monolith_rank0_only'",
 }
+
+
+def by_name(value: Any) -> Any:
+    """Return the name of an enumeration's member, such as torch's `ShardingStrategy.FULL_SHARD`; else the value."""
+    return value.name if isinstance(value, Enum) else value
 
 
 def explain_key(key: object, known: Iterable[str]) -> str:

@@ -1,11 +1,13 @@
 """Splitting single tensors over ranks, before the parts are sharded."""
 
+import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer_fsdp.keys import explain_key
@@ -14,11 +16,19 @@ __all__ = ["check_layer_plan", "split_tensors"]
 
 
 def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
-    """Refuse a plan that names modules which there are not.
+    """Refuse a plan that names modules which there are not, and warn of one that splits nothing.
 
     Raises:
         ValueError: If a pattern fits no module, or its value is no `ParallelStyle`.
     """
+    if not layer_plan and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        warnings.warn(
+            "tensor_parallel_degree is greater than 1, and there is no layer_plan: no tensor is split, and the ranks "
+            "of a group compute the same. Give a layer_plan, such as {'blocks.*.up': ColwiseParallel()}, or leave the "
+            "degree out and shard over all ranks.",
+            UserWarning,
+            stacklevel=2,
+        )
     names = [name for name, _ in model.named_modules() if name]
     for pattern, style in layer_plan.items():
         if not isinstance(style, ParallelStyle):

@@ -10,7 +10,7 @@ from composer_dist import dist
 from composer_fsdp.checks import HYBRID_STRATEGIES, PREFETCHES, STRATEGIES, check_reshard, warn
 from composer_fsdp.config import FSDP2Config
 from composer_fsdp.groups import check_group
-from composer_fsdp.keys import explain_key
+from composer_fsdp.keys import by_name, explain_key
 from composer_fsdp.mixed_precision import resolve_dtypes
 from composer_fsdp.plan import ShardingPlan
 
@@ -56,7 +56,9 @@ def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bo
     answer: Any = None if function is None else function(module)
     if answer is None:
         return False
-    if isinstance(answer, bool | Mapping):
+    if isinstance(answer, Mapping):
+        return {key: by_name(value) for key, value in answer.items()}
+    if isinstance(answer, bool):
         return answer
     raise TypeError(
         f"fsdp_wrap_fn returned {answer!r}, a {type(answer).__name__}, for {name!r}. Return True to shard the module "
