@@ -65,9 +65,16 @@ def statistics_of(rows):
     return found
 
 
-def seen(function, *batch, **settings):
+class CallsAndDoubles(Calls):
+    """Changes what the layer returned in place."""
+
+    def forward(self, batch):
+        return self.layer(*batch).mul_(2)
+
+
+def seen(function, *batch, kind=Calls, **settings):
     """Return the values of one forward pass, by `<statistic>/<name>`."""
-    model = Calls(function)
+    model = kind(function)
     state = State(model, rank_zero_seed=0, run_name="run", device="cpu")
     kept = InMemoryLogger()
     kept.init(state, None)
@@ -99,6 +106,12 @@ def test_a_lone_output_has_one_value_for_each_of_its_rows():
         expected = statistics_of(inputs[row].tolist())
         assert float(values[f"kurtosis/layer_output.{row}"]) == pytest.approx(expected["kurtosis"], rel=1e-4)
         assert float(values[f"average/layer_output.{row}"]) == pytest.approx(expected["average"], rel=1e-4, abs=1e-6)
+
+
+def test_what_is_changed_between_two_modules_is_measured_again():
+    values = seen(lambda inputs: inputs + 1, torch.ones(2, 3), kind=CallsAndDoubles, whole_outputs=True)
+    assert float(values["max/layer_output.0"]) == 2.0
+    assert float(values["max/_output.0"]) == 4.0
 
 
 def test_only_numbers_with_a_point_are_measured_wherever_they_are():

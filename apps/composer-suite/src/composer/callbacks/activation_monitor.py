@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
@@ -86,6 +87,7 @@ class ActivationMonitor(Callback):
         self._handles: list[RemovableHandle] = []
         self._uncompiled = ExitStack()
         self._metrics: dict[str, Tensor] = {}
+        self._measured: dict[tuple[int, bool], tuple[weakref.ref[Tensor], int, dict[str, Tensor]]] = {}
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Begin to watch, if it is time."""
@@ -129,7 +131,7 @@ class ActivationMonitor(Callback):
             handle.remove()
         self._uncompiled.close()
         self._is_watching = False
-        self._handles, self._metrics = [], {}
+        self._handles, self._metrics, self._measured = [], {}, {}
 
     def _watch(self, name: str, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         with torch.no_grad():
@@ -144,11 +146,24 @@ class ActivationMonitor(Callback):
                 self._measure_rows(f"{name}_output", output)
 
     def _measure(self, name: str, tensor: Tensor) -> None:
-        self._metrics |= {f"activations/{key}/{name}": value[0] for key, value in _statistics(tensor[None]).items()}
+        for key, values in self._statistics_of(tensor, as_rows=False).items():
+            self._metrics[f"activations/{key}/{name}"] = values[0]
 
     def _measure_rows(self, name: str, tensor: Tensor) -> None:
-        for key, values in _statistics(tensor).items():
-            self._metrics |= {f"activations/{key}/{name}.{row}": value for row, value in enumerate(values.unbind())}
+        for key, values in self._statistics_of(tensor, as_rows=True).items():
+            for row, value in enumerate(values.unbind()):
+                self._metrics[f"activations/{key}/{name}.{row}"] = value
+
+    def _statistics_of(self, tensor: Tensor, *, as_rows: bool) -> dict[str, Tensor]:
+        """Return the statistics of a tensor, which often is the output of one module and the input of the next."""
+        # `_version`, which has no public name, counts what is done to a tensor in place.
+        version = -1 if tensor.is_inference() else tensor._version
+        known = self._measured.get((id(tensor), as_rows))
+        if known is not None and known[0]() is tensor and known[1] == version != -1:
+            return known[2]
+        statistics = _statistics(tensor if as_rows else tensor[None])
+        self._measured[id(tensor), as_rows] = weakref.ref(tensor), version, statistics
+        return statistics
 
 
 def compute_kurtosis(value: Tensor) -> Tensor:

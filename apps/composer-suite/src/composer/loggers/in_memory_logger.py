@@ -20,18 +20,16 @@ class InMemoryLogger(LoggerDestination):
     """Keeps what is logged, with the time in training at which it was.
 
     Attributes:
-        data: For each metric, its values with the timestamps.
-        most_recent_values: The latest value of each metric.
-        most_recent_timestamps: When that was.
         hyperparameters: The settings of the run.
         tables: The tables by name, as JSON.
         state: The training state, from INIT on.
     """
 
     def __init__(self) -> None:
-        self.data: dict[str, list[tuple[Timestamp, Any]]] = {}
-        self.most_recent_values: dict[str, Any] = {}
-        self.most_recent_timestamps: dict[str, Timestamp] = {}
+        self._data: dict[str, list[tuple[Timestamp, Any]]] = {}
+        # As they came. They are sorted by metric when somebody looks, and training need not wait for that.
+        self._unsorted: list[tuple[Timestamp, dict[str, Any]]] = []
+        self._current: tuple[Timestamp | None, Timestamp] = (None, Timestamp())
         self.hyperparameters: dict[str, Any] = {}
         self.tables: dict[str, str] = {}
         self.state: State | None = None
@@ -47,12 +45,30 @@ class InMemoryLogger(LoggerDestination):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Keep values, with the timestamp of now; tensors stay on their device."""
         assert self.state is not None, "Event.INIT comes first"
-        now = self.state.timestamp.copy()
-        values: dict[str, Any] = {name: detached_copy(value) for name, value in metrics.items()}
-        for name, value in values.items():
-            self.data.setdefault(name, []).append((now, value))
-            self.most_recent_timestamps[name] = now
-        self.most_recent_values.update(values)
+        stamp = self.state.timestamp
+        if stamp is not self._current[0]:
+            self._current = stamp, stamp.copy()
+        copies = {name: value if type(value) is float else detached_copy(value) for name, value in metrics.items()}
+        self._unsorted.append((self._current[1], copies))
+
+    @property
+    def data(self) -> dict[str, list[tuple[Timestamp, Any]]]:
+        """For each metric, its values with the timestamps."""
+        for now, values in self._unsorted:
+            for name, value in values.items():
+                self._data.setdefault(name, []).append((now, value))
+        self._unsorted.clear()
+        return self._data
+
+    @property
+    def most_recent_values(self) -> dict[str, Any]:
+        """The latest value of each metric."""
+        return {name: entries[-1][1] for name, entries in self.data.items()}
+
+    @property
+    def most_recent_timestamps(self) -> dict[str, Timestamp]:
+        """When that was."""
+        return {name: entries[-1][0] for name, entries in self.data.items()}
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
