@@ -1,8 +1,10 @@
-"""Collect the examples of the Markdown pages as tests."""
+"""Collect the examples of the Markdown pages as tests, and keep one file's processes out of the next one's."""
 
 import os
 import sys
-from typing import Any
+from collections.abc import Generator
+
+import pytest
 
 try:
     from sybil import Sybil
@@ -10,24 +12,30 @@ try:
 except ImportError:  # a package that is tested alone does not have it
     pass
 else:
-
-    def _remember_environment(namespace: dict[str, Any]) -> None:
-        namespace["__environ_before__"] = dict(os.environ)
-
-    def _forget_process(namespace: dict[str, Any]) -> None:
-        """Leave to the next page neither a process group nor the variables that tell of one."""
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_initialized():
-            distributed.destroy_process_group()
-        before = namespace.pop("__environ_before__")
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
     _examples = Sybil(
         parsers=[PythonCodeBlockParser(), SkipParser()],
         patterns=["README.md", "docs/*.md", "docs/algorithms/*.md"],
-        setup=_remember_environment,
-        teardown=_forget_process,
     )
     pytest_collect_file = _examples.pytest()
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_BEFORE = {name: os.environ.get(name) for name in _VARIABLES}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Leave to the next file neither a process group nor the variables that tell of one.
+
+    Whoever initializes a group leaves both, as in any script, and other libraries take their cue from them.
+    """
+    yield
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+    for name, value in _BEFORE.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
