@@ -61,8 +61,22 @@ def hash_ranges(
             position += len(piece)
         return hasher.hexdigest()
 
-    with ThreadPoolExecutor(num_threads(), thread_name_prefix="hash") as pool:
-        return list(pool.map(hash_range, range(len(ranges))))
+    hashes = [""] * len(ranges)
+    left = iter(range(len(ranges)))  # shared by the threads
+
+    def hash_what_is_left() -> None:
+        for index in left:
+            hashes[index] = hash_range(index)
+
+    workers = min(num_threads(), sum(size_bytes for _, size_bytes in ranges) // _READ_BYTES)
+    if workers < 2:
+        hash_what_is_left()
+        return hashes
+    # A task for each thread, not for each stretch: there may be thousands of small ones.
+    with ThreadPoolExecutor(workers, thread_name_prefix="hash") as pool:
+        for task in [pool.submit(hash_what_is_left) for _ in range(workers)]:
+            task.result()
+    return hashes
 
 
 def _buffer() -> memoryview:
