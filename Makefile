@@ -22,6 +22,12 @@ test: .venv/.synced  ## Run every test and every example of a docstring or page,
 test-transformers4: .venv-transformers4/.synced  ## What depends on transformers, on its older major version.
 	.venv-transformers4/bin/python -m pytest -n 2 --dist loadfile -q $(TRANSFORMERS_TESTS)
 
+docs: .venv/.synced  ## Build the site of the documentation into site/.
+	$(BIN)/python tools/docs/build.py
+
+bench: .venv/.synced  ## Measure everything in benchmarks/ beside plain PyTorch, and write docs/benchmarks.md.
+	$(BIN)/python tools/bench.py
+
 lint: .venv/.synced  ## Format, lint, types, floors, declared dependencies, ranges.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,4 +68,4 @@ define install
 	$(UV) pip install -q --python $(1)/bin/python --no-deps $(MEMBERS:%=-e ./%)
 endef
 
-.PHONY: train stdlib-gpt test test-transformers4 lint alone dist check-lock lock
+.PHONY: train stdlib-gpt test test-transformers4 docs bench lint alone dist check-lock lock

@@ -14,7 +14,7 @@ except ImportError:  # a package that is tested alone does not have it
 else:
     _examples = Sybil(
         parsers=[PythonCodeBlockParser(), SkipParser()],
-        patterns=["README.md", "docs/*.md", "docs/algorithms/*.md"],
+        patterns=["README.md", *(f"docs/{folder}*.md" for folder in ("", "tour/", "coming-from/", "algorithms/"))],
     )
     pytest_collect_file = _examples.pytest()
 

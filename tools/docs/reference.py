@@ -1,0 +1,131 @@
+"""Write the pages of the reference: for each public name of a package or module, the place where its docstring goes.
+
+Sources are read and not run, so that no optional dependency is missed.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+# By distribution: its import name, then the modules that have a page of their own.
+MODULES = {
+    "composer-suite": [
+        "composer",
+        "composer.callbacks",
+        "composer.loggers",
+        "composer.profiler",
+        "composer.report",
+        "composer.trainer.divergence",
+    ],
+    "composer-ckpt": ["composer_ckpt", "composer_ckpt.cli"],
+    "composer-hf": ["composer_hf"],
+    "composer-checkpoint": [
+        "composer_checkpoint",
+        "composer_checkpoint.bridges.hugging_face",
+        "composer_checkpoint.bridges.lightning",
+        "composer_checkpoint.modular",
+        "composer_checkpoint.remote_uploader_downloader",
+        "composer_checkpoint.sharded",
+        "composer_checkpoint.stores",
+        "composer_checkpoint.tensors",
+        "composer_checkpoint.transfer",
+        "composer_checkpoint.uris",
+    ],
+    "composer-algorithms": [
+        "composer_algorithms",
+        "composer_algorithms.bridges.accelerate",
+        "composer_algorithms.bridges.hf",
+        "composer_algorithms.bridges.lightning",
+        "composer_algorithms.bridges.loop",
+        "composer_algorithms.functional",
+        "composer_algorithms.module_surgery",
+    ],
+    "composer-fsdp": ["composer_fsdp"],
+    "composer-optim": ["composer_optim"],
+    "composer-models": ["composer_models"],
+    "composer-events": ["composer_events", "composer_events.passes"],
+    "composer-dist": ["composer_dist", "composer_dist.dist", "composer_dist.testing"],
+    "composer-time": ["composer_time"],
+}
+
+
+def reference(distribution: str) -> str:
+    """Return the part of a package's page that its docstrings fill."""
+    package, *modules = MODULES[distribution]
+    lines = [f"## Reference of `{package}`", ""]
+    if modules:
+        pages = ", ".join(f"[`{module}`]({module}.md)" for module in modules)
+        lines += [f"Modules with a page of their own: {pages}.", ""]
+    return "\n".join([*lines, *_entries(package, level=3)])
+
+
+def module_page(module: str) -> str:
+    """Return the page of a module."""
+    title = module.partition(".")[2]  # short, for the navigation
+    introduction = [f"# {title}", "", f"`{module}`", "", ast.get_docstring(_source(module)) or "", ""]
+    return "\n".join([*introduction, *_entries(module, level=2)])
+
+
+def _entries(module: str, level: int) -> Iterator[str]:
+    """Yield a place for the docstring of each name that the module's package owns, then where the others are."""
+    family = module.partition(".")[0]
+    others = []
+    for name in _public_names(module):
+        owner = _owner(module, name)
+        if name == "__version__":
+            yield from ["`__version__` is the version of the package that is installed.", ""]
+        elif owner.partition(".")[0] == family:
+            hidden = _file(f"{module}.{name}").exists()  # by the module of that name, which would be shown
+            yield from [f"::: {owner if hidden else module}.{name}", f"    options: {{heading_level: {level}}}", ""]
+        else:
+            others.append(f"- `{name}`: [`{owner}.{name}`][{owner}.{name}]")
+    if others:
+        yield from [f"{'#' * level} Names of packages below", "", *others, ""]
+
+
+def _public_names(module: str) -> list[str]:
+    """Return `__all__`, in which `*_HOME` stands for the names of a dict or list of the module."""
+    values = {
+        target.id: statement.value
+        for statement in _source(module).body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    listed = values.get("__all__")
+    names = []
+    for entry in listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else []:
+        if isinstance(entry, ast.Starred) and isinstance(entry.value, ast.Name):
+            names += ast.literal_eval(values[entry.value.id])
+        else:
+            names.append(ast.literal_eval(entry))
+    return names
+
+
+def _owner(module: str, name: str) -> str:
+    """Return the module that defines a name."""
+    home = _imports(module).get(name)
+    return _owner(home, name) if home is not None and home.startswith("composer") else module
+
+
+@cache
+def _imports(module: str) -> dict[str, str]:
+    """Return from where a module imports each name, the imports for type checkers included."""
+    statements = [one for one in ast.walk(_source(module)) if isinstance(one, ast.ImportFrom)]
+    return {alias.asname or alias.name: one.module for one in statements for alias in one.names if one.module}
+
+
+@cache
+def _source(module: str) -> ast.Module:
+    return ast.parse(_file(module).read_text())
+
+
+def _file(module: str) -> Path:
+    package, *inner = module.split(".")
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    place = Path(spec.origin).parent.joinpath(*inner)
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
