@@ -1,4 +1,4 @@
-"""The methods that change data, gradients and steps, each in the Trainer and as Composer's documents write them."""
+"""The methods that change data, gradients and steps, in the Trainer."""
 
 import math
 
@@ -11,7 +11,6 @@ from torchvision import transforms
 from torchvision.datasets import FakeData
 
 from composer import Event, State, Trainer
-from composer import functional as cf
 from composer.algorithms import (
     SAM,
     SWA,
@@ -148,32 +147,6 @@ def test_sequences_grow_in_the_trainer():
     ) as trainer:
         trainer.fit()
     assert model.lengths == [8, 2, 2, 4, 6, 8, 8, 8, 8]  # the first one is the trial of the maximal length
-
-
-def test_images_are_augmented_by_a_transform_as_the_welcome_tour_writes_it():
-    dataset = FakeData(
-        8,
-        (3, 32, 32),
-        transform=transforms.Compose(
-            [cf.randaugment_image(), transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.25,) * 3)]
-        ),
-    )
-    images, _ = next(iter(DataLoader(dataset, batch_size=8)))
-    assert images.shape == (8, 3, 32, 32)
-
-
-def test_a_loop_with_cutmix_as_the_first_documents_write_it_trains():
-    model, loss_fn = network(), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.rand(16, 3, 16, 16), torch.randint(3, (16,))), batch_size=8)
-    for data, target in loader:
-        with pytest.warns(DeprecationWarning, match="cutmix_batch"):
-            data = cf.cutmix(data, target, alpha=1, num_classes=3)
-        optimizer.zero_grad()
-        loss = loss_fn(model(data), target)
-        loss.backward()
-        optimizer.step()
-        assert torch.isfinite(loss)
 
 
 def test_gradients_are_clipped_after_all_microbatches_and_before_the_step():
