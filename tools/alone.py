@@ -2,25 +2,28 @@
 
     alone.py [--uv UV] [--record] [NAME ...]
 
-First the program in `tests/alone/<package>/main.py` runs in that environment, and the distributions in it are compared
-with `distributions.txt` beside the program, so that none comes in unseen; `--record` writes the file. Then pytest and
-hypothesis are added, and the package's own tests run.
+First the program in `tests/alone/<package>/main.py` runs in that environment, every module is imported to see that it
+does nothing else than define names, and the distributions are compared with `distributions.txt` beside the program, so
+that none comes in unseen; `--record` writes the file. Then pytest and hypothesis are added, and the package's own tests
+run.
 
-A package whose tests need one of its extras for a part of them is tested twice, bare and with that extra. Two are
-tested at once, and what one has said is printed when it is done.
+A package whose tests need one of its extras for a part of them is tested twice, bare and with that extra. And the
+README's first script runs where composer-suite was installed from the folder of the wheels. Two are tested at once, and
+what one has said is printed when it is done.
 """
 
 import argparse
-import os
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import dist
+from environments import Environment, Environments, prepare
 from packaging.requirements import Requirement
 from ranges import ROOT, members
 
@@ -33,6 +36,7 @@ RUNS = {
 }
 RUNNERS = ["pytest", "hypothesis"]
 AT_ONCE = 2
+QUIET_IMPORTS = ROOT / "tests" / "alone" / "quiet_imports.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,9 @@ class Run:
         return f"{self.name}[{self.extra}]" if self.extra else self.name
 
     @property
-    def tests(self) -> Path:
-        """The folder of the package's own tests."""
-        return next(ROOT.glob(f"*/{self.name}")) / "tests"
+    def folder(self) -> Path:
+        """The folder of the package."""
+        return next(ROOT.glob(f"*/{self.name}"))
 
     @property
     def program(self) -> Path:
@@ -65,7 +69,7 @@ class Run:
     @property
     def size(self) -> int:
         """How much there is to do, roughly."""
-        return sum(file.stat().st_size for file in self.tests.rglob("*.py"))
+        return sum(file.stat().st_size for file in (self.folder / "tests").rglob("*.py"))
 
 
 class Grown(Exception):
@@ -74,64 +78,65 @@ class Grown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Makes environments and tests packages in them.
+    """Tests packages in environments of their own.
 
     Attributes:
-        folder: Where the environments are made, each in one of a few places that serve again and again.
-        wheels: Where the wheels of all packages are.
-        pins: A file with the version of everything else.
-        uv: The uv that installs.
+        environments: Makes them.
+        places: Where there may be one; each is taken, and put back when what was tested there is done.
+        wheels: The folder with the wheels of all packages.
         records: Whether the lists of distributions are written instead of compared.
     """
 
-    folder: Path
+    environments: Environments
+    places: "queue.SimpleQueue[Path]"
     wheels: Path
-    pins: Path
-    uv: str
     records: bool
 
-    def test(self, run: Run, places: "queue.SimpleQueue[Path]") -> tuple[bool, str]:
-        """Make an environment for one wheel, run the package's own tests in it, and say if they passed and what came.
+    def test(self, run: Run) -> tuple[bool, str]:
+        """Run a package's program and its own tests, and say if they passed and what came."""
+        return self._in_an_environment(lambda environment: self._test(run, environment))
 
-        Args:
-            run: What to test.
-            places: Where there may be an environment; one is taken and put back.
-        """
-        place = places.get()
+    def follow_readme(self) -> tuple[bool, str]:
+        """Install composer-suite as a stranger would, run the README's first script, and say if it did well."""
+        return self._in_an_environment(lambda environment: (True, dist.follow_readme(environment, self.wheels)))
+
+    def _in_an_environment(self, test: Callable[[Environment], tuple[bool, str]]) -> tuple[bool, str]:
+        place = self.places.get()
         try:
-            said = self._install(run, place)
-            if not run.extra:
-                said += self._use(run, place)
-            said += _call([*self._pip("install", place), "--constraint", str(self.pins), *RUNNERS]).stdout
-            # What is slow has nothing to find out here that `make test` does not.
-            options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-k", run.chosen]
-            command = [f"{place}/bin/python", "-m", "pytest", *options, str(run.tests)]
-            tested = _call(command, env=self._variables(), check=False)
-            return tested.returncode == 0, said + tested.stdout
+            with self.environments.fresh(place) as environment:
+                return test(environment)
         except subprocess.CalledProcessError as error:
             return False, f"{error}\n{error.stdout}"
-        except Grown as error:
+        except (Grown, dist.Unfit) as error:
             return False, f"{error}\n"
         finally:
-            shutil.rmtree(place, ignore_errors=True)
-            places.put(place)
+            self.places.put(place)
 
-    def _install(self, run: Run, place: Path) -> str:
-        projects = members()
+    def _test(self, run: Run, environment: Environment) -> tuple[bool, str]:
+        said = self._install(run, environment)
+        if not run.extra:
+            said += self._use(run, environment)
+        said += environment.install(*RUNNERS)
+        # What is slow has nothing to find out here that `make test` does not.
+        options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-k", run.chosen]
+        tested = environment.python("-m", "pytest", *options, str(run.folder / "tests"), check=False)
+        return tested.returncode == 0, said + tested.stdout
+
+    def _install(self, run: Run, environment: Environment) -> str:
         files = {
             sibling: next(self.wheels.glob(f"{sibling.replace('-', '_')}-*.whl"))
-            for sibling in closure(run.name, run.extra, projects)
+            for sibling in closure(run.name, run.extra, members())
         }
         wanted = [f"{run if sibling == run.name else sibling} @ {file.as_uri()}" for sibling, file in files.items()]
-        made = _call([self.uv, "venv", "-q", "--python", sys.executable, str(place)])
-        return made.stdout + _call([*self._pip("install", place), "--constraint", str(self.pins), *wanted]).stdout
+        return environment.install(*wanted)
 
-    def _use(self, run: Run, place: Path) -> str:
-        """Run the package's program, and compare or record what was installed for it."""
+    def _use(self, run: Run, environment: Environment) -> str:
+        """Run the package's program, import its modules, and compare or record what was installed for it."""
+        [package] = (run.folder / "src").iterdir()
         with tempfile.TemporaryDirectory() as elsewhere:
-            used = _call([f"{place}/bin/python", str(run.program)], cwd=elsewhere, env=self._variables())
-        frozen = _call([*self._pip("freeze", place)]).stdout.splitlines()
-        found = sorted(line.replace("==", " @ ").partition(" @ ")[0] for line in frozen)
+            used = environment.python(str(run.program), cwd=elsewhere).stdout
+            used += environment.python(str(QUIET_IMPORTS), package.name, cwd=elsewhere).stdout
+        found = sorted(line.replace("==", " @ ").partition(" @ ")[0] for line in environment.frozen())
         file = run.program.with_name("distributions.txt")
         if self.records:
             file.write_text("\n".join(found) + "\n")
@@ -140,18 +145,7 @@ class Bench:
                 f"{run.name} brings distributions that {file.relative_to(ROOT)} does not list: {', '.join(new)}. "
                 "If they have to be, record them with tools/alone.py --record."
             )
-        return used.stdout
-
-    def _pip(self, verb: str, place: Path) -> list[str]:
-        return [self.uv, "pip", verb, "-q", "--python", f"{place}/bin/python"]
-
-    def _variables(self) -> dict[str, str]:
-        """Return the environment variables of the tests."""
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        # Only the wheel may answer: a PYTHONPATH would let the checkout's sources in. And what was compiled for one
-        # environment serves the next one in the same place, since uv installs the same files there: to compile torch
-        # and what is around it takes longer than most packages' tests.
-        return {**variables, "PYTHONPATH": "", "PYTHONPYCACHEPREFIX": str(self.folder / "compiled")}
+        return used
 
 
 def closure(name: str, extra: str, projects: dict[str, dict]) -> list[str]:
@@ -187,34 +181,23 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write the lists of distributions")
     parser.add_argument("--uv", default="uv", help="the uv that builds and installs")
     arguments = parser.parse_args()
-    uv = str(Path(arguments.uv).resolve()) if os.sep in arguments.uv else arguments.uv
     failed = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(name)
-        bench = Bench(folder, folder / "wheels", folder / "pins.txt", uv, arguments.record)
-        subprocess.run([uv, "build", "-q", "--all-packages", "--wheel", "-o", bench.wheels], cwd=ROOT, check=True)
-        bench.pins.write_text(_pins(uv))
-        places: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        environments = prepare(arguments.uv, folder)
+        bench = Bench(environments, queue.SimpleQueue(), folder / "wheels", arguments.record)
+        dist.build(environments.uv, bench.wheels)
         for number in range(AT_ONCE):
-            places.put(folder / f"environment{number}")
-        started = {pool.submit(bench.test, run, places): run for run in runs(arguments.names or list(members()))}
+            bench.places.put(folder / f"environment{number}")
+        started = {pool.submit(bench.test, run): f"{run} alone" for run in runs(arguments.names or list(members()))}
+        if not arguments.names:
+            started[pool.submit(bench.follow_readme)] = "composer-suite as the README has it"
         for future in as_completed(started):
             passed, said = future.result()
-            print(f"== {started[future]} alone\n{said}", flush=True)
-            failed += [] if passed else [str(started[future])]
-    print(f"Failed alone: {', '.join(sorted(failed))}" if failed else "Every package passes its tests alone.")
+            print(f"== {started[future]}\n{said}", flush=True)
+            failed += [] if passed else [started[future]]
+    print(f"Failed: {', '.join(sorted(failed))}" if failed else "Every package passes its tests alone.")
     return 1 if failed else 0
-
-
-def _call(command: list[str], **settings) -> subprocess.CompletedProcess:
-    """Run a command and keep all that it says, by default in the belief that it will do well."""
-    together = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, **{"check": True, **together, **settings})
-
-
-def _pins(uv: str) -> str:
-    export = [uv, "export", "-q", "--frozen", "--all-packages", "--all-extras", "--no-emit-workspace", "--no-hashes"]
-    return subprocess.run(export, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from composer_algorithms.augmentation import augmentation_sets, image_as_type, m
 from composer_algorithms.augmentation import primitives as p
 from composer_algorithms.functional import augmix_image, randaugment_image
 
-GEOMETRIC = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
-
 
 def noise(size=(16, 12), mode="RGB", seed=0):
     values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], len(mode)), dtype=np.uint8)

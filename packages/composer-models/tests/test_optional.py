@@ -13,7 +13,7 @@ def test_the_message_names_the_package_the_extra_and_the_line_to_type():
 
 
 def test_it_names_the_suite_unless_told_otherwise():
-    assert "'composer-suite[vision]'" in str(MissingConditionalImportError("vision", "torchvision"))
+    assert "'composer-suite[wandb]'" in str(MissingConditionalImportError("wandb", "wandb"))
 
 
 def test_it_can_be_caught_as_an_import_error():

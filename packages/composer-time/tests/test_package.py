@@ -9,7 +9,7 @@ import composer_time
 
 def test_the_public_names_are_these():
     names = ["Time", "TimeUnit", "Timestamp", "ensure_time", "StringEnum", "Serializable"]
-    assert composer_time.__all__ == names
+    assert composer_time.__all__ == [*names, "__version__"]
     assert all(getattr(composer_time, name).__name__ == name for name in names)
 
 

@@ -1,8 +1,8 @@
-"""What the low precision norms share: when they apply, and in which dtype they compute."""
+"""What the low precision norms share: when they are put in, and in which dtype they compute."""
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,51 @@ from torch.optim import Optimizer
 
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.precision import Precision
+from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning
 
+if TYPE_CHECKING:
+    from composer_events.state import State
+
 _PRECISIONS = (Precision.AMP_FP16, Precision.AMP_BF16)
-APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
+_APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
+
+
+class LowPrecisionNorm(Algorithm):
+    """Base of an algorithm that changes the norms of a model on one event.
+
+    Args:
+        apply_at: The event: `Event.INIT`, `Event.BEFORE_LOAD` or `Event.AFTER_LOAD`.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+
+    surgery_rank = 5
+    acts_on = _APPLY_AT
+
+    def __init__(self, apply_at: Event = Event.INIT) -> None:
+        if apply_at not in _APPLY_AT:
+            raise ValueError(
+                f"apply_at={apply_at!r} is no event on which the model may be changed. Pass one of "
+                f"{', '.join(f'Event.{event.name}' for event in _APPLY_AT)}."
+            )
+        self.apply_at = apply_at
+        self.acts_on = frozenset({apply_at})
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Answer yes: training goes on in the precision that it had."""
+        return True
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is the one to act on."""
+        return event == self.apply_at
+
+    def __repr__(self) -> str:
+        # A checkpoint names the event in this way, which can be read back.
+        return f"{type(self).__name__}(apply_at=Event.{Event(self.apply_at).name})"
 
 
 def to_autocast_dtype(tensor: Tensor | None, device_type: str) -> Tensor | None:
@@ -72,17 +112,3 @@ def to_low_precision(module: nn.Module, base: type[nn.Module], low: type[nn.Modu
         return None
     module.__class__ = low
     return module
-
-
-def check_apply_at(apply_at: Event) -> None:
-    """Refuse an event on which models are not changed."""
-    if apply_at not in APPLY_AT:
-        raise ValueError(
-            f"apply_at={apply_at!r} is no event on which the model may be changed. Pass one of "
-            f"{', '.join(f'Event.{event.name}' for event in APPLY_AT)}."
-        )
-
-
-def event_repr(event: Any) -> str:
-    """Return how a checkpoint names an event, so that it can be read back."""
-    return f"Event.{Event(event).name}"

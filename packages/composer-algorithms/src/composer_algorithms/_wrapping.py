@@ -1,6 +1,5 @@
 """Look through whatever wraps a model: at its tensors under the names that the bare model gives them."""
 
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,14 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# Where torch.compile, FSDP1 and the activation checkpoint wrapper keep the module that they wrap. DDP's "module" is
-# not here because models have attributes of that name themselves.
-_WRAPPER_PREFIX = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-
-
-def canonical_name(name: str) -> str:
-    """Return a tensor's name without the prefixes that wrapped modules put into it."""
-    return _WRAPPER_PREFIX.sub("", name)
+from composer_dist.wrapping import canonical_name
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._low_precision import APPLY_AT, check_apply_at, event_repr, swap_norms, to_autocast_dtype
+from composer_algorithms._low_precision import LowPrecisionNorm, swap_norms, to_autocast_dtype
 from composer_algorithms.metadata import Metadata
 from composer_dist.precision import Precision
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def apply_low_precision_groupnorm(
     return swap_norms(model, nn.GroupNorm, LPGroupNorm, precision, optimizers)
 
 
-class LowPrecisionGroupNorm(Algorithm):
+class LowPrecisionGroupNorm(LowPrecisionNorm):
     """Compute GroupNorm in low precision: on one event, the norms in `state.model` are changed in place.
 
     The precision is that of the state. It acts after all algorithms that make norms. Parameters and their names stay.
@@ -105,26 +104,6 @@ class LowPrecisionGroupNorm(Algorithm):
         LowPrecisionGroupNorm(apply_at=Event.INIT)
     """
 
-    surgery_rank = 5
-    acts_on = APPLY_AT
-
-    def __init__(self, apply_at: Event = Event.INIT) -> None:
-        check_apply_at(apply_at)
-        self.apply_at = apply_at
-        self.acts_on = frozenset({apply_at})
-
-    @staticmethod
-    def required_on_load() -> bool:
-        """Answer yes: training goes on in the precision that it had."""
-        return True
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is the one to act on."""
-        return event == self.apply_at
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Change the norms."""
         apply_low_precision_groupnorm(state.model, state.precision, state.optimizers)
-
-    def __repr__(self) -> str:
-        return f"LowPrecisionGroupNorm(apply_at={event_repr(self.apply_at)})"

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from composer_algorithms._legacy import accept_legacy_arguments
 from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms._wrapping import canonical_name
 from composer_algorithms.ema.averaging import compute_ema
 from composer_algorithms.ema.parameters import EMAParameters
 from composer_algorithms.metadata import Metadata
+from composer_dist.wrapping import canonical_name
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit

@@ -13,7 +13,16 @@ from composer_checkpoint._renames import rename_without_replacing
 from composer_checkpoint._unfinished_names import UNFINISHED
 from composer_checkpoint._writers import is_alive, this_writer
 
-__all__ = ["complete_earlier_sets", "complete_sets", "discard", "has_sets", "is_folder", "remove_leftovers"]
+__all__ = [
+    "complete_earlier_sets",
+    "complete_sets",
+    "discard",
+    "find_leftovers",
+    "has_sets",
+    "is_folder",
+    "remove_leftovers",
+    "remove_leftovers_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +43,41 @@ def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) ->
         What was deleted.
     """
     complete_sets(folder, locked=locked)
-    left = list(_unfinished_in(folder))
-    # Where it cannot be known whether the writer of a record is gone, the files that it names are still needed.
-    needed = {temporary for path, found in left if found["kind"] == "set" for temporary in temporaries_of(path)}
-    removed: list[Path] = []
-    for path, found in left:
-        if found["kind"] != "set" and path not in needed and not _may_be_writing(found["writer"], locked):
-            _tidy(path, found["kind"], found["name"], removed)
-    for path in removed:
-        log.warning("Removed %s, which a writer that is gone had left unfinished.", path)
-    return removed
+    return _remove(_left_in(folder, locked))
+
+
+def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
+    """Delete what writers of one file or folder left beside it when they were killed.
+
+    What a living process is writing stays, and so does what was written on another machine, or is one of several files
+    that get their names together.
+
+    Args:
+        path: The real name that it was to get.
+
+    Returns:
+        What was deleted.
+    """
+    final = Path(os.path.abspath(path))
+    left: list[tuple[Path, re.Match[str]]] = []
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(final.parent) as entries:
+        for entry in entries:
+            found = UNFINISHED.fullmatch(entry.name)
+            if found is None or found["kind"] == "set" or _home(entry.name) != final.name:
+                continue
+            if is_alive(found["writer"]) is False and not _has_record(found["writer"], final):
+                left.append((Path(entry), found))
+    return _remove(left)
+
+
+def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
+    """Return what `remove_leftovers` would delete, rename or put back, and change nothing."""
+    sets = [
+        path
+        for path, found in _unfinished_in(folder)
+        if found["kind"] == "set" and not _may_be_writing(found["writer"], locked)
+    ]
+    return [*sets, *(path for path, _ in _left_in(folder, locked))]
 
 
 def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
@@ -115,6 +149,42 @@ def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Ma
                     yield Path(entry), found
                 elif entry.is_dir(follow_symlinks=False):
                     pending.append(Path(entry))
+
+
+def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, re.Match[str]]]:
+    left = list(_unfinished_in(folder))
+    # Where it cannot be known whether the writer of a record is gone, the files that it names are still needed.
+    needed = {temporary for path, found in left if found["kind"] == "set" for temporary in temporaries_of(path)}
+    return [
+        (path, found)
+        for path, found in left
+        if found["kind"] != "set" and path not in needed and not _may_be_writing(found["writer"], locked)
+    ]
+
+
+def _remove(left: list[tuple[Path, re.Match[str]]]) -> list[Path]:
+    removed: list[Path] = []
+    for path, found in left:
+        _tidy(path, found["kind"], found["name"], removed)
+    for path in removed:
+        log.warning("Removed %s, which a writer that is gone had left unfinished.", path)
+    return removed
+
+
+def _home(name: str) -> str:
+    """Return the real name of what is unfinished; a writer may have written beside another one's temporary name."""
+    found = UNFINISHED.fullmatch(name)
+    return name if found is None else _home(found["name"])
+
+
+def _has_record(writer: str, final: Path) -> bool:
+    """Return whether a writer left a record of files, of which this may be one; it lies here or somewhere above."""
+    for folder in final.parents:
+        with suppress(OSError), os.scandir(folder) as entries:
+            names = (UNFINISHED.fullmatch(entry.name) for entry in entries)
+            if any(found is not None and (found["kind"], found["writer"]) == ("set", writer) for found in names):
+                return True
+    return False
 
 
 def _may_be_writing(writer: str, locked: bool) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from composer_checkpoint.errors import UnfittingWeightsError
-from composer_checkpoint.modular._names import canonical_name, names_in_model
-from composer_dist.wrapping import unwrap_model
+from composer_checkpoint.modular._names import names_in_model
+from composer_dist.wrapping import canonical_name, unwrap_model
 
 if TYPE_CHECKING:
     from composer_events import State

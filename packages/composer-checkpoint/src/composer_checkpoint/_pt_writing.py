@@ -16,7 +16,7 @@ from composer_checkpoint._zip_layout import Member, ZipLayout, read_zip_layout
 from composer_checkpoint.hashing import hash_tensor, new_hasher
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
 
-__all__ = ["write_pt"]
+__all__ = ["Hashes", "make_manifest", "write_pt"]
 
 
 def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, Rehearsal]:
@@ -28,7 +28,7 @@ def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tu
             layout = read_zip_layout(reader)
             pickled = layout.members["data.pkl"]
             rehearsal = rehearse(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
-            manifest = _make_manifest(layout, rehearsal, _Hashes(reader, file.hashes, hash_name), info)
+            manifest = make_manifest(layout, rehearsal, Hashes(reader, file.hashes, hash_name), info)
         file.append_member(f"{layout.folder}/{MANIFEST_NAME}", manifest.to_json())
         with FileReader(path) as reader:
             file.replace_end(seal(reader, read_zip_layout(reader)))
@@ -94,7 +94,7 @@ class _HashingFile:
             self.raise_failure()
 
 
-class _Hashes:
+class Hashes:
     """Hashes of stretches of the file: those taken while it was written, others when they are asked for."""
 
     def __init__(self, reader: FileReader, written: Mapping[tuple[int, int], str], hash_name: str) -> None:
@@ -115,7 +115,8 @@ class _Hashes:
         return self._known[stretch]
 
 
-def _make_manifest(layout: ZipLayout, rehearsal: Rehearsal, hashes: _Hashes, info: Mapping[str, Any]) -> Manifest:
+def make_manifest(layout: ZipLayout, rehearsal: Rehearsal, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of a file with this layout and these tensors."""
     storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
     hashes.prepare(storages.values())
     tensors = {name: _tensor_entry(spec, storages, hashes) for name, spec in rehearsal.tensors.items()}
@@ -123,7 +124,7 @@ def _make_manifest(layout: ZipLayout, rehearsal: Rehearsal, hashes: _Hashes, inf
     return Manifest(hash_name=hashes.hash_name, tensors=tensors, files=files, info=info)
 
 
-def _tensor_entry(spec: TensorSpec, storages: Mapping[str, Member], hashes: _Hashes) -> TensorEntry:
+def _tensor_entry(spec: TensorSpec, storages: Mapping[str, Member], hashes: Hashes) -> TensorEntry:
     member = storages[f"{PAYLOAD_FOLDER}{spec.storage.key}"]
     if spec.byte_range is not None:
         digest = hashes.of(member, *spec.byte_range)

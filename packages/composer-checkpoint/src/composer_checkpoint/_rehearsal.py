@@ -16,7 +16,7 @@ from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.unpickler import PLAIN_GLOBALS, PickledText, RestrictedUnpickler, run_restricted, scan
 
-__all__ = ["Rehearsal", "StorageSpec", "TensorSpec", "rehearse"]
+__all__ = ["Rehearsal", "RehearsingUnpickler", "StorageSpec", "TensorSpec", "rehearse"]
 
 # The names in which torch wrote dtypes before it had untyped storages, and still writes most.
 _STORAGE_DTYPES = {
@@ -126,7 +126,7 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
     """
     scan(data)
     rehearsal = Rehearsal()
-    rehearsal.tree = run_restricted(_RehearsingUnpickler(data, rehearsal, record_unknown))
+    rehearsal.tree = run_restricted(RehearsingUnpickler(data, rehearsal, record_unknown))
     rehearsal.tensors = dict(named_leaves(rehearsal.tree, TensorSpec))
     names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
     for tensor in rehearsal.views:
@@ -140,7 +140,9 @@ def _check_view(name: str, tensor: TensorSpec) -> None:
     check_geometry(name, tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
 
 
-class _RehearsingUnpickler(RestrictedUnpickler):
+class RehearsingUnpickler(RestrictedUnpickler):
+    """Reads a pickle into what is known of its tensors; a subclass may know more names."""
+
     def __init__(self, data: bytes | memoryview, rehearsal: Rehearsal, record_unknown: bool) -> None:
         super().__init__(data, _stand_ins())
         self.rehearsal = rehearsal

@@ -1,12 +1,12 @@
 """The header of a safetensors file, read strictly."""
 
-import json
 import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from composer_checkpoint._strict_json import parse_json
 from composer_checkpoint._zip_layout import Readable
 from composer_checkpoint.errors import CorruptCheckpointError
 
@@ -74,7 +74,7 @@ def read_header(file: Readable) -> Header:
         _refuse(f"its header would have {length} bytes; the file has {file.size_bytes}")
     raw = file.read(LENGTH.size, length)
     try:
-        parsed: Any = json.loads(raw.decode(), object_pairs_hook=_without_duplicates)
+        parsed: Any = parse_json(raw.decode())
     except (ValueError, RecursionError) as error:
         _refuse(f"its header is not JSON: {error!s:.200}")
     if not isinstance(parsed, dict):
@@ -86,13 +86,6 @@ def read_header(file: Readable) -> Header:
     tensors = {name: _slot(name, value, start) for name, value in parsed.items()}
     _check_filled(tensors, start, file.size_bytes)
     return Header(tensors, metadata, raw)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name occurs twice in one object")
-    return found
 
 
 def _slot(name: str, value: Any, start: int) -> TensorSlot:

@@ -7,7 +7,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from composer_checkpoint._durability import make_folders, sync_path, sync_tree
-from composer_checkpoint._leftovers import discard, is_folder, remove_leftovers
+from composer_checkpoint._leftovers import (
+    discard,
+    find_leftovers,
+    is_folder,
+    remove_leftovers,
+    remove_leftovers_of,
+)
 from composer_checkpoint._renames import exchange, rename_without_replacing
 from composer_checkpoint._storage_faults import as_storage_error, require_space
 from composer_checkpoint._unfinished_names import name_beside
@@ -15,9 +21,11 @@ from composer_checkpoint.errors import CheckpointConflictError, StorageError
 from composer_checkpoint.pointers import replace_pointer
 
 __all__ = [
+    "find_leftovers",
     "put_in_place",
     "refuse_existing",
     "remove_leftovers",
+    "remove_leftovers_of",
     "replace_pointer",
     "sync_tree",
     "write_atomically",

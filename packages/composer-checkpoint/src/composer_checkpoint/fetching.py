@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from fsspec.callbacks import TqdmCallback
 
-from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.commit import refuse_existing, write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, StorageError
 from composer_checkpoint.pointers import read_pointer_text
 from composer_checkpoint.retry import retry
@@ -207,8 +207,7 @@ def _link_local(path: str, destination: str, overwrite: bool) -> None:
 
 @retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)
 def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: bool) -> None:
-    if not overwrite and os.path.lexists(destination):
-        raise FileExistsError(f"{destination} exists, and overwrite=False. Choose another name or pass overwrite=True.")
+    refuse_existing(Path(destination), overwrite)
     done = 0
     try:
         with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, _Bar(url, progress_bar) as bar:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
+from composer_checkpoint._strict_json import parse_json
 from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError
 from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS
 
@@ -87,7 +88,7 @@ class Manifest:
                 f"Load another checkpoint."
             )
         try:
-            raw = json.loads(text, object_pairs_hook=_without_duplicates)
+            raw = parse_json(text)
         except (ValueError, RecursionError) as error:  # also of JSON's decoder and of UTF-8's
             raise CorruptCheckpointError(f"the manifest is not JSON: {error}. Load another checkpoint.") from error
         if not isinstance(raw, dict):
@@ -106,13 +107,6 @@ class Manifest:
 
 def _fields(entry: TensorEntry | FileEntry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__slots__}  # asdict would copy each of them deeply
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name occurs twice in one object")
-    return found
 
 
 def _check_version(raw: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ _SEAL_KEY = "composer_seal"
 _NO_SEAL = "0" * 64
 _SEAL = re.compile(rb'"composer_seal":"([0-9a-f]{64})"')
 _MAX_NAMES = 10
-_FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: st
     names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # so that all are aligned
     tensors = {name: weights.tensors[name] for name in names}
     no_hashes = dict.fromkeys(names, "0" * NUM_DIGITS[hash_name])
-    placeholder, _ = _header(tensors, no_hashes, info, hash_name)
+    placeholder, _ = header_of(tensors, no_hashes, info, hash_name)
     with open(path, "wb", buffering=0) as file:
         disk = FlushedFile(file)
         disk.write(memoryview(placeholder))
         hashes = {name: _write_tensor(disk, tensor, hash_name) for name, tensor in tensors.items()}
-        header, manifest = _header(tensors, hashes, info, hash_name)
+        header, manifest = header_of(tensors, hashes, info, hash_name)
         disk.rewrite(memoryview(header), 0)
         disk.finish()
     return manifest
@@ -135,7 +135,7 @@ def _weights_of(obj: Any) -> _Weights:
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
-        if tensor.layout != torch.strided or (dtype := str(tensor.dtype).removeprefix("torch.")) not in _FORMAT_NAMES:
+        if tensor.layout != torch.strided or (dtype := str(tensor.dtype).removeprefix("torch.")) not in FORMAT_NAMES:
             raise TypeError(f"{name} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype)
         if tensor.numel() and identity in seen:
@@ -146,7 +146,7 @@ def _weights_of(obj: Any) -> _Weights:
     return _Weights(tensors, aliases, is_state)
 
 
-def _header(
+def header_of(
     tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
 ) -> tuple[bytes, Manifest]:
     """Return the file's bytes up to the tensors, as long for one set of hashes as for another."""
@@ -156,7 +156,7 @@ def _header(
     for name, tensor in tensors.items():
         dtype, shape, size_bytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
         end = position + size_bytes
-        slots[name] = {"dtype": _FORMAT_NAMES[dtype], "shape": shape, "data_offsets": (position, end)}
+        slots[name] = {"dtype": FORMAT_NAMES[dtype], "shape": shape, "data_offsets": (position, end)}
         entries[name] = TensorEntry(dtype, shape, size_bytes, hashes[name])
         position = end
     manifest = Manifest(hash_name=hash_name, tensors=entries, info=info)

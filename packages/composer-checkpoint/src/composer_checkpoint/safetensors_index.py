@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._formats import INDEX_SUFFIX, plain_file
+from composer_checkpoint._strict_json import parse_json
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.files import load_open_weights, save_file
@@ -94,7 +95,7 @@ def save_weights_in_shards(
             for shard, group in zip(names, groups, strict=True)
         }
         if len(groups) > 1:
-            (unfinished / (name + INDEX_SUFFIX)).write_text(_index_text(manifests))
+            (unfinished / (name + INDEX_SUFFIX)).write_text(index_text(manifests))
     return Path(folder) / (name + INDEX_SUFFIX if len(groups) > 1 else names[0])
 
 
@@ -115,7 +116,7 @@ def read_index(path: str | os.PathLike[str]) -> ShardIndex:
     except FileNotFoundError as error:
         raise NoCheckpointError(f"there is no index at {os.fspath(path)!r}. Check the path.") from error
     try:
-        raw: Any = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+        raw: Any = parse_json(data.decode())
     except (ValueError, RecursionError) as error:
         _refuse(index, f"it is not JSON: {error!s:.200}")
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
@@ -181,7 +182,8 @@ def _groups(weights: "Mapping[str, Tensor]", max_shard_bytes: int) -> "Iterator[
     yield group
 
 
-def _index_text(manifests: Mapping[str, Manifest]) -> str:
+def index_text(manifests: Mapping[str, Manifest]) -> str:
+    """Return the content of the index of several files."""
     tensors: dict[str, TensorEntry] = {}
     for manifest in manifests.values():
         tensors |= manifest.tensors
@@ -258,15 +260,6 @@ def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> N
             f"{index.path.parent / shard} is not what was written together with {index.path.name}: the hashes of its "
             f"tensors are others. It is of another save. Load another checkpoint."
         )
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r:.200} occurs twice in one object")
-        found[name] = value
-    return found
 
 
 def _some(names: frozenset[str] | set[str]) -> str:

@@ -1,17 +1,18 @@
 """What a save is called: here, in the store, and what points to it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from composer_checkpoint.names import PartialFilePath, sharded_folder
+from composer_checkpoint.archives import check_compressor
+from composer_checkpoint.names import PartialFilePath, check_filename, sharded_folder
 from composer_checkpoint.state_io import Layout, layout_of, path_of, prefix_dir_of
-from composer_time import Timestamp
+from composer_time import Time, Timestamp
 
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["Save", "name_save", "to_path", "within_folder"]
+__all__ = ["Save", "check_names", "name_save", "to_path", "within_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,33 @@ class Save:
     link: str | None
     remote_name: str | None
     remote_pointer: str | None
+
+
+def check_names(
+    filename: str, latest_filename: str | None, interval: "Time[Any] | str | int | None", overwrite: bool
+) -> None:
+    """Refuse names that cannot tell the saves of a run apart, or the link to the latest one from a save.
+
+    Args:
+        filename: The template of the saves.
+        latest_filename: That of the link, or `None` for no link.
+        interval: As in `check_filename`.
+        overwrite: Whether one name for several saves is wanted.
+
+    Raises:
+        ValueError: If there are such names.
+        CompressorNotFound: If the program that the file name asks for is not installed.
+    """
+    check_filename(filename, interval=interval, overwrite=overwrite)
+    check_compressor(filename)
+    if latest_filename is None:
+        return
+    check_filename(str(latest_filename), argument="save_latest_filename", overwrite=True)
+    if str(latest_filename).lstrip("/") == filename:
+        raise ValueError(
+            f"save_latest_filename={latest_filename!r} is what the checkpoints are called, too, so that the link to "
+            f"the latest one would replace it. Give them two names, or pass save_latest_filename=None."
+        )
 
 
 def name_save(

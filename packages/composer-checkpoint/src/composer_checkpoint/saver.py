@@ -8,7 +8,6 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer_checkpoint._mlflow_names import asks_for_run, path_with_run, run_of, with_run
-from composer_checkpoint.archives import check_compressor
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.commit import replace_pointer
 from composer_checkpoint.discover import LINEAGE_KEY
@@ -16,11 +15,11 @@ from composer_checkpoint.held_folder import HeldFolder
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.kept_files import KeptFiles, combine_policies
 from composer_checkpoint.measured import Measured
-from composer_checkpoint.names import PartialFilePath, check_filename, format_name_with_dist, partial_format
+from composer_checkpoint.names import PartialFilePath, format_name_with_dist, partial_format
 from composer_checkpoint.remote_retention import KeptRemotely, remote_policy
 from composer_checkpoint.retention import RetentionPolicy
 from composer_checkpoint.save_history import SaveHistory
-from composer_checkpoint.save_names import Save, name_save, to_path, within_folder
+from composer_checkpoint.save_names import Save, check_names, name_save, to_path, within_folder
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stable_tensors import unchanged_until_step
 from composer_checkpoint.state_io import (
@@ -141,23 +140,9 @@ class CheckpointSaver(Callback):
     ) -> None:
         folder, filename = str(folder), str(filename).lstrip("/")
         interval = None if callable(save_interval) else save_interval
-        check_filename(filename, interval=interval, overwrite=overwrite)
-        check_compressor(filename)
-        if latest_filename is not None:
-            check_filename(str(latest_filename), argument="save_latest_filename", overwrite=True)
-            if str(latest_filename).lstrip("/") == filename:
-                raise ValueError(
-                    f"save_latest_filename={latest_filename!r} is what the checkpoints are called, too, so that the "
-                    f"link to the latest one would replace it. Give them two names, or pass save_latest_filename=None."
-                )
+        check_names(filename, latest_filename, interval, overwrite)
         check_ignore_keys("save_ignore_keys", ignore_keys)
-        if save_async_policy not in ("wait", "skip"):
-            raise ValueError(f"save_async_policy={save_async_policy!r} is not known. Use 'wait' or 'skip'.")
-        if save_timeout_in_seconds is not None and not save_timeout_in_seconds > 0:
-            raise ValueError(
-                f"save_timeout_in_seconds={save_timeout_in_seconds!r} is no time to wait: give seconds, more than 0, "
-                f"or None to wait as long as it takes."
-            )
+        _check_waiting(save_async_policy, save_timeout_in_seconds)
         self.save_timeout_in_seconds = save_timeout_in_seconds
         self._kept = KeptFiles.under(combine_policies(num_checkpoints_to_keep, keep))
         remote_rules, said = remote_policy(remote_num_checkpoints_to_keep, keep, self._kept.policy)
@@ -246,7 +231,7 @@ class CheckpointSaver(Callback):
         """Raise what went wrong in the background."""
         if self._async is not None:
             self._async.check()
-        self._settle(state, logger)
+        self._settle(logger)
         self._uploads.check(more_to_come=self._async is not None and self._async.is_saving)
 
     def eval_end(self, state: "State", logger: "Logger") -> None:
@@ -270,7 +255,7 @@ class CheckpointSaver(Callback):
         """
         if self._async is not None:
             self._async.wait()
-        self._settle(state, logger)
+        self._settle(logger)
         self._uploads.wait()
         self._kept.rotate()
 
@@ -281,7 +266,7 @@ class CheckpointSaver(Callback):
                 self._async.drain()
                 self._async.close()
                 self._async = None
-            self._settle(state, logger)
+            self._settle(logger)
         finally:
             self._folder.give_back()
 
@@ -357,7 +342,7 @@ class CheckpointSaver(Callback):
         planner = save_planner_of(state)
         if write(content, job.path, layout, info, self.save_timeout_in_seconds, planner) is not None:
             self._commit(job)
-        self._settle(state, logger)
+        self._settle(logger)
         self._uploads.check()
 
     def _skips(self, state: "State") -> bool:
@@ -408,14 +393,24 @@ class CheckpointSaver(Callback):
             replace_pointer(job.link, own_file(job.path))
         self._committed.append(job)
 
-    def _settle(self, state: "State", logger: "Logger") -> None:
+    def _settle(self, logger: "Logger") -> None:
         """Upload what was committed, and delete what need not be kept."""
         while self._committed:
             job = self._committed.pop(0)
-            upload = self._uploads.send(job, state, logger) if self._kept.deletes else None
+            upload = self._uploads.send(job, logger) if self._kept.deletes else None
             self._kept.add(own_file(job.path), job.timestamp, job.metrics, upload)
             self._kept.rotate()
         self._uploads.rotate()
+
+
+def _check_waiting(save_async_policy: str, save_timeout_in_seconds: float | None) -> None:
+    if save_async_policy not in ("wait", "skip"):
+        raise ValueError(f"save_async_policy={save_async_policy!r} is not known. Use 'wait' or 'skip'.")
+    if save_timeout_in_seconds is not None and not save_timeout_in_seconds > 0:
+        raise ValueError(
+            f"save_timeout_in_seconds={save_timeout_in_seconds!r} is no time to wait: give seconds, more than 0, or "
+            f"None to wait as long as it takes."
+        )
 
 
 def _names_of_run(state: "State", name: PartialFilePath | None) -> str | None:

@@ -21,7 +21,7 @@ from composer_checkpoint.upload import RemoteUploader
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
-    from composer_events import Logger, State
+    from composer_events import Logger
 
 __all__ = ["CheckpointUploads"]
 
@@ -76,14 +76,13 @@ class CheckpointUploads:
             lambda: ensure_store_has_no_conflicting_objects(store, template, timestamp) if ranks.rank == 0 else None
         )
 
-    def send(self, job: Save, state: "State", logger: "Logger") -> Future[None] | None:
+    def send(self, job: Save, logger: "Logger") -> Future[None] | None:
         """Begin to copy what this rank has saved, and then let a pointer name it.
 
         What goes wrong is raised by `check` and `wait`.
 
         Args:
             job: The save; if its path is an address, it was written to the store at once.
-            state: The training state.
             logger: Has the destinations that take files.
 
         Returns:
@@ -93,7 +92,7 @@ class CheckpointUploads:
             return None
         path, name = own_file(job.path), own_file(job.remote_name)
         try:
-            upload = self._send(path, name, job.remote_pointer, state, logger)
+            upload = self._send(path, name, job.remote_pointer, logger)
         except Exception as error:  # the other ranks must hear of it, whatever it is
             self._failures.append(error)
             return None
@@ -187,16 +186,16 @@ class CheckpointUploads:
                 f"upload_timeout_in_seconds={self._timeout_s!r}. Look at the connection, or allow for more time."
             )
 
-    def _send(self, path: str, name: str, pointer: str | None, state: "State", logger: "Logger") -> Future[None] | None:
+    def _send(self, path: str, name: str, pointer: str | None, logger: "Logger") -> Future[None] | None:
         if self._uploader is None:
-            self._hand_to_loggers(path, name, pointer, state, logger)
+            self._hand_to_loggers(path, name, pointer, logger)
         elif not is_uri(path):
             return self._uploader.publish_async(path, name, pointer=pointer, overwrite=self.overwrite)
         elif pointer is not None:
             write_pointer(self._uploader.remote_backend, pointer + SYMLINK_SUFFIX, name)
         return None
 
-    def _hand_to_loggers(self, path: str, name: str, pointer: str | None, state: "State", logger: "Logger") -> None:
+    def _hand_to_loggers(self, path: str, name: str, pointer: str | None, logger: "Logger") -> None:
         destinations = getattr(logger, "destinations", ())
         if not any(destination.can_upload_files() for destination in destinations):
             return

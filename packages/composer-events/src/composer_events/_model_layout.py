@@ -13,7 +13,8 @@ __all__ = ["canonical_name", "get_model_state", "set_model_state", "sharded_opti
 
 log = logging.getLogger("composer.core.state")
 
-# Names under which torch.compile and activation checkpointing keep the module that they wrap.
+# Names under which torch.compile and activation checkpointing keep the module that they wrap. Packages above take those
+# of composer-dist, which is a neighbour of this one.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from composer_models.metrics import Metrics
     from composer_models.module_adapter import ModuleAdapter
 
+__all__ = ["ComposerModel"]
+
 
 class ComposerModel(torch.nn.Module, abc.ABC):
     """A model that takes whole batches and knows its loss and its metrics.

@@ -13,6 +13,8 @@ from composer_models.base import ComposerModel
 from composer_models.losses import soft_cross_entropy
 from composer_models.metrics import CrossEntropy, counting_from_zero, metrics_by_name
 
+__all__ = ["ComposerClassifier"]
+
 
 class ComposerClassifier(ComposerModel):
     """A model for batches of the form `(inputs, targets)`, with cross entropy as loss and accuracy as metric.

@@ -12,6 +12,8 @@ from torchmetrics.utilities import dim_zero_cat
 
 from composer_models.optional import MissingConditionalImportError
 
+__all__ = ["MAP"]
+
 _NAMES = (
     *("map", "map_50", "map_75", "map_small", "map_medium", "map_large"),
     *("mar_1", "mar_10", "mar_100", "mar_small", "mar_medium", "mar_large"),

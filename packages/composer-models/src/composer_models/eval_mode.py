@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+__all__ = ["model_eval_mode"]
+
 
 @contextmanager
 def model_eval_mode(model: torch.nn.Module) -> Iterator[None]:

@@ -14,6 +14,8 @@ from composer_models.gpt_config import GPTConfig
 from composer_models.metrics import counting_from_zero, metrics_by_name
 from composer_models.nlp_metrics import LanguageCrossEntropy, LanguagePerplexity
 
+__all__ = ["GPTBlock", "GPT", "ComposerGPT"]
+
 # The target of tokens that have no next one, or none that counts.
 _IGNORE_INDEX = -100
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, Self, cast
 
 import torch
 
+__all__ = ["GPTConfig"]
+
 # What a recipe's model section holds beside the settings of the model itself.
 _COMPANIONS = frozenset({"name", "tokenizer_name"})
 

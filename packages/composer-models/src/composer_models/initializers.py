@@ -8,6 +8,8 @@ from torch import nn
 
 from composer_time import StringEnum
 
+__all__ = ["Initializer"]
+
 
 class Initializer(StringEnum):
     """An initialization of one kind of layer, for `torch.nn.Module.apply`.

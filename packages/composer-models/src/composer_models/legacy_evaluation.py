@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+__all__ = ["translate_legacy_evaluation"]
+
 # The targets that validate() returned last, by model, and by which outputs they are known. Kept outside the model, so
 # that no copy or pickle of it carries tensors, and only for as long as somebody has the outputs.
 _last_targets: "WeakKeyDictionary[torch.nn.Module, tuple[ReferenceType[Any], Any]]" = WeakKeyDictionary()

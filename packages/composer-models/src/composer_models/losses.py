@@ -15,6 +15,8 @@ from composer_models.targets import (
     infer_target_type,
 )
 
+__all__ = ["soft_cross_entropy", "binary_cross_entropy_with_logits", "loss_registry", "DiceLoss"]
+
 Reduction = Literal["none", "sum", "mean"]
 
 

@@ -11,6 +11,8 @@ from torchmetrics import Metric, MetricCollection
 from composer_models.losses import soft_cross_entropy
 from composer_models.targets import can_read_values, infer_target_type
 
+__all__ = ["Metrics", "metrics_by_name", "counting_from_zero", "LossMetric", "CrossEntropy", "MIoU", "Dice"]
+
 Metrics = Metric | MetricCollection | torch.nn.ModuleDict | Mapping[str, Metric] | Iterable[Metric]
 
 

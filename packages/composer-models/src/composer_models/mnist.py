@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from composer_models.classification import ComposerClassifier
 from composer_models.initializers import Initializer
 
+__all__ = ["mnist_model"]
+
 
 def mnist_model(num_classes: int = 10, initializers: Sequence[Initializer | str] | None = None) -> ComposerClassifier:
     """Make a small classifier for images with one channel, such as MNIST's.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from composer_models.metrics import Metrics
 
+__all__ = ["ModuleAdapter"]
+
 
 class ModuleAdapter(ComposerModel):
     """What `ComposerModel.from_module` makes; its parameters are described there."""

@@ -8,6 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
+__all__ = [
+    "MaskedAccuracy",
+    "LanguageCrossEntropy",
+    "LanguagePerplexity",
+    "BinaryF1Score",
+    "InContextLearningMetric",
+    "InContextLearningQAAccuracy",
+    "InContextLearningLMAccuracy",
+    "InContextLearningMultipleChoiceAccuracy",
+    "InContextLearningCodeEvalAccuracy",
+    "InContextLearningMCExpectedCalibrationError",
+    "InContextLearningLMExpectedCalibrationError",
+]
+
 
 class MaskedAccuracy(Metric):
     """The share of right predictions among the targets that count.

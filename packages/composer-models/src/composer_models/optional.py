@@ -1,5 +1,7 @@
 """The error for an optional dependency that is not installed."""
 
+__all__ = ["MissingConditionalImportError"]
+
 
 class MissingConditionalImportError(ImportError):
     """A feature needs a package that is not installed, and the message says which extra brings it.

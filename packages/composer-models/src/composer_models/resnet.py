@@ -8,6 +8,8 @@ from composer_models.initializers import Initializer
 from composer_models.losses import loss_registry
 from composer_models.optional import MissingConditionalImportError
 
+__all__ = ["composer_resnet"]
+
 log = logging.getLogger("composer.models.resnet")
 
 _MODEL_NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")

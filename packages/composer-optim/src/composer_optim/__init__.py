@@ -73,7 +73,10 @@ __all__ = [
     "scale_pytorch_scheduler",
     "lr_lambda",
     "lambda_lr",
+    "__version__",
 ]
+
+__version__: str
 
 
 def __getattr__(name: str) -> object:

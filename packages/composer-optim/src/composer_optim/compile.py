@@ -19,6 +19,8 @@ from composer_optim.side_by_side import (
 from composer_optim.time_conversion import SchedulerState
 from composer_optim.torch_schedulers import check_ratio, scaled_lengths
 
+__all__ = ["compile_composer_scheduler", "compile_composer_schedulers"]
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

@@ -13,6 +13,8 @@ from torch.optim.optimizer import ParamsT
 from composer_optim._adamw_metrics import METRIC_FUNCTIONS, last_update, reduce_over_ranks, square_norms
 from composer_optim._decay import decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
 
+__all__ = ["DecoupledAdamW"]
+
 
 class DecoupledAdamW(AdamW):
     """AdamW with weight decay apart from the choice of learning rate.

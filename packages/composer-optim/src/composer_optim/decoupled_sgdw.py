@@ -13,6 +13,8 @@ from torch.optim.sgd import sgd
 
 from composer_optim._decay import decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
 
+__all__ = ["DecoupledSGDW"]
+
 
 class DecoupledSGDW(SGD):
     """Stochastic gradient descent with weight decay apart from the gradient and from the choice of learning rate.

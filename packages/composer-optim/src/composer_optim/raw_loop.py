@@ -11,6 +11,8 @@ from composer_optim.compile import ratio_argument
 from composer_optim.time_conversion import parse_length, parse_time
 from composer_time import Time, Timestamp, TimeUnit
 
+__all__ = ["lr_lambda", "lambda_lr"]
+
 
 def lr_lambda(
     scheduler: Callable[..., float],

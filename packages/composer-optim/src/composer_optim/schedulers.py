@@ -15,6 +15,18 @@ from composer_optim._shapes import checked_power, cosine, fraction_done, linear,
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time
 
+__all__ = [
+    "ComposerScheduler",
+    "StepScheduler",
+    "MultiStepScheduler",
+    "ConstantScheduler",
+    "LinearScheduler",
+    "ExponentialScheduler",
+    "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler",
+    "PolynomialScheduler",
+]
+
 
 class ComposerScheduler:
     """The base of the schedulers here, to derive from for one's own. Any callable of the same form does as well.

@@ -4,6 +4,8 @@ from typing import Protocol
 
 from composer_time import Time, Timestamp, TimeUnit
 
+__all__ = ["SchedulerState", "convert_time"]
+
 
 class SchedulerState(Protocol):
     """What a scheduler reads of the training state. `composer_events.State` has it, and so may any object."""

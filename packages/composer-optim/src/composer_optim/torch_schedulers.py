@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+__all__ = ["scale_pytorch_scheduler", "scale_pytorch_schedulers", "check_ratio"]
+
 
 def scale_pytorch_scheduler(scheduler: LRScheduler, ssr: float) -> None:
     """Make a scheduler's schedule `ssr` times as long, in place, before it has been stepped.

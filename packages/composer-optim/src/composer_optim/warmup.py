@@ -15,6 +15,14 @@ from composer_optim.schedulers import ComposerScheduler, MultiStepScheduler
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time, TimeUnit
 
+__all__ = [
+    "MultiStepWithWarmupScheduler",
+    "ConstantWithWarmupScheduler",
+    "LinearWithWarmupScheduler",
+    "CosineAnnealingWithWarmupScheduler",
+    "PolynomialWithWarmupScheduler",
+]
+
 # Named after the module's path in Composer, whose users tune `composer` loggers.
 log = logging.getLogger("composer.optim.scheduler")
 

@@ -23,6 +23,7 @@ __all__ = [
     "ensure_time",
     "StringEnum",
     "Serializable",
+    "__version__",
 ]
 
 __version__: str

@@ -7,13 +7,13 @@ from composer_algorithms._modules import check_is_module
 from composer_algorithms._numbers import check_number
 from composer_algorithms._wrapping import (
     canonical_buffers,
-    canonical_name,
     canonical_parameters,
     get_model_context_manager,
     unwrap,
 )
 from composer_algorithms.ema._plan import AveragingPlan
 from composer_algorithms.ema.parameters import EMAParameters, give_own_memory, parameters_in
+from composer_dist.wrapping import canonical_name
 
 __all__ = ["compute_ema"]
 

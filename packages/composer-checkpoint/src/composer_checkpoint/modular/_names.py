@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.wrapping import unwrap_model
+from composer_dist.wrapping import canonical_name, unwrap_model
 
 __all__ = [
-    "canonical_name",
     "group_names",
     "is_sharded",
     "named_optimizer_state",
@@ -20,9 +19,6 @@ __all__ = [
     "refuse_fsdp1",
     "weights_of",
 ]
-
-# Names under which torch.compile and activation checkpointing keep the module that they wrap.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
@@ -88,12 +84,6 @@ def refuse_fsdp1(model: nn.Module) -> None:
             "the model is wrapped in FullyShardedDataParallel, the first version of FSDP. Shard it with "
             "torch.distributed.fsdp.fully_shard, the second, whose checkpoints go into any model."
         )
-
-
-def canonical_name(name: str) -> str:
-    """Leave the wrappers' parts out of a parameter's name."""
-    parts = name.split(".")
-    return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def _pairs(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> Iterator[tuple[Any, str]]:

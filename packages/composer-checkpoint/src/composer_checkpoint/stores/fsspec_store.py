@@ -8,12 +8,13 @@ import posixpath
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
-from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.commit import refuse_existing, write_atomically
 from composer_checkpoint.errors import CheckpointError, StorageError
 from composer_checkpoint.stores._faults import Fault, classify
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, Progress
@@ -151,10 +152,7 @@ class FsspecObjectStore(ObjectStore):
             ObjectStoreTransientError: If it may work the next time, also if fewer bytes came than the store holds.
             StorageError: If the store refuses, or the local disk cannot take the file.
         """
-        if not overwrite and os.path.lexists(filename):
-            raise FileExistsError(
-                f"{os.fspath(filename)} exists, and overwrite=False. Choose another name or pass overwrite=True."
-            )
+        refuse_existing(Path(filename), overwrite)
         size = self.get_object_size(object_name)
         progress = _Progress(callback, size)
         with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:

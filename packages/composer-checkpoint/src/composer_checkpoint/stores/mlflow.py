@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.commit import refuse_existing, write_atomically
 from composer_checkpoint.stores._faults import Fault, classify
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, Progress
 
@@ -122,10 +122,7 @@ class MLFlowObjectStore(ObjectStore):
         callback: Progress | None = None,
     ) -> None:
         """Copy an object to a local file, which appears whole or not at all; as `ObjectStore.download_object`."""
-        if not overwrite and os.path.lexists(filename):
-            raise FileExistsError(
-                f"{os.fspath(filename)} exists, and overwrite=False. Choose another name or pass overwrite=True."
-            )
+        refuse_existing(Path(filename), overwrite)
         name = self.get_artifact_path(object_name)
         size = self.get_object_size(name)
         with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:

@@ -1,9 +1,10 @@
 """Volumes of Databricks' Unity Catalog."""
 
 import os
+from pathlib import Path
 from typing import Any
 
-from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.commit import refuse_existing, write_atomically
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.stores._faults import Fault, classify
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, Progress
@@ -96,10 +97,7 @@ class UCObjectStore(ObjectStore):
         callback: Progress | None = None,
     ) -> None:
         """Copy an object to a local file, which appears whole or not at all; as `ObjectStore.download_object`."""
-        if not overwrite and os.path.lexists(filename):
-            raise FileExistsError(
-                f"{os.fspath(filename)} exists, and overwrite=False. Choose another name or pass overwrite=True."
-            )
+        refuse_existing(Path(filename), overwrite)
         size, done = self.get_object_size(object_name), 0
         with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
             try:

@@ -9,14 +9,7 @@ from typing import Any
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._pickle_calls import Call
-from composer_checkpoint._rehearsal import (
-    Rehearsal,
-    TensorSpec,
-)
-from composer_checkpoint._rehearsal import (
-    # Its table of names is what must grow by two, for these files alone.
-    _RehearsingUnpickler as RehearsingUnpickler,  # pyright: ignore[reportPrivateUsage]
-)
+from composer_checkpoint._rehearsal import Rehearsal, RehearsingUnpickler, TensorSpec
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.unpickler import run_restricted, scan
 

@@ -27,13 +27,7 @@ from composer_checkpoint._encoding import encode
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._more_than_data import more_than_data
 from composer_checkpoint._pt_seal import EMPTY_SEAL, PAYLOAD_FOLDER, seal
-from composer_checkpoint._pt_writing import (
-    # What `save_file` describes a file with; both must write the same.
-    _Hashes as Hashes,  # pyright: ignore[reportPrivateUsage]
-)
-from composer_checkpoint._pt_writing import (
-    _make_manifest as make_manifest,  # pyright: ignore[reportPrivateUsage]
-)
+from composer_checkpoint._pt_writing import Hashes, make_manifest
 from composer_checkpoint._rehearsal import rehearse
 from composer_checkpoint._zip_layout import read_zip_layout
 from composer_checkpoint.hashing import HASH_NAME, new_hasher, tensor_bytes

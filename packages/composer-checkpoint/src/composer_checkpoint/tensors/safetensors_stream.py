@@ -10,19 +10,8 @@ import torch
 from composer_checkpoint._early_flush import FlushedFile
 from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.safetensors_file import (
-    # What `save_safetensors` begins a file with; both must write the same.
-    _FORMAT_NAMES as FORMAT_NAMES,  # pyright: ignore[reportPrivateUsage]
-)
-from composer_checkpoint.safetensors_file import (
-    _header as header_of,  # pyright: ignore[reportPrivateUsage]
-)
-from composer_checkpoint.safetensors_index import (
-    INDEX_SUFFIX,
-)
-from composer_checkpoint.safetensors_index import (
-    _index_text as index_text,  # pyright: ignore[reportPrivateUsage]  # the same for the index
-)
+from composer_checkpoint.safetensors_file import FORMAT_NAMES, header_of
+from composer_checkpoint.safetensors_index import INDEX_SUFFIX, index_text
 from composer_checkpoint.tensors.source import StoredTensor
 
 __all__ = ["plan_shards", "stream_safetensors", "stream_shards"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint._tree import map_tree, named_leaves
+from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.manifest import Manifest
 
-__all__ = ["StoredTensor", "TensorSource", "aliases_of", "as_stored", "replace_tensors", "tensors_in"]
+__all__ = ["StoredTensor", "TensorSource", "aliases_of", "as_stored", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,8 +193,3 @@ def _same(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
         first = seen.setdefault((tensor.storage, tensor.dtype, tensor.shape), name)
         if first != name:
             yield name, first
-
-
-def replace_tensors(tree: Any, change: Callable[[str, StoredTensor], Any]) -> Any:
-    """Return the tree with each tensor replaced by what `change` makes of its name and itself."""
-    return map_tree(tree, lambda name, value: change(name, value) if isinstance(value, StoredTensor) else value)
