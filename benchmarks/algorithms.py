@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rows import Row, add_option, write
 from torch import Tensor, nn
 from torchvision.models import resnet18, resnet50
 from torchvision.transforms import v2
@@ -264,17 +265,24 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", choices=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=15)
+    add_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    rows: list[Row] = []
     print(f"{'':24}{'ms':>10}{'plain ms':>10}{'ratio':>8}{'target':>8}")
     for name, group in GROUPS.items():
         if arguments.only not in (None, name):
             continue
         for pair in group(arguments.device):
             ours, plain, ratio = measure(pair, arguments.device, arguments.rounds)
-            over = "  over" if round(ratio, 2) > pair.target else ""
+            is_met = round(ratio, 2) <= pair.target
+            rows.append(
+                Row(what=pair.name, ours=ours, plain=plain, ratio=ratio, budget=f"{pair.target:.2f}", is_met=is_met)
+            )
+            over = "" if is_met else "  over"
             print(f"{pair.name:24}{ours:10.3f}{plain:10.3f}{ratio:8.2f}{pair.target:8.2f}{over}", flush=True)
+    write(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from rows import Row, add_option, write
 from torch import Tensor, nn
 from torchvision.models import resnet50
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -161,7 +162,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=40)
+    add_option(parser)
     arguments = parser.parse_args()
+    rows: list[Row] = []
     torch.set_num_threads(1)
     torch.manual_seed(0)
     for make in (blurpool, weight_standardization, ghost_batchnorm, squeeze_excite, stochastic_depth):
@@ -169,6 +172,8 @@ def main() -> None:
             ours, *plain = interleaved_medians_ms(runs, arguments.device, arguments.rounds)
             forms = ", ".join(f"{one:.3f}" for one in plain)
             print(f"{name}: {ours:.3f} ms, plain {forms} ms, {ours / min(plain):.3f} of the best")
+            rows.append(Row(what=name, ours=ours, plain=min(plain), ratio=ours / min(plain)))
+    write(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, add_option, write
 
 from composer_checkpoint import inspect_file, load_file, save_file
 
@@ -34,14 +35,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time saving and loading one checkpoint file.")
     parser.add_argument("--quick", action="store_true", help="a tenth of the size, and three rounds")
     parser.add_argument("--folder", help="where the files are written, and removed from")
+    add_option(parser)
     options = parser.parse_args()
     state = make_state(num_layers=4 if options.quick else 40)
     rounds = 3 if options.quick else 9
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         print(f"{size_mib(state):.0f} MiB, medians of {rounds} rounds")
-        time_saving(state, Path(folder), rounds)
-        time_loading(state, Path(folder), rounds)
-        time_inspecting(Path(folder), rounds, num_mib=200 if options.quick else 2048)
+        rows = time_saving(state, Path(folder), rounds)
+        rows += time_loading(state, Path(folder), rounds)
+        rows += time_inspecting(Path(folder), rounds, num_mib=200 if options.quick else 2048)
+    write(options.json, rows)
 
 
 def make_state(num_layers: int) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def make_state(num_layers: int) -> dict[str, Any]:
     return {"state": {"model": model, "optimizers": {"AdamW": {"state": moments}}}}
 
 
-def time_saving(state: dict[str, Any], folder: Path, rounds: int) -> None:
+def time_saving(state: dict[str, Any], folder: Path, rounds: int) -> list[Row]:
     """Time saving everything, and the weights alone."""
     weights = state["state"]["model"]
     times = take_turns(
@@ -67,11 +70,11 @@ def time_saving(state: dict[str, Any], folder: Path, rounds: int) -> None:
         },
         before=lambda: clear(folder),
     )
-    report(times, "torch.save, fsync", ["save_file .pt"], size_mib(state))
-    report(times, "weights: torch.save, fsync", ["weights: save_file .safetensors"], size_mib(weights))
+    rows = report(times, "torch.save, fsync", ["save_file .pt"], size_mib(state))
+    return rows + report(times, "weights: torch.save, fsync", ["weights: save_file .safetensors"], size_mib(weights))
 
 
-def time_loading(state: dict[str, Any], folder: Path, rounds: int) -> None:
+def time_loading(state: dict[str, Any], folder: Path, rounds: int) -> list[Row]:
     """Time loading, with the file in the page cache and out of it."""
     theirs, ours, safetensors = folder / "torch.pt", folder / "ours.pt", folder / "ours.safetensors"
     save_with_torch(state, theirs)
@@ -85,19 +88,21 @@ def time_loading(state: dict[str, Any], folder: Path, rounds: int) -> None:
         "load_file .safetensors": lambda: load_file(safetensors),
     }
     names = list(actions)
-    report(take_turns(rounds, actions), names[0], names[1:], size_mib(state))
+    rows = report(take_turns(rounds, actions), names[0], names[1:], size_mib(state))
     cold = {f"cold: {name}": action for name, action in actions.items() if "verify" not in name}
     names = list(cold)
     times = take_turns(rounds, cold, before=lambda: [drop_from_cache(path) for path in (theirs, ours, safetensors)])
-    report(times, names[0], names[1:], size_mib(state))
+    return rows + report(times, names[0], names[1:], size_mib(state))
 
 
-def time_inspecting(folder: Path, rounds: int, num_mib: int) -> None:
+def time_inspecting(folder: Path, rounds: int, num_mib: int) -> list[Row]:
     """Time the description of a file."""
     clear(folder)
     save_file({f"layers.{index}": torch.zeros(WIDTH, WIDTH) for index in range(num_mib // 4)}, folder / "large.pt")
     times = take_turns(rounds, {"inspect_file": lambda: inspect_file(folder / "large.pt")})
-    print(f"{f'inspect_file of {num_mib} MiB':36}{1000 * medians(times['inspect_file'])[0]:9.1f} ms")
+    what, milliseconds = f"inspect_file of {num_mib} MiB", 1000 * medians(times["inspect_file"])[0]
+    print(f"{what:36}{milliseconds:9.1f} ms")
+    return [Row(what=what, ours=milliseconds)]
 
 
 def take_turns(rounds: int, actions: dict[str, Callable[[], Any]], before: Callable[[], Any] = gc.collect) -> Times:
@@ -116,15 +121,19 @@ def take_turns(rounds: int, actions: dict[str, Callable[[], Any]], before: Calla
     return times
 
 
-def report(times: Times, reference: str, others: list[str], mib: float) -> None:
-    """Print medians, throughput, and the ratios to the reference."""
+def report(times: Times, reference: str, others: list[str], mib: float) -> list[Row]:
+    """Print medians, throughput, and the ratios to the reference; return a row for each of the others."""
     base, cpu_base = medians(times[reference])
+    rows: list[Row] = []
     for name in (reference, *others):
         seconds, cpu_seconds = medians(times[name])
         print(
             f"{name:36}{1000 * seconds:9.1f} ms{mib / seconds:9.0f} MiB/s{seconds / base:8.2f}"
             f"{1000 * cpu_seconds:9.1f} ms of processors{cpu_seconds / cpu_base:6.2f}"
         )
+        what = f"{name}, {mib:.0f} MiB, to {reference}"
+        rows.append(Row(what=what, ours=1000 * seconds, plain=1000 * base, ratio=seconds / base))
+    return rows[1:]
 
 
 def medians(rounds: list[tuple[float, float]]) -> tuple[float, float]:

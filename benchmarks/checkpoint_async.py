@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from rows import Row, add_option, write
 
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.sharded import save_sharded
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.4)
     parser.add_argument("--folder", default=tempfile.gettempdir())
+    add_option(parser)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -114,6 +116,13 @@ def main() -> None:
     for kind, (first, *later) in stalls.items():
         median, low, high = statistics.median(later), min(later), max(later)
         print(f"{kind:26} {first:7.3f}s {median:7.3f}s {low:7.3f}-{high:7.3f}s {median / whole:15.1%}")
+    medians_ms = {kind: 1000 * statistics.median(later) for kind, (_, *later) in stalls.items()}
+    torchs_ms = medians_ms.pop("torch async_save")
+    rows = [
+        Row(what=f"stall of a sharded checkpoint, {kind}", ours=ours_ms, plain=torchs_ms, ratio=ours_ms / torchs_ms)
+        for kind, ours_ms in medians_ms.items()
+    ]
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

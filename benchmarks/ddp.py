@@ -32,4 +32,5 @@ def measure(rounds: int, num_steps: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    report(run(measure, "Compare a DDP step of the Trainer with one by hand.")[0])
+    medians_s, arguments = run(measure, "Compare a DDP step of the Trainer with one by hand.")
+    report(medians_s, "DDP step of a GPT", arguments.json)

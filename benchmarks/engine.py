@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from rows import Row, add_option, write
+
 from composer_events import Algorithm, Callback, Engine, Event, Logger
 from composer_time import Timestamp
 
@@ -94,22 +96,25 @@ def main() -> None:
     """Time each combination and print a table."""
     parser = argparse.ArgumentParser(description="Time Engine.run_event.")
     parser.add_argument("--plain", action="store_true", help="use a plain object with plain lists as the state")
-    plain = parser.parse_args().plain
+    add_option(parser)
+    arguments = parser.parse_args()
+    plain = arguments.plain
     print(f"microseconds per run_event, medians of {REPEATS} x {CALLS} calls, {make_state(plain)[1]}")
-    print_installed(plain)
-    print_listening(plain)
+    write(arguments.json, [*print_installed(plain), *print_listening(plain)])
 
 
-def print_installed(plain: bool) -> None:
+def print_installed(plain: bool) -> list[Row]:
     """Time an event that nobody listens to, by the number of callbacks there are."""
     print(f"{'no algorithm, none of':>22} {'0 callbacks':>15} {'10':>10} {'100':>10}")
     cells = [time_hooks(plain, [], [Deaf() for _ in range(count)]) for count in (0, 10, 100)]
     print(f"{'them listens':>22} {cells[0]:15.2f} {cells[1]:10.2f} {cells[2]:10.2f}")
+    return [Row(what="Engine.run_event, 10 callbacks, none of which listens", ours=cells[1], unit="us")]
 
 
-def print_listening(plain: bool) -> None:
+def print_listening(plain: bool) -> list[Row]:
     """Time an event by the number of algorithms that match and of callbacks that listen."""
     print(f"{'algorithms':>22} {'0 of 10 listen':>15} {'1 of 10':>10} {'10 of 10':>10}")
+    rows: list[Row] = []
     for count, kind in ((0, Agree), (10, Decline), (28, Decline), (10, Agree), (28, Agree)):
         cells: list[float] = []
         for listening in (0, 1, 10):
@@ -117,6 +122,9 @@ def print_listening(plain: bool) -> None:
             cells.append(time_hooks(plain, [kind() for _ in range(count)], callbacks))
         label = f"{count}, all match" if kind is Agree and count else f"{count}, none match" if count else "0"
         print(f"{label:>22} {cells[0]:15.2f} {cells[1]:10.2f} {cells[2]:10.2f}")
+        what = f"Engine.run_event, algorithms: {label}; 1 callback of 10 listens"
+        rows.append(Row(what=what, ours=cells[1], unit="us"))
+    return rows
 
 
 if __name__ == "__main__":

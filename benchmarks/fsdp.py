@@ -75,10 +75,12 @@ def measure(rounds: int, num_steps: int) -> tuple[dict[str, float], dict[str, Co
 
 def main() -> None:
     """Measure and print."""
-    (medians_s, collectives), num_steps = run(measure, "Compare a sharded step of the Trainer with one by hand.")
-    report(medians_s)
+    (medians_s, collectives), arguments = run(measure, "Compare a sharded step of the Trainer with one by hand.")
+    report(medians_s, "FSDP2 step of a GPT", arguments.json)
     for name, counts in collectives.items():
-        of_a_step = {what.removeprefix("c10d::"): count // (num_steps + 1) for what, count in sorted(counts.items())}
+        of_a_step = {
+            what.removeprefix("c10d::"): count // (arguments.steps + 1) for what, count in sorted(counts.items())
+        }
         print(f"{name}, each step: {', '.join(f'{count} {what}' for what, count in of_a_step.items() if count)}")
 
 

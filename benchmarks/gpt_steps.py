@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, add_option, write
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -125,21 +126,29 @@ def median_steps_s(loops: Mapping[str, Train], rounds: int) -> dict[str, float]:
     return {name: statistics.median(steps) for name, steps in times.items()}
 
 
-def run(measure: Callable[[int, int], Any], description: str) -> tuple[Any, int]:
-    """Return what rank 0 of two measured with the numbers of the command line, rounds and steps; and the steps."""
+def run(measure: Callable[[int, int], Any], description: str) -> tuple[Any, argparse.Namespace]:
+    """Return what rank 0 of two measured with the numbers of the command line, rounds and steps; and these."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=6, help="how often the loops take turns")
     parser.add_argument("--steps", type=int, default=8, help="of each loop in a round")
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         results = run_ranks(measure, arguments.rounds, arguments.steps, store=store, world_size=2, timeout_s=600)
     num_parameters = sum(parameter.numel() for parameter in make_network().parameters())
     print(f"GPT with {num_parameters / 1e6:.1f} M parameters, 2 ranks")
-    return results[0], arguments.steps
+    return results[0], arguments
 
 
-def report(medians_s: Mapping[str, float]) -> None:
-    """Print each loop's step, beside the one that was written by hand."""
+def report(medians_s: Mapping[str, float], what: str, path: Path | None) -> None:
+    """Print each loop's step, beside the one that was written by hand, and write what the rows are about."""
+    plain_s = medians_s["by hand"]
     for name, median_s in medians_s.items():
-        print(f"{name}: {1000 * median_s:.1f} ms, {median_s / medians_s['by hand']:.3f}x")
+        print(f"{name}: {1000 * median_s:.1f} ms, {median_s / plain_s:.3f}x")
+    rows = [
+        Row(what=f"{what}, {name}", ours=1000 * median_s, plain=1000 * plain_s, ratio=median_s / plain_s)
+        for name, median_s in medians_s.items()
+        if name != "by hand"
+    ]
+    write(path, rows)

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from rows import Row, add_option, write
+
 from composer_dist import get_free_tcp_port
 
 # Each rank says when its first collective has ended. Both launchers run these very lines.
@@ -56,7 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="launches of each launcher")
     parser.add_argument("--ranks", type=int, default=2, help="processes of each launch")
+    add_option(parser)
     arguments = parser.parse_args()
+    rows: list[Row] = []
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in LAUNCHERS}
     helps: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +76,10 @@ def main() -> None:
         ratio = middle["composer"] / middle["torchrun"]
         each = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in middle.items())
         print(f"{label}: {each}, ratio {ratio:.2f}")
+        what = f"launching {arguments.ranks} ranks, {label}, to torchrun"
+        rows.append(Row(what=what, ours=middle["composer"], plain=middle["torchrun"], unit="s", ratio=ratio))
     print(f"composer --help: {median(helps):.2f} s")
+    write(arguments.json, [*rows, Row(what="composer --help", ours=median(helps), unit="s")])
 
 
 if __name__ == "__main__":

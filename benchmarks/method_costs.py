@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rows import Row, add_option
+from rows import write as write_rows
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -172,11 +174,21 @@ class Cost:
 
     def __str__(self) -> str:
         """The ratio of the sums of each step's median, so that a moment in which the machine is slow counts little."""
+        without_s, with_s = self._sums_s()
+        return f"{with_s / without_s:.2f}"
+
+    def row(self, what: str) -> Row:
+        """Return the mean step of each kind, and the same ratio."""
+        (without_s, with_s), num_steps = self._sums_s(), len(self.with_s[0])
+        plain, ours = 1e3 * without_s / num_steps, 1e3 * with_s / num_steps
+        return Row(what=what, ours=ours, plain=plain, ratio=with_s / without_s)
+
+    def _sums_s(self) -> tuple[float, float]:
         without_s, with_s = (
             sum(statistics.median(times) for times in zip(*rounds, strict=True))
             for rounds in (self.without_s, self.with_s)
         )
-        return f"{with_s / without_s:.2f}"
+        return without_s, with_s
 
     @property
     def range(self) -> str:
@@ -295,6 +307,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--method", nargs="*", default=list(CASES), choices=list(CASES), help="only these")
     parser.add_argument("--write", action="store_true", help="into docs/algorithms; for all methods together")
+    add_option(parser)
     asked = parser.parse_args()
     if asked.write and len(asked.method) != len(CASES):
         parser.error("--write writes a table of all methods: leave out --method.")
@@ -305,6 +318,7 @@ def main() -> int:
     print(f"processor time of a step with the method to one without, medians of {asked.rounds} rounds")
     for key, cost in costs.items():
         print(f"{key:26}{cost!s:>6}   {cost.range}")
+    write_rows(asked.json, [cost.row(f"step with {key}, to one without") for key, cost in costs.items()])
     if asked.write:
         write(costs)
     return 0

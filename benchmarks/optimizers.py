@@ -1,16 +1,18 @@
 """How long a step of the decoupled optimizers takes, next to the optimizers of PyTorch that they derive from.
 
-    .venv/bin/python benchmarks/optimizers.py
+    .venv/bin/python benchmarks/optimizers.py [--json PATH]
 
 Both of a pair step the same shapes in turn, so that a change in the machine's load meets both; the ratio is that of
 the medians. One thread, CPU.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from rows import Row, add_option, write
 from torch.optim import SGD, AdamW, Optimizer
 
 from composer_optim import DecoupledAdamW, DecoupledSGDW
@@ -21,6 +23,10 @@ SHAPES = {"300 tensors of 64 x 16": [(64, 16)] * 300, "one tensor of 2048 x 2048
 
 def main() -> None:
     """Print one line for each pair, kernel and set of shapes."""
+    parser = argparse.ArgumentParser(description="Time a step of the decoupled optimizers beside torch's.")
+    add_option(parser)
+    path = parser.parse_args().json
+    rows: list[Row] = []
     torch.set_num_threads(1)
     print(f"{'tensors':28}{'kernel':10}{'optimizer':16}{'ms':>9}{'torch ms':>10}{'ratio':>8}")
     for name, shapes in SHAPES.items():
@@ -36,6 +42,9 @@ def main() -> None:
                 mine, reference = medians_ms(first, second)
                 title = type(first).__name__
                 print(f"{name:28}{kernel:10}{title:16}{mine:9.3f}{reference:10.3f}{mine / reference:8.3f}")
+                what = f"{title}.step, {kernel}, {name}"
+                rows.append(Row(what=what, ours=mine, plain=reference, ratio=mine / reference))
+    write(path, rows)
 
 
 def make(optimizer: Callable[..., Optimizer], shapes: list[tuple[int, ...]], **options: object) -> Optimizer:

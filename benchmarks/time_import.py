@@ -15,6 +15,8 @@ import tempfile
 import time
 from resource import RUSAGE_CHILDREN, getrusage
 
+from rows import Row, add_option, write
+
 BUDGET_MS = 15.0
 BARE = "pass"
 COUNTED = ("import composer_time", "from composer_time import Time, Timestamp")
@@ -52,7 +54,9 @@ def main() -> int:
     """Print the table and return the exit status."""
     parser = argparse.ArgumentParser(description="Measure the import time of composer_time.")
     parser.add_argument("--runs", type=int, default=25, help="processes per statement")
-    table = medians(parser.parse_args().runs)
+    add_option(parser)
+    arguments = parser.parse_args()
+    table = medians(arguments.runs)
     bare, bare_wall = table[BARE]
     print(f"{'':44} {'-- processor, ms --':>24} {'--- wall, ms ---':>18}")
     print(f"{'statement':44} {'all':>7} {'over bare':>9} {'ratio':>6} {'all':>7} {'over bare':>10}")
@@ -63,6 +67,8 @@ def main() -> int:
     worst = max(table[statement][0] for statement in COUNTED) - bare
     kept = worst <= BUDGET_MS
     print(f"budget: {BUDGET_MS:.0f} ms over bare Python, {'kept' if kept else 'BROKEN'} at {worst:.1f} ms")
+    what = f"{COUNTED[-1]}, over bare Python"
+    write(arguments.json, [Row(what=what, ours=worst, budget=f"{BUDGET_MS:.0f} ms", is_met=kept)])
     return 0 if kept else 1
 
 

@@ -11,6 +11,8 @@ import time
 import timeit
 from datetime import timedelta
 
+from rows import Row, add_option, write
+
 from composer_time import Time, Timestamp, TimeUnit
 
 NAMES = {
@@ -43,14 +45,21 @@ def main() -> int:
     """Print the table and return the exit status."""
     parser = argparse.ArgumentParser(description="Measure the operations of Timestamp and Time.")
     parser.add_argument("--repeats", type=int, default=9, help="timings per operation")
-    repeats = parser.parse_args().repeats
+    add_option(parser)
+    arguments = parser.parse_args()
+    repeats = arguments.repeats
     kept = True
+    rows: list[Row] = []
     print(f"{'operation':42} {'us':>6} {'budget':>7}")
     for operation, budget in OPERATIONS.items():
         timings = timeit.repeat(operation, globals=NAMES, number=NUMBER, repeat=repeats, timer=time.process_time)
         best = min(timings) / NUMBER * 1e6
-        kept = kept and (budget is None or best <= budget)
+        is_met = None if budget is None else best <= budget
+        kept = kept and is_met is not False
+        asked = "" if budget is None else f"{budget:.1f} us"
+        rows.append(Row(what=operation, ours=best, unit="us", budget=asked, is_met=is_met))
         print(f"{operation:42} {best:6.2f} {'' if budget is None else f'{budget:7.1f}'}")
+    write(arguments.json, rows)
     return 0 if kept else 1
 
 

@@ -1,0 +1,244 @@
+"""Run the benchmarks and write what they measured into one table, docs/benchmarks.md.
+
+    bench.py [--minutes 15] [--only NAME ...] [--output PAGE]
+
+Each script of benchmarks/ runs in a process of its own, one after the other, with a time of its own. A script that
+fails, or for which there was no time, has a line in the table that says so, and makes the exit status 1. A budget that
+is broken does not: a timing is no test. It stays in the table. With `--only` the page is printed, unless `--output`
+says where it goes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ranges import ROOT
+
+FOLDER = ROOT / "benchmarks"
+PAGE = ROOT / "docs" / "benchmarks.md"
+LIBRARIES = ("torch", "torchvision", "torchmetrics", "transformers", "lightning", "accelerate")
+LEAST_S = 5.0  # a script that has less time is not begun
+
+INTRODUCTION = """\
+# Benchmarks
+
+`make bench` has written this page: every script of `benchmarks/`, one after the other, {minutes:.0f} minutes in all.
+"plain PyTorch" is the best way to do the same without composer-suite, "peers" are other libraries that were installed.
+A ratio is ours to the plain way's, both measured in turns; below 1 ours is faster. "met" tells whether the script's own
+budget was kept; what lost has its line as everything else.
+
+The machine: {machine}.
+Others may have used it at the same time, and its clock rates change by themselves: the same command gives ratios that
+differ by a few percent, and times that differ by more. Compare ratios, and only those of one run. No GPU was used:
+`python tools/gpu_check.py` measures there.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One benchmark, and how it is run here.
+
+    Attributes:
+        name: Of the file, without its ending.
+        arguments: So many rounds as it has time for.
+        limit_s: How long it may take.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    limit_s: float = 60.0
+
+    @property
+    def command(self) -> str:
+        """What to type for the same rows."""
+        return " ".join(["python", f"benchmarks/{self.name}.py", *self.arguments])
+
+
+PLAN = (
+    Script("time_import"),
+    Script("timestamp"),
+    Script("engine"),
+    Script("import_time", ("3",), 120.0),
+    Script("launch", ("--rounds", "3"), 120.0),
+    Script("trainer_overhead", ("--rounds", "5"), 150.0),
+    Script("peers", ("--rounds", "7"), 120.0),
+    Script("callbacks", ("--quick",), 150.0),
+    Script("optimizers", (), 90.0),
+    Script("ema"),
+    Script("algorithms", ("--rounds", "7"), 180.0),
+    Script("algorithms_surgery", ("--rounds", "15"), 120.0),
+    Script("method_costs", ("--rounds", "1"), 150.0),
+    Script("checkpoint", ("--quick",), 90.0),
+    Script("checkpoint_async", ("--rounds", "3"), 120.0),
+    Script("ddp", ("--rounds", "3"), 90.0),
+    Script("fsdp", ("--rounds", "3"), 90.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a script: its rows, as `benchmarks/rows.py` has them, and what went wrong, if anything did."""
+
+    script: Script
+    rows: Sequence[Mapping[str, Any]]
+    seconds: float
+    fault: str = ""
+
+
+def run(script: Script, folder: Path, left_s: float) -> Outcome:
+    """Run one script for as long as it may and there is time."""
+    if left_s < LEAST_S:
+        return Outcome(script, [], 0.0, "there was no time left to run it")
+    limit_s = min(script.limit_s, left_s)
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "rows.json"
+        command = [sys.executable, str(folder / f"{script.name}.py"), *script.arguments, "--json", str(answer)]
+        status, said = _call(command, limit_s)
+        rows = json.loads(answer.read_text()) if answer.exists() else []
+    seconds = time.monotonic() - start_s
+    if status is None:
+        return Outcome(script, rows, seconds, f"it was not done after {limit_s:.0f} s")
+    is_broken = any(row["is_met"] is False for row in rows)
+    if not rows or (status and not is_broken):  # 1 is also what a broken budget gives
+        return Outcome(script, rows, seconds, f"it ended with status {status}: {_last_line(said)}")
+    return Outcome(script, rows, seconds)
+
+
+def _call(command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+    """Return a process's status and all that it said; `None` after it was killed with what it had started."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+            return process.returncode, said
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            if process.poll() is None:  # also where this program is interrupted
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip()[:200] for line in reversed(text.split("\n")) if line.strip()), "it said nothing")
+
+
+def page(outcomes: Sequence[Outcome], machine: str) -> str:
+    """Return the text of the page."""
+    minutes = sum(outcome.seconds for outcome in outcomes) / 60
+    head = ("what", "ours", "plain PyTorch", "peers", "ratio", "budget", "met", "command")
+    table = [head, ("---", "--:", "--:", "---", "--:", "--:", "---", "---")]
+    table += [line for outcome in outcomes for line in _lines(outcome)]
+    text = "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in table)
+    return f"{INTRODUCTION.format(minutes=minutes, machine=machine)}\n{text}\n"
+
+
+def _lines(outcome: Outcome) -> list[tuple[str, ...]]:
+    command = f"`{outcome.script.command}`"
+    lines = [_line(row, command) for row in outcome.rows]
+    if outcome.fault:
+        lines.append((f"**failed**: {outcome.fault}", "", "", "", "", "", "no", command))
+    return lines
+
+
+def _line(row: Mapping[str, Any], command: str) -> tuple[str, ...]:
+    unit = row["unit"]
+    plain = "" if row["plain"] is None else _quantity(row["plain"], unit)
+    peers = ", ".join(f"{name} {_quantity(value, unit)}" for name, value in row["peers"].items())
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}" if row["ratio"] < 0.1 else f"{row['ratio']:.2f}"
+    met = {True: "yes", False: "**no**", None: ""}[row["is_met"]]
+    return row["what"], _quantity(row["ours"], unit), plain, peers, ratio, row["budget"], met, command
+
+
+def _quantity(value: float, unit: str) -> str:
+    """Write a number with three digits, or all of a large one."""
+    number = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{number} {unit}".rstrip()
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")
+
+
+def machine() -> str:
+    """Describe processor, memory and versions."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    libraries = ", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name)))
+    cores = len(os.sched_getaffinity(0))
+    return f"{_processor()}, {cores} cores, {pages / 2**30:.0f} GiB, Python {platform.python_version()}, {libraries}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n")
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the page in one step."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    try:
+        os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+        os.replace(file.name, path)
+    except OSError:
+        os.unlink(file.name)
+        raise
+
+
+def main(
+    arguments: Sequence[str] | None = None, plan: Sequence[Script] = PLAN, folder: Path = FOLDER, page_path: Path = PAGE
+) -> int:
+    """Run the benchmarks, write the page and return the exit status."""
+    parser = argparse.ArgumentParser(description="Run the benchmarks and write docs/benchmarks.md.")
+    parser.add_argument("--minutes", type=float, default=15.0, help="after which nothing is begun any more")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[script.name for script in plan])
+    parser.add_argument("--output", type=Path, help="the page")
+    asked = parser.parse_args(arguments)
+    deadline_s = time.monotonic() + 60 * asked.minutes
+    outcomes: list[Outcome] = []
+    for script in plan:
+        if asked.only and script.name not in asked.only:
+            continue
+        outcomes.append(run(script, folder, deadline_s - time.monotonic()))
+        print(f"{script.name}: {outcomes[-1].seconds:.0f} s {outcomes[-1].fault}".rstrip(), file=sys.stderr, flush=True)
+    text = page(outcomes, machine())
+    output = asked.output or (None if asked.only else page_path)
+    if output is None:
+        print(text, end="")
+    else:
+        write(output, text)
+    return 1 if any(outcome.fault for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no benchmark outlives this program
+    sys.exit(main())
