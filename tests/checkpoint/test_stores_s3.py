@@ -5,12 +5,10 @@ import os
 import socket
 import sys
 import threading
-import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.hashing import hash_file
@@ -28,37 +26,14 @@ KEYS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "reg
 IMPATIENT = {"retries": {"max_attempts": 1, "mode": "standard"}, "connect_timeout": 5, "read_timeout": 5}
 
 
-@pytest.fixture(scope="module")
-def server():
-    """A server that speaks S3."""
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    yield SimpleNamespace(url=f"http://{host}:{port}", host=host, port=port)
-    moto.stop()
+@pytest.fixture
+def server(s3_server):
+    return s3_server
 
 
 @pytest.fixture(autouse=True)
-def credentials(monkeypatch, server):
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "S3_ENDPOINT_URL": server.url,
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("S3_CANNED_ACL", raising=False)
-
-
-@pytest.fixture
-def bucket(server):
-    """A new bucket."""
-    name = f"bucket-{uuid.uuid4().hex}"
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
-    connection.request("PUT", f"/{name}")
-    assert connection.getresponse().status == 200
-    connection.close()
-    return name
+def bucket(s3_bucket):
+    return s3_bucket
 
 
 @pytest.fixture

@@ -1,11 +1,8 @@
 """Checkpoints over SFTP: a real server on loopback, which offers files and no commands."""
 
-import asyncio
 import os
-import shutil
 import threading
 
-import asyncssh
 import pytest
 
 from composer_checkpoint.errors import StorageError
@@ -19,95 +16,9 @@ from composer_checkpoint.uris import get_file, maybe_create_object_store_from_ur
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-class Server:
-    """An SFTP server over a folder, in a thread of its own."""
-
-    def __init__(self, folder):
-        self.folder = folder / "remote"
-        self.folder.mkdir()
-        self.user_key = asyncssh.generate_private_key("ssh-ed25519")
-        self.host_key = asyncssh.generate_private_key("ssh-ed25519")
-        self.key_file, self.known_hosts = folder / "key", folder / "known_hosts"
-        self.user_key.write_private_key(self.key_file)
-        self.connections = []
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.acceptor = self.run(self._listen())
-        self.port = self.acceptor.get_port()
-        public = self.host_key.export_public_key().decode().split()
-        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public[0]} {public[1]}\n")
-
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=60)
-
-    async def _listen(self):
-        server = self
-
-        class Login(asyncssh.SSHServer):
-            def connection_made(self, connection):
-                server.connections.append(connection)
-
-            def begin_auth(self, username):
-                return True
-
-            def password_auth_supported(self):
-                return True
-
-            def validate_password(self, username, password):
-                return (username, password) == ("me", "se:cret/")
-
-            def public_key_auth_supported(self):
-                return True
-
-            def validate_public_key(self, username, key):
-                return username == "me" and key == server.user_key.convert_to_public()
-
-        root = str(self.folder).encode()
-        return await asyncssh.listen(
-            "127.0.0.1",
-            0,
-            server_factory=Login,
-            server_host_keys=[self.host_key],
-            sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=root),
-        )
-
-    def hang_up(self):
-        """Break all connections, as a network does."""
-        self.loop.call_soon_threadsafe(lambda: [connection.abort() for connection in self.connections])
-
-    def close(self):
-        async def stop():
-            self.acceptor.close()
-            await self.acceptor.wait_closed()
-            for connection in self.connections:
-                connection.abort()
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self.run(stop())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory):
-    made = Server(tmp_path_factory.mktemp("sftp"))
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def server(machine, monkeypatch):
-    """The server with an empty folder, trusted by this process."""
-    for path in machine.folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(machine.known_hosts))
-    monkeypatch.setenv("COMPOSER_SFTP_KEY_FILE", str(machine.key_file))
-    return machine
+def server(sftp_server):
+    return sftp_server
 
 
 @pytest.fixture

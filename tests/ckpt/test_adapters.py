@@ -97,3 +97,12 @@ def test_an_adapter_comes_back_from_its_folder(make_model, ckpt, tmp_path):
     back = load_file(tmp_path / "back.pt")["state"]["model"]
     assert back
     assert all(torch.equal(tensor, content["state"]["model"][key]) for key, tensor in back.items())
+
+
+def test_a_model_without_an_adapter_is_written_as_it_is(make_model, ckpt, tmp_path):
+    make_model("llama").save_pretrained(tmp_path / "first")
+    code, told = ckpt("convert", tmp_path / "first", tmp_path / "out", "--peft", "merge")
+    assert code == 0, told
+    assert "there is no adapter to merge" in told["warnings"]
+    assert ckpt("diff", tmp_path / "first", tmp_path / "out")[0] == 0
+    assert ckpt("convert", tmp_path / "first", tmp_path / "no", "--peft", "adapter")[0] == 2

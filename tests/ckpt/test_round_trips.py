@@ -160,6 +160,14 @@ def test_bare_weights_become_a_folder_with_a_config_given(make_model, ckpt, tmp_
     same(on_disk(tmp_path / "first"), on_disk(tmp_path / "out"))
 
 
+def test_a_config_without_the_models_class_is_told(make_model, ckpt, tmp_path):
+    torch.save(make_model("llama").state_dict(), tmp_path / "bare.pt")
+    (tmp_path / "config.json").write_text("{}")
+    code, told = ckpt("convert", tmp_path / "bare.pt", tmp_path / "out", "--config", tmp_path / "config.json")
+    assert code == 1
+    assert "config.json: the configuration does not name the model's class" in told["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

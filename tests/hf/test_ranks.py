@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import transformers
 
 from composer import Trainer
 from composer.callbacks import HuggingFaceCheckpointer
+from composer.loggers import LoggerDestination
 from composer.models import HuggingFaceModel, write_huggingface_pretrained_from_composer_checkpoint
 from composer_dist import dist
 from composer_dist.testing import run_ranks
@@ -133,13 +136,32 @@ def test_two_ranks_give_the_folder_that_one_gives(kind, way, on_ranks, tmp_path)
     alone.close()
 
 
+class Registry(LoggerDestination):
+    """Registers models in a folder, as an MLFlowLogger does with a server."""
+
+    run_id, save_model = "run", None
+
+    def __init__(self, folder):
+        self.folder, self.client = folder, self
+
+    def log_artifacts(self, run_id, folder, path):
+        shutil.copytree(folder, self.folder)
+
+    def get_run(self, run_id):
+        return SimpleNamespace(info=SimpleNamespace(artifact_uri=self.folder))
+
+    def register_model_with_run_id(self, model_uri, name, await_creation_for):
+        os.rename(self.folder, f"{self.folder}-{name}")
+
+
 def train_adapter(folder):
     import peft
 
     model = HuggingFaceModel(
         make_model("llama"), peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
     )
-    trainer = train(model, FSDP, callbacks=HuggingFaceCheckpointer(folder, save_interval="3ba"))
+    checkpointer = HuggingFaceCheckpointer(folder, save_interval="3ba", mlflow_registered_model_name="plum")
+    trainer = train(model, FSDP, callbacks=checkpointer, loggers=Registry(f"{folder}/registered"))
     path = trainer.save_checkpoint(os.path.join(folder, "last.pt"))
     tokens = model.generate(torch.full((1, 3), 7), max_new_tokens=3, do_sample=False, synced_gpus=True, pad_token_id=0)
     trainer.close()
@@ -155,6 +177,7 @@ def test_an_adapter_is_trained_on_a_sharded_model(on_ranks, tmp_path):
 
     folder = write_huggingface_pretrained_from_composer_checkpoint(results[0][0], tmp_path / "out")
     by_callback = peft.PeftModel.from_pretrained(make_model("llama"), place / "huggingface" / "ba3").eval()
+    assert sorted(os.listdir(place / "registered-plum")) == sorted(os.listdir(place / "huggingface" / "ba3"))
     by_function = peft.PeftModel.from_pretrained(make_model("llama"), folder).eval()
     tokens = torch.full((1, 3), 7)
     assert torch.equal(by_callback(tokens).logits, by_function(tokens).logits)

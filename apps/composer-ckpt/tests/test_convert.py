@@ -1,12 +1,15 @@
 """`convert`, `reshard` and `extract` keep every bit, write whole or not at all, and replace nothing unasked."""
 
 import errno
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 import pytest
 import torch
@@ -181,6 +184,20 @@ def test_a_byte_that_has_changed_is_found_before_it_is_copied(target, run, besid
     assert run("convert", "ep2.pt", target, "--no-verify")[0] == 0
 
 
+@pytest.mark.parametrize("target", ["out.pt", "out.safetensors"])
+def test_a_file_that_asks_for_more_than_data_is_read_where_it_is_trusted(target, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weight = torch.randn(3, 2)
+    state = {"model": {"weight": weight, "tied": weight}, "train_metrics": Fraction(1, 3)}
+    torch.save({"state": state, "rng": [(1, torch.ones(2))]}, "old.pt")
+    code, _, errors = run("convert", "old.pt", target)
+    assert code == 4
+    assert "fractions.Fraction" in errors
+    assert not os.path.exists(target)
+    assert run("convert", "old.pt", target, "--trust")[0] == 0
+    same({"weight": weight, "tied": weight}, weights_of(target))
+
+
 def test_shards_of_pickles_are_not_taken_for_one_another(run, tmp_path):
     # torch numbers the storages of each file from 0.
     expected = {name: torch.randn(2, 2) for name in ("a", "b", "c")}
@@ -232,8 +249,33 @@ def test_a_disk_that_fills_up_leaves_nothing(more, content, run, tmp_path, monke
     assert os.listdir() == ["ep2.pt"]
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_in_bytes_and_their_rate_on_terminals_alone(content, run, tmp_path, monkeypatch):
+    save_file(content, tmp_path / "ep2.pt")
+    shown = {}
+    for name, stream, more in (("one", Terminal(), []), ("two", Terminal(), ["--quiet"]), ("three", io.StringIO(), [])):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert run("convert", tmp_path / "ep2.pt", tmp_path / f"{name}.pt", *more)[0] == 0
+        shown[name] = stream.getvalue()
+    assert re.search(r"writing: .*/66\.0.*B/s", shown.pop("one"))
+    assert not any(shown.values())
+
+
+def test_an_ending_of_files_that_are_not_written_is_no_name_of_a_folder(content, run, tmp_path):
+    save_file(content, tmp_path / "ep2.pt")
+    for name in ("out.bin", "out.pt.gz", "out.tar", "out.ckpt"):
+        code, _, errors = run("convert", tmp_path / "ep2.pt", tmp_path / name, "--to", "dcp")
+        assert code == 2
+        assert ".safetensors" in errors
+    assert run("convert", tmp_path / "ep2.pt", tmp_path / "plum-3.1", "--to", "dcp")[0] == 0
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(how, tmp_path):
+def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(how, run, tmp_path):
     save_file({f"w{i}": torch.ones(1000) for i in range(200)}, tmp_path / "big.pt")
     code = (
         "import sys, time\nfrom composer_checkpoint.tensors import StoredTensor\n"
@@ -251,6 +293,14 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(how, tmp_path
     assert not (tmp_path / "out").exists()
     if how == signal.SIGINT:
         assert os.listdir(tmp_path) == ["big.pt"]
+        return
+    assert [*tmp_path.glob("out.tmp-*")]
+    mine, others = tmp_path / "other.tmp-0badcafe-17-1234-01234567", tmp_path / "out.tmp-0badcafe-17-1234-01234567"
+    for stays in (mine, others):  # of another name, and of another machine, on which the writer may live
+        stays.write_text("half")
+    assert run("convert", tmp_path / "big.pt", tmp_path / "out", "--to", "dcp")[0] == 0
+    assert {*tmp_path.iterdir()} == {tmp_path / "big.pt", tmp_path / "out", mine, others}
+    assert verify(tmp_path / "out") is not None
 
 
 @pytest.mark.parametrize(

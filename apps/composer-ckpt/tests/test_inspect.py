@@ -105,3 +105,13 @@ def test_inspecting_does_not_load_transformers(content, tmp_path):
     subprocess.run(
         [sys.executable, "-c", code, tmp_path / "ep2.pt"], check=True, timeout=120, stdout=subprocess.DEVNULL
     )
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault(tmp_path):
+    save_file({f"w{number}": torch.ones(1) for number in range(5000)}, tmp_path / "many.pt")
+    command = f"'{sys.executable}' -m composer_ckpt inspect --tree '{tmp_path}/many.pt' | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{tmp_path}/many.pt: pt")

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torchmetrics
-from transformers import BatchEncoding
+from transformers import BatchEncoding, BertConfig, BertForPreTraining
 
 from composer_hf import HuggingFaceModel
 from composer_models import LanguageCrossEntropy
@@ -64,6 +64,15 @@ def test_outputs_that_are_at_hand_are_not_computed_again(make_model, batch):
 
 def test_without_use_logits_metrics_see_the_whole_output(make_model, batch):
     assert HuggingFaceModel(make_model("gpt2")).eval_forward(batch).keys() >= {"loss", "logits"}
+
+
+def test_outputs_without_logits_are_told(batch):
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = HuggingFaceModel(BertForPreTraining(config), use_logits=True)
+    with pytest.raises(ValueError, match=r"no 'logits', but .*prediction_logits.*use_logits=False"):
+        model.eval_forward(batch)
 
 
 def test_a_regression_has_one_number_for_each_sample(make_model, batch):

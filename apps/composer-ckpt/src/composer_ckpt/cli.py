@@ -3,34 +3,23 @@
 Torch, and what needs it, is imported once the arguments are known to be right, so that help is there at once.
 """
 
-import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
 
+from composer_ckpt.arguments import make_parser
 from composer_ckpt.outcomes import ExitCode, Result
-from composer_ckpt.sizes import parse_size
 
 __all__ = ["main"]
-
-_PRECISIONS = ("keep", "fp32", "fp16", "bf16")
-_KINDS = ("auto", "composer", "pt", "safetensors", "dcp", "local", "deepspeed", "hf", "modular")
-_EPILOG = """\
-exit codes:
-  0  all is well; for diff, the two are equal
-  1  a failure, a damaged checkpoint, or differences
-  2  the arguments are wrong
-  3  what convert wrote is not what it read; nothing was left
-  4  the checkpoint asks for more than data; nothing of it was run
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code, an `ExitCode`."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         with redirect_stdout(sys.stderr):  # libraries that print as they load would spoil the JSON
             run = getattr(import_module(options.module), options.function)
@@ -50,12 +39,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         _print_json({"schema": 1, **result.data})
     else:
-        sys.stdout.write(result.text + "\n")
+        _print(result.text)
     return result.code
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    _print(json.dumps(value, indent=2, default=str))
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough, and the interpreter shall not flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _code_of(error: Exception) -> int | None:
@@ -74,154 +71,3 @@ def _code_of(error: Exception) -> int | None:
             return ExitCode.FAILURE
         case _:
             return None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="composer-ckpt",
-        description="What is in a checkpoint, whether it is whole, and turning it into another one. Files are opened "
-        "without running anything of them, and read tensor by tensor, whatever their size.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_inspect, _add_verify, _add_diff, _add_convert, _add_reshard, _add_extract):
-        add(commands)
-    return parser
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version  # reading the metadata takes time
-
-        parser.exit(message=f"composer-ckpt {version('composer-ckpt')}\n")
-
-
-def _command(commands: Any, name: str, module: str, function: str, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    command.set_defaults(module=f"composer_ckpt.{module}", function=function)
-    command.add_argument("--json", action="store_true", help="print JSON, of the schema that the README describes")
-    return command
-
-
-def _add_inspect(commands: Any) -> None:
-    command = _command(commands, "inspect", "inspecting", "inspect", "show what is in a checkpoint, as a tree")
-    _add_source(command)
-    command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
-    command.add_argument("--tree", action="store_true", help="show all tensors, however many there are")
-    command.add_argument("--stats", action="store_true", help="read the tensors: min, max, mean and NaN of each")
-
-
-def _add_verify(commands: Any) -> None:
-    command = _command(commands, "verify", "verifying", "verify", "tell whether a checkpoint is whole")
-    _add_source(command)
-    command.add_argument("--hash", action="store_true", help="print a hash of each tensor, alike for all formats")
-
-
-def _add_diff(commands: Any) -> None:
-    command = _command(commands, "diff", "comparing", "diff", "compare two checkpoints, of any formats")
-    command.add_argument("a", metavar="A", help="one checkpoint")
-    command.add_argument("b", metavar="B", help="the other")
-    command.add_argument("--rtol", type=float, default=0.0, help="how much values may differ, relative to B's")
-    command.add_argument("--atol", type=float, default=0.0, help="how much they may differ at all")
-    command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
-    command.add_argument("--all", action="store_true", help="compare all tensors, not the model's weights alone")
-    command.add_argument("--most", type=int, default=10, help="how many differences to print (default: 10)")
-
-
-def _add_convert(commands: Any) -> None:
-    command = _command(commands, "convert", "converting", "convert", "turn a checkpoint into one of another format")
-    command.add_argument("source", metavar="SRC", nargs="?", help="a checkpoint of any format")
-    command.add_argument("target", metavar="DST", nargs="?", help="the folder or file to write")
-    _add_kind(command)
-    add = command.add_argument
-    add("--composer_path", "--composer-path", dest="old_source", help=argparse.SUPPRESS)
-    add("--hf_output_path", "--hf-output-path", dest="old_target", help=argparse.SUPPRESS)
-    add("--local_checkpoint_save_location", "--local-checkpoint-save-location", help=argparse.SUPPRESS)
-    add("--hf_repo_for_upload", "--hf-repo-for-upload", dest="push_to_hub", help=argparse.SUPPRESS)
-    add(
-        "--to",
-        choices=("hf", "pt", "dcp", "local", "safetensors"),
-        help="the format (default: as DST's name says, else hf)",
-    )
-    add("--world-size", type=int, metavar="N", help="for how many ranks (local, dcp)")
-    add(
-        "--output-precision",
-        "--output_precision",
-        choices=_PRECISIONS,
-        default="keep",
-        help="of floating point tensors",
-    )
-    add("--max-shard-size", type=parse_size, default=5 * 10**9, metavar="SIZE", help="of a file, as 1GB (default: 5GB)")
-    add(
-        "--format",
-        choices=("safetensors", "bin"),
-        default="safetensors",
-        help="of the weights of a Hugging Face folder",
-    )
-    _add_selection(command)
-    add("--rename", metavar="OLD=NEW", action="append", help="a regular expression and what replaces it; repeatable")
-    add("--strip-prefix", metavar="PREFIX", action="append", help="of names; repeatable (default: of known wrappers)")
-    add("--peft", choices=("auto", "adapter", "merge"), default="auto", help="write LoRA alone, or added to its base")
-    add("--base-model", metavar="PATH", help="where the base of a LoRA is, if the checkpoint does not have it")
-    add("--config", metavar="PATH", help="a config.json, or a folder with one, in place of the checkpoint's")
-    add("--tokenizer", metavar="PATH", help="a folder with a tokenizer's files, in place of the checkpoint's")
-    add("--config-override", metavar="KEY=VALUE", action="append", help="a value of the config, as JSON; repeatable")
-    add("--optimizer", action="store_true", help="keep the optimizers' state (pt, dcp, local)")
-    add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt, dcp, local)")
-    add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which weights of DeepSpeed's")
-    add("--trust-remote-code", "--trust_remote_code", action="store_true", help="run and keep code that came along")
-    add("--push-to-hub", metavar="REPO", help="publish the Hugging Face folder, too; --overwrite: also where REPO is")
-    add("--private", action="store_true", help="make the repository a private one")
-    add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="fetch it again and compare")
-    add("--no-verify", action="store_true", help="do not compare SRC with its hashes, nor read back what was written")
-    _add_writing(command)
-
-
-def _add_reshard(commands: Any) -> None:
-    command = _command(
-        commands, "reshard", "resharding", "reshard", "cut a checkpoint otherwise, format and names kept"
-    )
-    command.add_argument("source", metavar="SRC", help="the checkpoint")
-    command.add_argument("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")
-    _add_kind(command)
-    command.add_argument("--world-size", type=int, metavar="N", help="for how many ranks (dcp, local)")
-    command.add_argument(
-        "--max-shard-size", type=parse_size, metavar="SIZE", help="of a file, as 1GB (hf, safetensors)"
-    )
-    _add_writing(command)
-
-
-def _add_extract(commands: Any) -> None:
-    command = _command(commands, "extract", "extracting", "extract", "copy some tensors to a file of their own")
-    command.add_argument("source", metavar="SRC", help="the checkpoint")
-    command.add_argument("target", metavar="DST", help="a .safetensors or .pt file, or a .json with all but tensors")
-    _add_kind(command)
-    _add_selection(command)
-    _add_writing(command)
-
-
-def _add_source(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="SRC", help="a file, a folder, a link, or per-rank files with {rank} in it")
-    _add_kind(command)
-
-
-def _add_kind(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--from", dest="kind", choices=_KINDS, default="auto", help="what SRC is (default: look)")
-
-
-def _add_selection(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--include", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
-    command.add_argument("--exclude", metavar="GLOB", action="append", help="no tensors of such names; repeatable")
-
-
-def _add_writing(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--overwrite", action="store_true", help="replace what is there")
-    add("--dry-run", action="store_true", help="print what would be written, and write nothing")
-    add("--quiet", action="store_true", help="no progress bar")
-    add("--tmp-dir", metavar="PATH", help="where what comes from or goes to a store lies meanwhile")

@@ -25,7 +25,8 @@ _PREFIX = "model."
 
 def diff(options: argparse.Namespace) -> Result:
     """Run the command."""
-    with opened(options.a) as a, opened(options.b) as b:
+    store = {"tmp_dir": options.tmp_dir, "jobs": options.jobs}
+    with opened(options.a, **store) as a, opened(options.b, **store) as b:
         of_a, of_b = _tensors(a, options), _tensors(b, options)
         of_a, of_b = _aligned(of_a, of_b)
         data: dict[str, Any] = {

@@ -1,9 +1,12 @@
 """`composer-ckpt convert`: a checkpoint of any format as one of another."""
 
 import argparse
+import re
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 from composer_checkpoint import CheckpointConflictError
+from composer_checkpoint.tensors import TensorSource
 from composer_checkpoint.uris import get_file, is_uri
 from composer_ckpt.hub import check_request, publish
 from composer_ckpt.outcomes import Result, UsageError
@@ -11,18 +14,51 @@ from composer_ckpt.plans import Plan
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import format_size
 from composer_ckpt.sources import opened
-from composer_ckpt.targets import may_replace, written_to
+from composer_ckpt.targets import clear_leftovers, may_replace, written_to
 
-__all__ = ["convert"]
+__all__ = ["convert", "write_converted"]
 
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".safetensors": "safetensors"}
+# A folder of such a name would be taken for the file that was meant.
+_OTHER_FILE = re.compile(r".*(\.(bin|ckpt|gguf|json|npz|onnx|pkl|tar|tgz|zip)|\.(pt|pth|tar)\.[a-z0-9]+)")
 
 
 def convert(options: argparse.Namespace) -> Result:
     """Run the command."""
     _take_old_spellings(options)
+    check_request(options, _target_format(options))
+
+    def open_source(stack: ExitStack) -> TensorSource:
+        return stack.enter_context(
+            opened(
+                options.source,
+                options.kind,
+                tmp_dir=options.tmp_dir,
+                jobs=options.jobs,
+                verify=not (options.no_verify or options.dry_run),
+                trust=options.trust,
+                zero_weights=options.deepspeed_weights,
+            )
+        )
+
+    return write_converted(options, [options.source, options.base_model], open_source)
+
+
+def write_converted(
+    options: argparse.Namespace, sources: Iterable[str | None], open_source: Callable[[ExitStack], TensorSource]
+) -> Result:
+    """Write a checkpoint in the format that the options ask for.
+
+    Args:
+        options: Of `convert`.
+        sources: What is read, as it was typed.
+        open_source: Opens it, once it is known that the target may be written; the stack closes it.
+
+    Raises:
+        UsageError: If the options do not fit each other.
+        CheckpointConflictError: If something is there that may not be replaced.
+    """
     target, typed = _target_format(options), options.target
-    check_request(options, target)
     options.replaces_repo = options.overwrite
     is_folder, notes = target in ("hf", "dcp"), list[str]()
     with ExitStack() as stack:
@@ -32,40 +68,27 @@ def convert(options: argparse.Namespace) -> Result:
                 overwrite=options.overwrite,
                 is_folder=is_folder,
                 tmp_dir=options.tmp_dir,
+                jobs=options.jobs,
                 dry_run=options.dry_run,
             )
         )
-        read = (options.source, options.base_model, options.config, options.tokenizer)
+        read = (*sources, options.config, options.tokenizer)
         try:
             options.overwrite = may_replace(options.target, read, overwrite=options.overwrite, is_folder=is_folder)
         except CheckpointConflictError as error:
             if not options.dry_run:
                 raise
             notes.append(str(error))
-        plan = _plan(target, options, stack)
+        plan = _plan(target, open_source(stack), options, stack)
         plan.target = typed
         plan.warnings += notes
         if not options.dry_run:
-            if plan.check is not None:
-                plan.check()
-            with progress_bar("writing", plan.size_bytes, quiet=options.quiet) as progress:
-                plan.write(progress)
-            if options.push_to_hub is not None:
-                plan.warnings.append(f"published as {publish(options.target, options)}")
+            _write(plan, options)
     done = "nothing was written (--dry-run)" if options.dry_run else _done(plan, options)
     return Result("\n".join([*plan.lines(), done]), {**plan.to_dict(), "written": not options.dry_run})
 
 
-def _plan(target: str, options: argparse.Namespace, stack: ExitStack) -> Plan:
-    source = stack.enter_context(
-        opened(
-            options.source,
-            options.kind,
-            tmp_dir=options.tmp_dir,
-            verify=not (options.no_verify or options.dry_run),
-            zero_weights=options.deepspeed_weights,
-        )
-    )
+def _plan(target: str, source: TensorSource, options: argparse.Namespace, stack: ExitStack) -> Plan:
     # Here, since only these need transformers, or all that writes.
     if target == "hf":
         from composer_ckpt.to_hugging_face import plan_folder
@@ -74,6 +97,16 @@ def _plan(target: str, options: argparse.Namespace, stack: ExitStack) -> Plan:
     from composer_ckpt.to_checkpoint import plan_checkpoint
 
     return plan_checkpoint(source, target, options)
+
+
+def _write(plan: Plan, options: argparse.Namespace) -> None:
+    if plan.check is not None:
+        plan.check()
+    clear_leftovers(options.target, options.world_size)
+    with progress_bar("writing", plan.size_bytes, quiet=options.quiet) as progress:
+        plan.write(progress)
+    if options.push_to_hub is not None:
+        plan.warnings.append(f"published as {publish(options.target, options)}")
 
 
 def _done(plan: Plan, options: argparse.Namespace) -> str:
@@ -97,6 +130,11 @@ def _take_old_spellings(options: argparse.Namespace) -> None:
 
 def _target_format(options: argparse.Namespace) -> str:
     suffix = next((kind for end, kind in _SUFFIXES.items() if options.target.endswith(end)), None)
+    if suffix is None and _OTHER_FILE.fullmatch(options.target):
+        raise UsageError(
+            f"DST={options.target!r} is the name of a file, of none of the kinds that are written: "
+            f"{', '.join(_SUFFIXES)}. Choose one of these endings, or name a folder."
+        )
     is_local = "{rank}" in options.target
     found = options.to or ("local" if is_local else suffix) or "hf"
     if (found == "local") != (is_local and suffix == "pt"):

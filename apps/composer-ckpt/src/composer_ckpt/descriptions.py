@@ -47,8 +47,8 @@ def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFac
     if options.config is not None:
         metadata = replace(metadata, config=_config_at(Path(options.config)), model_class="")
     metadata = replace(metadata, config=_overridden(metadata.config, options.config_override))
-    if not metadata.model_class:
-        metadata = replace(metadata, model_class=_class_of(metadata.config, options.source))
+    if not metadata.model_class and (metadata.config or metadata.peft_config is None):
+        metadata = replace(metadata, model_class=_class_of(metadata.config, options.config or options.source))
     if options.tokenizer is not None:
         metadata = replace(metadata, tokenizer_files=_tokenizer_at(Path(options.tokenizer), options))
     return metadata
@@ -72,12 +72,10 @@ def _config_at(path: Path) -> Mapping[str, Any]:
 
 
 def _class_of(config: Mapping[str, Any], source: str) -> str:
-    """Return the class by the name in a configuration; empty for an adapter without its base's."""
+    """Return the class by the name in a configuration."""
     names = config.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return f"transformers.{names[0]}"
-    if not config:
-        return ""
     raise IncompatibleCheckpointError(
         f"{source}: the configuration does not name the model's class. Add it, such as --config-override "
         f"'architectures=[\"LlamaForCausalLM\"]'."

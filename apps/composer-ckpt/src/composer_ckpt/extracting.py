@@ -22,7 +22,7 @@ from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sizes import format_size
 from composer_ckpt.sources import opened
-from composer_ckpt.targets import may_replace
+from composer_ckpt.targets import clear_leftovers, may_replace
 
 __all__ = ["extract"]
 
@@ -38,7 +38,14 @@ def extract(options: argparse.Namespace) -> Result:
         )
     if not options.dry_run:
         options.overwrite = may_replace(options.target, [options.source], overwrite=options.overwrite, is_folder=False)
-    with opened(options.source, options.kind, tmp_dir=options.tmp_dir, verify=not options.dry_run) as source:
+        clear_leftovers(options.target)
+    with opened(
+        options.source,
+        options.kind,
+        tmp_dir=options.tmp_dir,
+        jobs=options.jobs,
+        verify=not options.dry_run,
+    ) as source:
         if target.suffix == ".json":
             return _extract_data(source, target, options)
         tensors = select(_named(source), options.include, options.exclude)

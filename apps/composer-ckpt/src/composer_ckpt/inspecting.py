@@ -25,7 +25,13 @@ _MOST_TENSORS = 200
 
 def inspect(options: argparse.Namespace) -> Result:
     """Run the command."""
-    with opened(options.source, options.kind, record_unknown=True) as source:  # to say what it asks for
+    with opened(
+        options.source,
+        options.kind,
+        tmp_dir=options.tmp_dir,
+        jobs=options.jobs,
+        record_unknown=True,  # to say what it asks for
+    ) as source:
         tensors = select(source.tensors, options.keys)
         data = describe(source, options.source, tensors)
         if options.stats:

@@ -82,7 +82,7 @@ def _check_kind(config: Mapping[str, Any], weights: Iterable[str]) -> None:
 def _base_at(
     options: argparse.Namespace, metadata: HuggingFaceMetadata, stack: ExitStack
 ) -> tuple[Weights, HuggingFaceMetadata]:
-    source = stack.enter_context(opened(options.base_model))
+    source = stack.enter_context(opened(options.base_model, tmp_dir=options.tmp_dir, jobs=options.jobs))
     given = argparse.Namespace(**{**vars(options), "source": options.base_model})
     described = metadata_of(source, given)
     prefix = _PREFIX if source.format == "hf" else ""

@@ -21,7 +21,7 @@ from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import format_size
 from composer_ckpt.sources import fetched, opened, place_of
-from composer_ckpt.targets import may_replace
+from composer_ckpt.targets import clear_leftovers, may_replace
 
 __all__ = ["reshard"]
 
@@ -30,7 +30,7 @@ _DEFAULT_SHARD_BYTES = 5 * 10**9
 
 def reshard(options: argparse.Namespace) -> Result:
     """Run the command."""
-    with fetched(options.source, options.tmp_dir) as local:
+    with fetched(options.source, options.tmp_dir, options.jobs) as local:
         return _reshard(local, options)
 
 
@@ -55,6 +55,7 @@ def _reshard(local: str, options: argparse.Namespace) -> Result:
         options.overwrite = may_replace(
             options.target, [options.source], overwrite=options.overwrite, is_folder=kind != "local"
         )
+        clear_leftovers(options.target, options.world_size)
     with opened(local, kind, verify=not options.dry_run) as source:
         total = sum(tensor.size_bytes for tensor in source.tensors.values())
         plan = _plan(source, kind, options)

@@ -4,27 +4,45 @@ import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from composer_checkpoint import NoCheckpointError, UnsafeCheckpointError, verify_file
+import torch
+
+from composer_checkpoint import NoCheckpointError, UnsafeCheckpointError, load_file, verify_file
 from composer_checkpoint import verify as verify_checkpoint
 from composer_checkpoint.stores.base import ObjectStore
-from composer_checkpoint.tensors import TensorSource, find_kind, open_checkpoint
+from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open_checkpoint
 from composer_checkpoint.tensors.opening import Kind, follow_pointers
-from composer_checkpoint.uris import get_file, is_uri, maybe_create_object_store_from_uri, parse_uri
+from composer_checkpoint.uris import (
+    extract_path_from_symlink,
+    get_file,
+    is_uri,
+    maybe_create_object_store_from_uri,
+    parse_uri,
+)
 from composer_ckpt.outcomes import UsageError
 
 __all__ = ["fetched", "find_files", "opened", "place_of", "verify_hashes"]
 
 _RANK = "{rank}"
+_SYMLINK = ".symlink"
+_JOBS = 4
 
 
 @contextmanager
 def opened(
-    path: str, kind: str = "auto", *, tmp_dir: str | None = None, verify: bool = False, **options: Any
+    path: str,
+    kind: str = "auto",
+    *,
+    tmp_dir: str | None = None,
+    jobs: int = _JOBS,
+    verify: bool = False,
+    trust: bool = False,
+    **options: Any,
 ) -> Iterator[TensorSource]:
     """Open a checkpoint, here or in a store.
 
@@ -32,23 +50,32 @@ def opened(
         path: As it was typed.
         kind: What it is, `'auto'` to find out.
         tmp_dir: Where what is fetched lies meanwhile.
+        jobs: How many files are fetched at a time.
         verify: Whether to compare it with its hashes first, as far as it has any.
+        trust: Whether a file that asks for more than data is loaded all the same, into memory, by running it.
         **options: Of `open_checkpoint`.
 
     Raises:
         UsageError: If nothing is there that is known as a checkpoint.
         CorruptCheckpointError: If it is not what was written.
+        UnsafeCheckpointError: If it asks for more than data, and is not trusted.
     """
-    with fetched(path, tmp_dir) as local:
+    with fetched(path, tmp_dir, jobs) as local:
         found = _kind_of(local) if kind == "auto" else cast(Kind, kind)
-        if verify:
-            verify_hashes(place_of(local), found)
-        with open_checkpoint(local, kind=found, **options) as source:
+        try:
+            if verify:
+                verify_hashes(place_of(local), found)
+            source = open_checkpoint(local, kind=found, **options)
+        except UnsafeCheckpointError:
+            if not trust or found not in ("composer", "pt"):
+                raise
+            source = _load_trusted(place_of(local))
+        with source:
             yield source
 
 
 @contextmanager
-def fetched(path: str, tmp_dir: str | None = None) -> Iterator[str]:
+def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterator[str]:
     """Yield where a checkpoint lies on this machine; what is in a store is fetched for as long as it is used."""
     if not path:
         raise UsageError("SRC='' is no path. Name a checkpoint.")
@@ -56,7 +83,7 @@ def fetched(path: str, tmp_dir: str | None = None) -> Iterator[str]:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=tmp_dir) as folder:
-        yield _fetch(path, Path(folder))
+        yield _fetch(path, Path(folder), jobs)
 
 
 def verify_hashes(place: Path, kind: str) -> list[bool]:
@@ -97,11 +124,26 @@ def _kind_of(local: str) -> Kind:
         raise UsageError(str(error)) from error
 
 
-def _fetch(address: str, folder: Path) -> str:
+def _load_trusted(place: Path) -> TensorSource:
+    """Load all of a file, whatever it runs, in the form of one that is read tensor by tensor."""
+    tree = _stored(load_file(place, trusted=True))
+    kind = "composer" if isinstance(tree, dict) and "state" in tree else "pt"
+    return TensorSource(kind, tree, place.stat().st_size, path=os.fspath(place))
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return as_stored(value)
+    if isinstance(value, Mapping):
+        return {key: _stored(item) for key, item in value.items()}
+    return [_stored(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _fetch(address: str, folder: Path, jobs: int) -> str:
     """Fetch a file, the files of all ranks, or all of a folder, and return where it lies."""
     wanted = parse_uri(address).path.rstrip("/")
     name = posixpath.basename(wanted)
-    file = folder / (name.removesuffix(".symlink") or "checkpoint")
+    file = folder / (name.removesuffix(_SYMLINK) or "checkpoint")
     if "." in name and _RANK not in name:
         with suppress(FileNotFoundError):  # then it is a folder with a dot in its name
             get_file(address, file, progress_bar=False)
@@ -110,18 +152,30 @@ def _fetch(address: str, folder: Path) -> str:
     if store is None:
         raise UsageError(f"SRC={address!r} is no address. Check it.")
     with store:
-        objects = _objects(store, wanted, name)
+        objects = _objects(store, wanted, name) or _objects_pointed_to(store, wanted)
         for found, relative in objects.items():
             if {"..", ""} & {*relative.split("/")}:
                 raise UnsafeCheckpointError(
                     f"{address!r} has an object {found!r:.200}, outside its folder. None is read."
                 )
-            get_file(found, (folder if _RANK in name else file) / relative, store, progress_bar=False)
+        places = [(folder if _RANK in name else file) / relative for relative in objects.values()]
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(lambda found, place: get_file(found, place, store, progress_bar=False), objects, places))
         if not objects:
             if _RANK in name:
                 raise NoCheckpointError(f"there are no files {address!r}, with numbers for {_RANK}. Check the address.")
             get_file(wanted, file, store, progress_bar=False)
     return os.fspath(file)
+
+
+def _objects_pointed_to(store: ObjectStore, wanted: str) -> dict[str, str]:
+    """Return the objects below the folder that a pointer names, such as `latest-rank0.pt` of a sharded run."""
+    try:
+        pointer = wanted if wanted.endswith(_SYMLINK) else f"{wanted}{_SYMLINK}"
+        target = extract_path_from_symlink(pointer, store).rstrip("/")
+    except FileNotFoundError:
+        return {}
+    return _objects(store, target, posixpath.basename(target))
 
 
 def _objects(store: ObjectStore, wanted: str, name: str) -> dict[str, str]:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from composer_checkpoint import CheckpointConflictError, NoCheckpointError, RemoteUploader
+from composer_checkpoint.commit import remove_leftovers_of
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
 from composer_checkpoint.uris import is_uri, maybe_create_object_store_from_uri, parse_uri
 from composer_ckpt.outcomes import UsageError
 
-__all__ = ["may_replace", "written_to"]
+__all__ = ["clear_leftovers", "may_replace", "written_to"]
 
 _RANK = "{rank}"
 # What makes others take a folder for a checkpoint: it goes first, and comes last.
@@ -56,9 +57,26 @@ def may_replace(target: str, sources: Iterable[str | None], *, overwrite: bool, 
     return True
 
 
+def clear_leftovers(target: str, world_size: int | None = None) -> None:
+    """Delete what commands for the same target have left beside it that were killed.
+
+    Args:
+        target: A path of this machine, maybe with `{rank}` in its name.
+        world_size: For how many ranks it is.
+    """
+    for rank in range(world_size or 1) if _RANK in target else (0,):
+        remove_leftovers_of(target.replace(_RANK, str(rank)))
+
+
 @contextmanager
 def written_to(
-    target: str, *, overwrite: bool, is_folder: bool, tmp_dir: str | None = None, dry_run: bool = False
+    target: str,
+    *,
+    overwrite: bool,
+    is_folder: bool,
+    tmp_dir: str | None = None,
+    jobs: int = 4,
+    dry_run: bool = False,
 ) -> Iterator[str]:
     """Yield the path to write to: of this machine the target itself, else one whose content is then uploaded.
 
@@ -69,6 +87,7 @@ def written_to(
         overwrite: Whether objects of these names are replaced. Weights of an older checkpoint go then.
         is_folder: Whether a folder is written.
         tmp_dir: Where what is uploaded lies before.
+        jobs: How many files are uploaded at a time.
         dry_run: Whether nothing is written.
 
     Raises:
@@ -97,7 +116,7 @@ def written_to(
             local = Path(folder, posixpath.basename(place))
             yield os.fspath(local)
             if not dry_run:
-                _upload(local, target, place, store, older)
+                _upload(local, target, place, store, older, jobs)
 
 
 def _is_empty(path: Path) -> bool:
@@ -131,7 +150,7 @@ def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:
     return [place]
 
 
-def _upload(local: Path, target: str, place: str, store: ObjectStore, older: list[str]) -> None:
+def _upload(local: Path, target: str, place: str, store: ObjectStore, older: list[str], jobs: int) -> None:
     if local.is_dir():
         files = {posixpath.join(place, p.relative_to(local).as_posix()): p for p in local.rglob("*") if p.is_file()}
     else:
@@ -141,7 +160,7 @@ def _upload(local: Path, target: str, place: str, store: ObjectStore, older: lis
     if local.is_dir():
         for name in [*(name for name in older if posixpath.basename(name) in _MARKS), *surplus]:
             store.delete_object(name)
-    uploader = RemoteUploader(target)
+    uploader = RemoteUploader(target, num_concurrent_uploads=jobs)
     try:
         for group in ({name: path for name, path in files.items() if name not in marks}, marks):
             pending = [uploader.upload_file_async(name, path, True, copy=False) for name, path in sorted(group.items())]

@@ -47,15 +47,11 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     weights, renamed, cast = chosen_weights(source, options)
     notes = _notes_on_adapters(metadata, options)
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
+    weights = _named_as_in_composer(weights, source, metadata)
     if metadata.peft_config is not None and not is_adapter:
-        weights, metadata = merge_adapters(_named_as_in_composer(weights, source, metadata), metadata, options, stack)
+        weights, metadata = merge_adapters(weights, metadata, options, stack)
     elif is_adapter and has_base(weights):
         notes.append("only the adapter is written; --peft merge adds it to its base")
-    weights = (
-        weights
-        if metadata.peft_config is None and options.peft == "merge"
-        else _named_as_in_composer(weights, source, metadata)
-    )
     if options.include or options.exclude:
         published, dropped, pieces = {published_name(name): tensor for name, tensor in weights.items()}, {}, []
         notes.append(

@@ -23,7 +23,7 @@ def verify(options: argparse.Namespace) -> Result:
     """Run the command."""
     checks: list[Check] = []
     hashes: dict[str, str] = {}
-    with fetched(options.source) as local:
+    with fetched(options.source, options.tmp_dir, options.jobs) as local:
         kind = options.kind if options.kind != "auto" else find_kind(place_of(local))
         code = _hold(checks, "hashes", lambda: _hashes(place_of(local), kind))
         code = max(code, _hold(checks, "opens", lambda: _read(local, kind, options, checks, hashes)))

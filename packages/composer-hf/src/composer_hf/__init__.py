@@ -2,7 +2,8 @@
 
 - `model`: `HuggingFaceModel`, any model of transformers as the training loop asks for it.
 - `causal_lm`: `ComposerHFCausalLM`, one that is built from its name or path, as configurations spell it.
-- `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders while training goes on.
+- `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders while training goes on. `gathering`,
+  `registering`: its parts.
 - `publishing`: from a checkpoint to such a folder. `metadata`, `pretrained_folder`, `published_weights`,
   `weight_files`: its parts, which need neither the weights nor transformers until they are used.
 - `from_checkpoint`, `saved_state`: from a checkpoint to a model and a tokenizer.

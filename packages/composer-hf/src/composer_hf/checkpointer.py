@@ -3,15 +3,16 @@
 import os
 import posixpath
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
 from composer_checkpoint.uris import is_uri, parse_uri
@@ -20,12 +21,13 @@ from composer_dist.wrapping import unwrap_model
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
-from composer_hf.adapters import is_adapter_weight
+from composer_hf.gathering import gather_weights
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model import HuggingFaceModel
 from composer_hf.pretrained_folder import pretrained_folder
-from composer_hf.published_weights import plan_weights, published_name
+from composer_hf.published_weights import plan_weights
 from composer_hf.publishing import as_dtype
+from composer_hf.registering import ModelRegistry, find_registry, in_background, register_folder, wait_on_all_ranks
 from composer_hf.weight_files import FORMATS, Format, main_dtype, parse_size, total_bytes, write_weight_files
 from composer_time import Time
 
@@ -38,6 +40,7 @@ log = getLogger(__name__)
 
 _SIZE_VARIABLE: Final = "LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE"
 _SUBFOLDER: Final = "huggingface"
+_READY_S: Final = 3600
 _LAST_UPLOADED: Final = ("config.json", "adapter_config.json")  # without which nobody takes the folder for a model
 
 
@@ -48,6 +51,9 @@ class HuggingFaceCheckpointer(Callback):
     goes on, and a thread writes the folder beside, flushes it and gives it its name. So there is a whole folder or
     none. What goes wrong while it is written is logged at once, and raised on all ranks at the next save and at the end
     of `fit`. Of a model with an adapter, the adapter is written.
+
+    With `mlflow_registered_model_name`, the model becomes a version of a registered one at the end of `fit`, by the
+    `MLFlowLogger` among the loggers.
 
     Args:
         save_folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as
@@ -61,6 +67,11 @@ class HuggingFaceCheckpointer(Callback):
         save_format: `'safetensors'`, `'bin'` for `pytorch_model.bin`, or `'both'`.
         async_save: Whether training goes on meanwhile.
         num_concurrent_uploads: How many files are uploaded at a time.
+        mlflow_registered_model_name: Which model of MLflow's registry the last folder becomes a version of.
+        mlflow_logging_config: Arguments of `mlflow.transformers.save_model`. The `task` is `'llm/v1/completions'` by
+            default. Of an adapter, `metadata` may have a `pretrained_model_name`: what the folder calls its base.
+        final_register_only: Whether no folders are written at all, and the model is registered at the end.
+        register_wait_seconds: How long the end of `fit` waits for the registry.
 
     Raises:
         ValueError: If names, intervals or sizes cannot be used.
@@ -81,10 +92,26 @@ class HuggingFaceCheckpointer(Callback):
         save_format: Format = "safetensors",
         async_save: bool = True,
         num_concurrent_uploads: int = 4,
+        mlflow_registered_model_name: str | None = None,
+        mlflow_logging_config: Mapping[str, Any] | None = None,
+        final_register_only: bool = False,
+        register_wait_seconds: float = 7200,
     ) -> None:
         if save_format not in FORMATS:
             raise ValueError(f"save_format={save_format!r} is none that there is. Use {', '.join(map(repr, FORMATS))}.")
+        if final_register_only and mlflow_registered_model_name is None:
+            warnings.warn(
+                "final_register_only=True has no mlflow_registered_model_name to register the model as, so folders are "
+                "written as without it. Give the name.",
+                UserWarning,
+                stacklevel=2,
+            )
+            final_register_only = False
         folder = str(save_folder)
+        self.mlflow_registered_model_name = mlflow_registered_model_name
+        self.mlflow_logging_config = dict(mlflow_logging_config or {})
+        self.final_register_only, self.register_wait_seconds = final_register_only, register_wait_seconds
+        self._registry: ModelRegistry | None = None
         self.overwrite = overwrite
         self.precision = as_dtype(precision)
         self.save_format: Format = save_format
@@ -102,21 +129,25 @@ class HuggingFaceCheckpointer(Callback):
         self.saved_folders: list[str] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="huggingface-checkpoint")
         self._writing: Future[None] | None = None
+        self._metadata: HuggingFaceMetadata | None = None  # of the newest folder, on rank 0
 
     def init(self, state: "State", logger: "Logger") -> None:
         """Refuse what cannot be written later, and ask the store whether it lets us write.
 
         Raises:
-            ValueError: If the model is no `HuggingFaceModel`, or DeepSpeed keeps its weights in parts.
+            ValueError: If the model is no `HuggingFaceModel`, or DeepSpeed keeps its weights in parts; or it is to be
+                registered, and has no tokenizer, or no logger registers models.
             StorageError: If the store refuses.
         """
-        _model_of(state)
+        model = _model_of(state)
         if state.deepspeed_enabled and _zero_stage(state.deepspeed_config) == 3:
             raise ValueError(
                 "`HuggingFaceCheckpointer` needs whole weights, and stage 3 of DeepSpeed keeps them in parts. Save "
                 "checkpoints, and convert them with `composer-ckpt convert`; or use FSDP, or stage 2."
             )
-        if self.remote_uploader is not None:
+        if self.mlflow_registered_model_name is not None:
+            self._registry = self._find_registry(model, logger)
+        if self.remote_uploader is not None and not self.final_register_only:
             self.remote_uploader.init()
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
@@ -132,8 +163,15 @@ class HuggingFaceCheckpointer(Callback):
         self._save_if_due(Event.ITERATION_CHECKPOINT, state, logger)
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
-        """Wait for what is being written, and raise on all ranks what went wrong."""
+        """Wait for what is being written, register it if asked, and raise on all ranks what went wrong.
+
+        Raises:
+            TimeoutError: If the registry takes longer than `register_wait_seconds`.
+        """
         self._wait()
+        is_saved = self.last_checkpoint_batch == state.timestamp.batch
+        if self._registry is not None and (is_saved or self.final_register_only):
+            self._register(self._registry, state, logger)
 
     def close(self, state: "State", logger: "Logger") -> None:
         """Wait for what is being written; what went wrong with it was logged."""
@@ -153,13 +191,11 @@ class HuggingFaceCheckpointer(Callback):
         model = _model_of(state)
         self._refuse_existing(path)
         self.last_checkpoint_batch = state.timestamp.batch
-        is_writer = dist.get_global_rank() == 0
-        weights = _gather(model, self.precision, keep=is_writer)
-        if not is_writer:
+        weights, metadata = self._snapshot(model)
+        if metadata is None:
             return
-        saved = self.transform_metadata(HuggingFaceMetadata.from_saved(model.get_metadata()))
-        self.saved_folders.append(path)
-        self._writing = self._thread.submit(self._write, path, weights, saved, state, logger)
+        self._metadata = metadata
+        self._writing = self._thread.submit(self._write, path, weights, metadata, state, logger)
         if not self.async_save:
             self._writing.exception()  # which the next wait raises, on all ranks
 
@@ -170,11 +206,67 @@ class HuggingFaceCheckpointer(Callback):
     def save_additional_contents(self, state: "State", logger: "Logger", folder: Path) -> None:
         """Write more to a folder before it gets its name. Subclasses may do so; a thread of rank 0 calls this."""
 
+    def pre_register_edit(self, folder: Path) -> None:
+        """Change what is registered, in MLflow's form. Subclasses may do so; a thread of rank 0 calls this."""
+
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
+        if self.final_register_only:
+            return
         if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
             self.save(state, logger)
             if not self.async_save:
                 self._wait()
+
+    def _snapshot(self, model: HuggingFaceModel) -> tuple[dict[str, Tensor], HuggingFaceMetadata | None]:
+        """Return, on rank 0, copies of the weights and what describes them. Every rank must call this."""
+        is_writer = dist.get_global_rank() == 0
+        weights = gather_weights(model, self.precision, keep=is_writer)
+        if not is_writer:
+            return weights, None
+        metadata = HuggingFaceMetadata.from_saved(model.get_metadata())
+        base = (self.mlflow_logging_config.get("metadata") or {}).get("pretrained_model_name")
+        if base is not None and metadata.peft_config is not None:
+            metadata = replace(metadata, peft_config={**metadata.peft_config, "base_model_name_or_path": base})
+        return weights, self.transform_metadata(metadata)
+
+    def _find_registry(self, model: HuggingFaceModel, logger: "Logger") -> ModelRegistry:
+        registry = find_registry(logger)
+        name = self.mlflow_registered_model_name
+        if registry is None:
+            raise ValueError(
+                f"mlflow_registered_model_name={name!r} needs an MLFlowLogger, and none of the loggers registers "
+                f"models. Pass loggers=MLFlowLogger(...) to the Trainer, or leave the name out."
+            )
+        if model.tokenizer is None and not model.using_peft:
+            raise ValueError(
+                f"mlflow_registered_model_name={name!r} needs a tokenizer, which MLflow keeps beside the model. Pass "
+                f"tokenizer=... to HuggingFaceModel, or leave the name out."
+            )
+        return registry
+
+    def _register(self, registry: ModelRegistry, state: "State", logger: "Logger") -> None:
+        """Register the model as it is now. Every rank must call this."""
+        # What was uploaded is not here any more.
+        is_here = not self.final_register_only and self.remote_uploader is None
+        weights, metadata = ({}, self._metadata) if is_here else self._snapshot(_model_of(state))
+
+        def register() -> None:
+            assert metadata is not None
+            with tempfile.TemporaryDirectory(prefix="composer-hf-") as place:
+                folder = Path(self.saved_folders[-1] if is_here else os.path.join(place, "model"))
+                if not is_here:
+                    self._write_folder(os.fspath(folder), weights, metadata, state, logger)
+                register_folder(
+                    registry,
+                    folder,
+                    str(self.mlflow_registered_model_name),
+                    metadata,
+                    self.mlflow_logging_config,
+                    edit=self.pre_register_edit,
+                    timeout_s=min(self.register_wait_seconds, _READY_S),
+                )
+
+        wait_on_all_ranks(None if metadata is None else in_background(register), self.register_wait_seconds)
 
     def _write(
         self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
@@ -190,6 +282,7 @@ class HuggingFaceCheckpointer(Callback):
         except BaseException:
             log.exception("%s could not be written.", path)
             raise
+        self.saved_folders.append(path)
         log.info("Wrote %s.", path)
 
     def _write_folder(
@@ -261,22 +354,6 @@ def _model_of(state: "State") -> HuggingFaceModel:
             f"{type(model).__name__}. Wrap the model of transformers in a HuggingFaceModel, or leave the callback out."
         )
     return model
-
-
-def _gather(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Return copies of the weights on the host, whole, one gathered after the other; none unless it `keep`s them."""
-    seen: dict[int, Tensor | None] = {}
-    weights: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if model.using_peft and not is_adapter_weight(published_name(name)) and not name.endswith("bias"):
-            continue
-        if id(value) not in seen:  # what is tied is one weight
-            whole: Tensor = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
-            target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-            seen[id(value)] = whole.to("cpu", target, copy=True) if keep else None
-        if (copied := seen[id(value)]) is not None:
-            weights[name] = copied
-    return weights
 
 
 def _zero_stage(config: Any) -> int:

@@ -179,7 +179,7 @@ class HuggingFaceModel(ComposerModel):
             The logits with `use_logits`, else the model's whole output; with `mode='generate'` the texts.
 
         Raises:
-            ValueError: If text is to be generated without a tokenizer.
+            ValueError: If text is to be generated without a tokenizer, or there are no logits.
             RuntimeError: If a model with encoder and decoder cannot make the decoder's inputs of the labels.
         """
         mode = batch.get("mode") if isinstance(batch, Mapping) else None
@@ -311,6 +311,11 @@ class HuggingFaceModel(ComposerModel):
 
     def _logits_of(self, outputs: Any) -> Any:
         if isinstance(outputs, Mapping):
+            if "logits" not in outputs:
+                raise ValueError(
+                    f"use_logits=True, and the outputs of {type(self.model).__name__} have no 'logits', but "
+                    f"{', '.join(outputs)}. Pass use_logits=False, with metrics that take all of them."
+                )
             logits: Any = outputs["logits"]
         elif isinstance(outputs, tuple | list):
             has_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0

@@ -1,0 +1,114 @@
+"""`composer-ckpt merge`: the average of several checkpoints' weights, as one more checkpoint."""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from composer_checkpoint import UnfittingWeightsError
+from composer_checkpoint.tensors import StoredTensor, TensorSource
+from composer_ckpt.converting import write_converted
+from composer_ckpt.outcomes import Result, UsageError
+from composer_ckpt.sources import opened
+
+__all__ = ["merge"]
+
+_MAX_NAMES = 5
+_BLOCK_NUMEL = 1 << 20
+_KEPT = ("integrations", "metadata")
+# Of what `convert` does, a merge has these as they are there by default.
+_PLAIN = {
+    "peft": "auto",
+    "base_model": None,
+    "optimizer": False,
+    "resumption": False,
+    "push_to_hub": None,
+    "private": False,
+    "test_uploaded_model": False,
+}
+
+
+def merge(options: argparse.Namespace) -> Result:
+    """Run the command."""
+    names: list[str] = options.sources
+    if len(names) < 2:
+        raise UsageError(f"merge needs two checkpoints or more before DST, and has {', '.join(names)} alone.")
+    shares: list[float] = options.weights or [1 / len(names)] * len(names)
+    if len(shares) != len(names):
+        raise UsageError(f"--weights has {len(shares)} numbers for {len(names)} checkpoints. Give one for each.")
+    vars(options).update(_PLAIN, source=names[0])
+
+    def open_merged(stack: ExitStack) -> TensorSource:
+        sources = [
+            stack.enter_context(
+                opened(
+                    name,
+                    options.kind,
+                    tmp_dir=options.tmp_dir,
+                    jobs=options.jobs,
+                    verify=not (options.no_verify or options.dry_run),
+                )
+            )
+            for name in names
+        ]
+        return _merged(sources, names, shares)
+
+    result = write_converted(options, names, open_merged)
+    told = ", ".join(f"{share:.4g} of {name}" for share, name in zip(shares, names, strict=True))
+    listed = [{"source": name, "weight": share} for share, name in zip(shares, names, strict=True)]
+    return Result(f"average: {told}\n{result.text}", {**result.data, "sources": listed}, result.code)
+
+
+def _merged(sources: Sequence[TensorSource], names: Sequence[str], shares: Sequence[float]) -> TensorSource:
+    """Return the first source with the average of all in the place of its weights."""
+    first = sources[0]
+    weights = [dict(source.weights) for source in sources]
+    for name, own in zip(names[1:], weights[1:], strict=True):
+        _check_alike(weights[0], own, names[0], name)
+    averages = {
+        name: _average([own[name] for own in weights], shares)
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        else tensor
+        for name, tensor in weights[0].items()
+    }
+    # The time, and what belongs to it, is of none of them.
+    beside = {key: value for key, value in first.state.items() if key in _KEPT}
+    tree = {"state": {"model": averages, **beside}} if first.state else averages
+    return TensorSource(first.format, tree, first.size_bytes, missing=first.missing, files=first.files, path=first.path)
+
+
+def _average(tensors: Sequence[StoredTensor], shares: Sequence[float]) -> StoredTensor:
+    """Return the average, which is summed up in a wider type and rounded once."""
+    first = tensors[0]
+    wider = torch.promote_types(first.dtype, torch.float64 if first.dtype.itemsize > 2 else torch.float32)
+
+    def fetch() -> torch.Tensor:
+        total = torch.zeros(first.numel, dtype=wider)
+        for tensor, share in zip(tensors, shares, strict=True):
+            if share:
+                _add(total, tensor.read().reshape(-1), share)
+        return total.to(first.dtype).reshape(first.shape)
+
+    tied = tuple(tensor.storage for tensor in tensors)
+    return StoredTensor(first.dtype, first.shape, fetch, None if None in tied else ("average", tied))
+
+
+def _add(total: torch.Tensor, tensor: torch.Tensor, share: float) -> None:
+    """Add a share of a tensor piece by piece: all of it at once would be converted to the wider type in memory."""
+    for piece, part in zip(total.split(_BLOCK_NUMEL), tensor.split(_BLOCK_NUMEL), strict=True):
+        piece.add_(part.to(total.dtype), alpha=share)
+
+
+def _check_alike(a: dict[str, StoredTensor], b: dict[str, StoredTensor], name_a: str, name_b: str) -> None:
+    lists = (
+        (f"only in {name_a}", [name for name in a if name not in b]),
+        (f"only in {name_b}", [name for name in b if name not in a]),
+        ("of other shapes", [name for name in a if name in b and a[name].shape != b[name].shape]),
+    )
+    told = "; ".join(f"{len(found)} {what}: {', '.join(found[:_MAX_NAMES])}" for what, found in lists if found)
+    if told:
+        raise UnfittingWeightsError(
+            f"{name_a} and {name_b} are not of one model. Weights {told}. Convert them to one format first if only the "
+            f"names differ."
+        )

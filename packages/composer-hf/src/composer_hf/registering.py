@@ -1,0 +1,170 @@
+"""A folder of a model as a new version in the registry of MLflow."""
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+import torch
+
+from composer_dist import dist
+from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model_classes import find_class
+
+if TYPE_CHECKING:
+    from composer_events import Logger
+
+__all__ = ["ModelRegistry", "find_registry", "in_background", "register_folder", "wait_on_all_ranks"]
+
+_TASK: Final = "llm/v1/completions"
+_CHAT: Final = "llm/v1/chat"
+_QUESTION: Final = "What is machine learning?"
+_ARTIFACT_PATH: Final = "final_model_checkpoint"
+_PAUSE_S: Final = 1.0
+
+
+class ModelRegistry(Protocol):
+    """What of a logger destination is needed to register a model; an `MLFlowLogger` has it."""
+
+    run_id: str | None
+
+    @property
+    def client(self) -> Any:
+        """The `MlflowClient`."""
+        ...
+
+    def save_model(self, flavor: str, **kwargs: Any) -> None:
+        """Save a model in MLflow's form."""
+        ...
+
+    def register_model_with_run_id(self, model_uri: str, name: str, await_creation_for: int = ...) -> Any:
+        """Register what the run has at an address."""
+        ...
+
+
+def find_registry(logger: "Logger") -> ModelRegistry | None:
+    """Return the first of the logger's destinations that registers models, if there is one."""
+    names = ("run_id", "client", "save_model", "register_model_with_run_id")
+    found = (own for own in logger.destinations if all(hasattr(type(own), name) or name in vars(own) for name in names))
+    return cast("ModelRegistry | None", next(found, None))
+
+
+def register_folder(
+    registry: ModelRegistry,
+    folder: Path,
+    name: str,
+    metadata: HuggingFaceMetadata,
+    config: Mapping[str, Any],
+    *,
+    edit: Callable[[Path], None],
+    timeout_s: float,
+) -> None:
+    """Upload a folder to the run's artifacts, in MLflow's form, and register it.
+
+    An adapter is registered as the files that peft loads: without the model that it adapts, MLflow has no form for it.
+
+    Args:
+        registry: Of the run.
+        folder: With the files that `from_pretrained` reads.
+        name: Which model it is a version of.
+        metadata: What the folder says.
+        config: Arguments of `mlflow.transformers.save_model`.
+        edit: May change what is uploaded.
+        timeout_s: How long to wait until the version is ready.
+
+    Raises:
+        RuntimeError: If the run has not begun.
+    """
+    if registry.run_id is None:
+        raise RuntimeError(
+            f"{type(registry).__name__} has no run of MLflow, so the model is not registered as {name!r}. Look at why "
+            f"the run has not begun; the folder can be registered later with mlflow.transformers.log_model."
+        )
+    with tempfile.TemporaryDirectory(prefix="composer-hf-") as place:
+        saved = folder
+        if metadata.peft_config is None:
+            saved = Path(place, "model")
+            registry.save_model("transformers", path=os.fspath(saved), **_arguments(folder, metadata, config))
+            edit(saved)
+        registry.client.log_artifacts(registry.run_id, os.fspath(saved), _ARTIFACT_PATH)
+    root = registry.client.get_run(registry.run_id).info.artifact_uri
+    registry.register_model_with_run_id(f"{root}/{_ARTIFACT_PATH}", name, await_creation_for=max(1, int(timeout_s)))
+
+
+def in_background(work: Callable[[], None]) -> "Future[None]":
+    """Run something in a thread that the end of the process does not wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="register-model", daemon=True).start()
+    return future
+
+
+def wait_on_all_ranks(future: "Future[None] | None", timeout_s: float) -> None:
+    """Wait for what rank 0 has begun, and raise on all ranks what went wrong. Every rank must call this.
+
+    The ranks meet once a second, so that no collective runs into its own time limit.
+
+    Args:
+        future: On rank 0; None elsewhere.
+        timeout_s: How long.
+
+    Raises:
+        TimeoutError: If it takes longer.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        told: list[Any] = [None]
+        if future is not None:
+            left_s = deadline - time.monotonic()
+            is_done = bool(wait_for([future], timeout=max(0.0, min(_PAUSE_S, left_s))).done)
+            is_late = not is_done and time.monotonic() >= deadline
+            told = [(is_done, is_late, future.exception() if is_done else None)]
+        dist.broadcast_object_list(told, src=0)
+        is_done, is_late, error = told[0]
+        if error is not None:
+            raise error
+        if is_done:
+            return
+        if is_late:
+            raise TimeoutError(
+                f"the model was not registered within register_wait_seconds={timeout_s!r}. Look at the server of "
+                f"MLflow, or give it more time."
+            )
+
+
+def _arguments(folder: Path, metadata: HuggingFaceMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    arguments = {"task": _TASK, **config}
+    is_chat = arguments["task"] == _CHAT
+    example: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": _QUESTION}]} if is_chat else {"prompt": _QUESTION}
+    )
+    if str(arguments["task"]).startswith("llm/"):
+        arguments.setdefault("input_example", example)
+    arguments["metadata"] = {"task": arguments["task"], **(config.get("metadata") or {})}
+    # Without a list MLflow finds one by running the model in processes of their own.
+    versions = (("torch", torch.__version__.partition("+")[0]), ("transformers", transformers.__version__))
+    arguments.setdefault("pip_requirements", [f"{package}=={version}" for package, version in versions])
+    arguments["transformers_model"] = os.fspath(folder)
+    if int(transformers.__version__.partition(".")[0]) >= 5:
+        # TODO: drop when MLflow takes a path with transformers 5, where classes of pipelines are named and not given.
+        model_class: Any = find_class(metadata.model_class, trust_remote_code=True)  # the trained model's own
+        arguments["transformers_model"] = {
+            "model": model_class.from_pretrained(folder, dtype="auto"),
+            "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
+        }
+    return arguments
