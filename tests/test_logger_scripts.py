@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from composer.report import read_run
+
 TRAINING = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,13 +47,27 @@ def test_in_the_background_the_progress_bar_is_added(tmp_path):
     assert "train          Epoch   0: " in run(tmp_path, "").stderr
 
 
-def test_the_file_logger_saves_the_output_of_each_process(tmp_path):
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Run the script in two processes; its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("launched")
+    return folder, run(folder, "loggers=FileLogger()", "-m", "composer", "-n", "2", "--runs", "runs").stdout
+
+
+def test_the_file_logger_saves_the_output_of_each_process(launched):
     # "By default, the STDOUT of the non-local-rank-zero processes is discarded; instead, use the FileLogger within
     # Composer. This logger captures and saves the STDOUT of each process."
-    done = run(tmp_path, "loggers=FileLogger()", "-m", "composer", "-n", "2")
-    assert "rank 0 begins" in done.stdout
-    assert "rank 1 begins" not in done.stdout
+    folder, printed = launched
+    assert "rank 0 begins" in printed
+    assert "rank 1 begins" not in printed
     for rank in (0, 1):
-        lines = Path(tmp_path / f"plum/logs-rank{rank}.txt").read_text().splitlines()
+        lines = Path(folder / f"plum/logs-rank{rank}.txt").read_text().splitlines()
         assert f"[stdout]: rank {rank} begins" in lines
         assert sum(": loss/train/total: " in line for line in lines) == 2
+
+
+def test_a_script_that_is_launched_with_a_folder_for_runs_leaves_its_own_there(launched):
+    recorded = read_run(launched[0] / "runs" / "plum")
+    assert recorded.config["environment"]["world_size"] == 2
+    assert recorded.curves["loss/train/total"].at["batch"] == [0, 1]
+    assert recorded.status["status"] == "finished"

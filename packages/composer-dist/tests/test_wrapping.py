@@ -3,9 +3,11 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2, unwrap_model
+from composer_dist.wrapping import canonical_name
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -67,3 +69,15 @@ def test_the_model_is_found_inside_whatever_wraps_it():
     assert unwrap_model(model) is model
     assert unwrap_model(torch.compile(DistributedDataParallel(model))) is model
     assert unwrap_model(DistributedDataParallel(torch.compile(model))) is model
+
+
+def test_a_parameter_has_one_name_however_parts_of_the_model_are_wrapped():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    names = [name for name, _ in model.named_parameters()]
+    model[0] = checkpoint_wrapper(torch.compile(model[0]))
+    assert [canonical_name(name) for name, _ in model.named_parameters()] == names
+    assert [name for name, _ in model.named_parameters()] != names
+
+
+def test_a_part_that_is_called_module_by_its_model_keeps_its_name():
+    assert canonical_name("module.my_orig_mod.weight") == "module.my_orig_mod.weight"

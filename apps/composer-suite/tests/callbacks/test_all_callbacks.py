@@ -1,7 +1,9 @@
 """What all callbacks have in common: they can be begun, closed and used again, and log what loggers can take."""
 
+import inspect
 import json
 import pickle
+import re
 import warnings
 
 import pytest
@@ -60,6 +62,18 @@ class Checks(LoggerDestination):
                 json.dumps(value)
 
 
+ARGUMENTS = {
+    "Generate": {"prompts": ["a", "b", "c"], "interval": "1ba", "batch_size": 2, "max_new_tokens": 20},
+    "ThresholdStopper": {"monitor": "MulticlassAccuracy", "dataloader_label": "train", "threshold": 0.99},
+    "EarlyStopper": {"monitor": "MulticlassAccuracy", "dataloader_label": "train"},
+    "ExportForInferenceCallback": {"save_format": "torchscript", "save_path": "model"},
+    "MLPerfCallback": {"root_folder": "mlperf", "index": 0},
+    "SpeedMonitor": {"window_size": 1},
+    "LoadCheckpoint": {"load_path": "fake-path"},
+    "CheckpointSaver": {"folder": "checkpoints", "overwrite": True},
+}
+
+
 @pytest.fixture(params=OWN)
 def make_callback(request, tmp_path, monkeypatch):
     """Make a callback of each class, as Composer's own suite does."""
@@ -69,17 +83,7 @@ def make_callback(request, tmp_path, monkeypatch):
     if name == "LoadCheckpoint":
         monkeypatch.setattr("composer.callbacks.load_checkpoint.load_checkpoint", lambda *args, **settings: None)
     monkeypatch.chdir(tmp_path)
-    arguments = {
-        "Generate": {"prompts": ["a", "b", "c"], "interval": "1ba", "batch_size": 2, "max_new_tokens": 20},
-        "ThresholdStopper": {"monitor": "MulticlassAccuracy", "dataloader_label": "train", "threshold": 0.99},
-        "EarlyStopper": {"monitor": "MulticlassAccuracy", "dataloader_label": "train"},
-        "ExportForInferenceCallback": {"save_format": "torchscript", "save_path": str(tmp_path / "model")},
-        "MLPerfCallback": {"root_folder": str(tmp_path / "mlperf"), "index": 0},
-        "SpeedMonitor": {"window_size": 1},
-        "LoadCheckpoint": {"load_path": "fake-path"},
-        "CheckpointSaver": {"folder": str(tmp_path / "checkpoints"), "overwrite": True},
-    }
-    return lambda: getattr(callbacks, name)(**arguments.get(name, {}))
+    return lambda: getattr(callbacks, name)(**ARGUMENTS.get(name, {}))
 
 
 @QUIET
@@ -145,3 +149,36 @@ def test_a_checkpoint_is_loaded_by_the_function_that_users_patch(make_trainer, m
         warnings.simplefilter("error")
         make_trainer(callbacks=callbacks.LoadCheckpoint("fake-path"))
     assert calls == ["fake-path"]
+
+
+class Thing:
+    """What is no argument of anything."""
+
+    def __repr__(self):
+        return "<a thing>"
+
+
+def wrong_arguments():
+    # Those of checkpoints are tested where they live.
+    for name in sorted(set(OWN) - {"CheckpointSaver", "LoadCheckpoint"}):
+        for parameter in inspect.signature(getattr(callbacks, name)).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD or parameter.annotation == "Any":
+                continue
+            yield pytest.param(name, parameter.name, Thing(), id=f"{name}-{parameter.name}")
+            if parameter.annotation == "bool":
+                yield pytest.param(name, parameter.name, "no", id=f"{name}-{parameter.name}-no")
+            if "int" in str(parameter.annotation).split(" | "):
+                yield pytest.param(name, parameter.name, 1.5, id=f"{name}-{parameter.name}-1.5")
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), list(wrong_arguments()))
+def test_an_argument_of_the_wrong_kind_is_named_when_the_callback_is_made(name, argument, value):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"{argument}={value!r} ")):
+        getattr(callbacks, name)(**ARGUMENTS.get(name, {}) | {argument: value})
+
+
+def test_letters_of_a_text_are_no_names_of_modules():
+    with pytest.raises(TypeError, match=r"ignore_module_types='dropout' must be a list of texts"):
+        callbacks.ActivationMonitor(ignore_module_types="dropout")

@@ -218,6 +218,18 @@ def test_a_full_disk_costs_a_warning_and_no_line(tmp_path, disk):
         ]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_ends_no_training_where_warnings_are_errors(begun, caplog):
+    engine = begun(FileLogger("/dev/full", capture_stdout=False, capture_stderr=False, overwrite=True))
+    engine.logger.log_metrics({"loss": 1.0}, step=0)
+    engine.logger.log_metrics({"loss": 2.0}, step=1)
+    engine.close()
+    lost = "[metric][batch=0]: loss: 1.0000 \n[metric][batch=1]: loss: 2.0000 \n"
+    first, last = caplog.messages
+    assert "cannot be written to at the moment, and training goes on" in first
+    assert last.startswith(f"The last {len(lost)} bytes of the log are not in '/dev/full'")
+
+
 def test_a_process_that_is_killed_has_written_everything(tmp_path):
     script = textwrap.dedent(
         """

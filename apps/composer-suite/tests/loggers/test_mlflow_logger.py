@@ -202,6 +202,17 @@ def test_the_names_come_from_the_environment_where_they_are_not_given(begun, mak
     assert (tags["run_name"], tags["team"], tags["run_group"]) == ("job-17", "fruit", "all")
 
 
+def test_the_machine_is_measured_as_often_as_is_asked_for(monkeypatch):
+    interval, number = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING"
+    monkeypatch.setenv(interval, "60")  # what the user has set stays
+    monkeypatch.setenv(number, "")
+    monkeypatch.delenv(number)
+    MLFlowLogger(log_system_metrics=False)
+    assert number not in os.environ
+    MLFlowLogger()
+    assert (os.environ[interval], os.environ[number]) == ("60", "6")
+
+
 def test_a_model_is_registered_under_the_prefix(begun, make_logger, tmp_path):
     logger = make_logger(model_registry_prefix="fruit")
     begun(logger)

@@ -66,7 +66,7 @@ def test_after_a_checkpoint_the_schedule_begins_where_training_goes_on():
 
 @pytest.mark.parametrize(("name", "number"), [("active", 0), ("wait", -1), ("repeat", -2)])
 def test_a_schedule_without_batches_is_refused(name, number):
-    with pytest.raises(ValueError, match=f"{name}={number} is no number of batches"):
+    with pytest.raises(ValueError, match=f"{name}={number} must be {1 if name == 'active' else 0} or more"):
         cyclic_schedule(**{name: number})
 
 

@@ -114,6 +114,21 @@ def test_torchs_operators_are_in_the_trace_of_their_rank(tmp_path):
     assert {event["pid"] for event in operators} == {0}
 
 
+def test_an_epoch_that_is_shorter_than_a_cycle_has_a_trace_of_its_own(tmp_path):
+    profiler = Profiler(
+        cyclic_schedule(warmup=0, active=6),
+        JSONTraceHandler(folder=f"{tmp_path}/traces"),
+        sys_prof_cpu=False,
+        torch_prof_profile_memory=False,
+        torch_prof_folder=f"{tmp_path}/torch",
+    )
+    with make_trainer(profiler) as trainer:
+        trainer.fit()
+    for name in ("rank0.4.pt.trace.json", "rank0.8.pt.trace.json"):
+        events = json.loads((tmp_path / "torch" / name).read_text())["traceEvents"]
+        assert sum(event["name"] == "aten::linear" for event in events) == 4
+
+
 def test_the_ranks_traces_come_together_on_one_clock(tmp_path):
     run_ranks(train_on_a_rank, str(tmp_path / "traces"), store=tmp_path / "store")
     trace = json.loads((tmp_path / "traces" / "merged_trace.json").read_text())

@@ -9,6 +9,7 @@ import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping, LabelSmoothing
 from composer.core import Callback
+from composer.loggers._snapshot import Snapshot
 from composer.models import ComposerModel
 from composer.report import RunRecorder, read_run
 from composer.report.cli import main
@@ -85,6 +86,37 @@ def test_values_are_those_of_the_time_when_they_were_logged(tmp_path):
 
     train(tmp_path, callbacks=Changes())
     assert read_run(tmp_path / "run").curves["own/value"].values == [float(n) for n in range(1, 9)]
+
+
+def test_what_is_logged_at_one_time_is_one_line_unless_a_name_comes_twice(tmp_path):
+    class LogsTwice(Callback):
+        def batch_start(self, state, logger):
+            for value in (1.0, 2.0):
+                logger.log_metrics({"own/value": value})
+            logger.log_metrics({"own/text": "no number", "own/several": torch.ones(3)})
+
+    train(tmp_path, callbacks=LogsTwice(), max_duration="1ep")
+    assert read_run(tmp_path / "run").curves["own/value"].values == [1.0, 2.0] * 4
+    found = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["batch"] for line in found if "own/value" in line["metrics"]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(found) == 9  # and the time after the last batch
+    assert not any("own/text" in line["metrics"] or "own/several" in line["metrics"] for line in found)
+
+
+def test_a_device_that_has_failed_costs_its_own_values_only(tmp_path, monkeypatch):
+    class Failed(Snapshot):
+        def is_ready(self):
+            raise RuntimeError("device-side assert triggered")
+
+        def wait(self):
+            raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr("composer.report._metric_lines.Snapshot", Failed)
+    monkeypatch.setattr(Snapshot, "_take", lambda self, value: value)
+    train(tmp_path, callbacks=Logs(torch.ones(8, device="meta")))
+    run = read_run(tmp_path / "run")
+    assert "own/value" not in run.curves
+    assert (len(run.curves["loss/train/total"].values), run.status["status"]) == (8, "finished")
 
 
 def test_a_run_that_fails_says_why_and_keeps_what_it_logged(tmp_path):

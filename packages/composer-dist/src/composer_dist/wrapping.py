@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["is_model_ddp", "is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2", "unwrap_model"]
+__all__ = ["canonical_name", "is_model_ddp", "is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2", "unwrap_model"]
+
+# Under which torch.compile, activation checkpointing and FSDP1 keep the module that they wrap. DDP's "module" is not
+# here, since models have attributes of that name themselves.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def is_model_ddp(model: object) -> bool:
@@ -76,6 +80,20 @@ def unwrap_model(model: "Module") -> "Module":
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def canonical_name(name: str) -> str:
+    """Return the name that a parameter, buffer or module has in a model without wrappers inside it.
+
+    Args:
+        name: Its name now.
+
+    Example:
+        >>> canonical_name("blocks.0._checkpoint_wrapped_module.weight")
+        'blocks.0.weight'
+    """
+    parts = name.split(".")
+    return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def _is_or_has(model: object, wrapper: str) -> bool:

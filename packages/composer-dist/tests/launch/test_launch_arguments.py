@@ -201,6 +201,14 @@ def test_a_dry_run_prints_ranks_commands_variables_and_their_sources(capsys, mon
     assert set(second["env"]) == set(plan["env_sources"])
 
 
+@pytest.mark.parametrize("elastic", [[], ["--max_restarts", "1"]])
+def test_all_ranks_are_told_where_runs_leave_their_folders(elastic, capsys):
+    assert main(["-n", "2", *elastic, "--runs", "runs", "--dry_run", "s.py"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [rank["env"]["COMPOSER_RUNS"] for rank in plan["ranks"]] == ["runs", "runs"]
+    assert plan["env_sources"]["COMPOSER_RUNS"] == "--runs"
+
+
 def test_a_dry_run_of_an_elastic_launch_prints_where_the_nodes_would_meet(capsys):
     arguments = "-n 2 --nnodes 1:4 --rdzv_endpoint h:29400 --rdzv_id job --rdzv_conf join_timeout=9 --dry_run s.py"
     assert main(arguments.split()) == 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from composer._arguments import check_flags, check_places, check_texts
 from composer_checkpoint.conflicts import ensure_folder_is_empty
 from composer_checkpoint.remote_uploader_downloader import (
     RemoteUploaderDownloader,
@@ -47,9 +48,15 @@ class MemoryFiles:
         remote_file_name: The folder in the store, or an address whose store is then uploaded to. `None` uploads
             nothing.
         overwrite: Whether there may be files in the folder, and files of these names in the store.
+
+    Raises:
+        TypeError: If an argument is of another kind.
     """
 
     def __init__(self, folder: str, remote_file_name: str | None, overwrite: bool) -> None:
+        check_places(folder=folder)
+        check_texts(remote_file_name=remote_file_name, may_be_none=True)
+        check_flags(overwrite=overwrite)
         self.folder = folder
         self.remote_file_name = remote_file_name
         self.overwrite = overwrite

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from composer._arguments import check_functions, check_texts
+
 if TYPE_CHECKING:
     from composer_events.state import State
 
@@ -30,11 +32,14 @@ def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison
         monitor: Name of the metric.
 
     Raises:
+        TypeError: If it is neither, or the name of the metric is no text.
         ValueError: If no function has that name.
     """
+    check_texts(monitor=monitor)
     if comp is None:
         return torch.less if any(word in monitor.lower() for word in _LOWER_IS_BETTER) else torch.greater
     if not isinstance(comp, str):
+        check_functions(comp=comp)
         return comp
     if comp.lower() not in _NAMED:
         raise ValueError(f"comp={comp!r} must be one of {', '.join(map(repr, _NAMED))}, or a function of two values.")

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from composer._arguments import check_flags, check_text_lists, to_time
 from composer_dist.wrapping import unwrap_model
 from composer_events.callback import Callback
-from composer_time import Time, TimeUnit, ensure_time
+from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -56,6 +57,7 @@ class ActivationMonitor(Callback):
             dim, is one, which gives as many values as there are samples.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If the interval has another unit.
 
     Example:
@@ -70,7 +72,9 @@ class ActivationMonitor(Callback):
         *,
         whole_outputs: bool = False,
     ) -> None:
-        self.interval = ensure_time(interval, TimeUnit.BATCH)
+        check_text_lists(ignore_module_types=ignore_module_types)
+        check_flags(only_log_wandb=only_log_wandb, whole_outputs=whole_outputs)
+        self.interval = to_time("interval", interval, TimeUnit.BATCH)
         if self.interval.unit not in _UNITS or int(self.interval) < 1:
             raise ValueError(f"interval={interval!r} must be batches or epochs, 1 or more, such as '25ba' or '1ep'.")
         if self.interval.unit is TimeUnit.BATCH and int(self.interval) < _SELDOM_ENOUGH:
@@ -181,7 +185,9 @@ def compute_kurtosis(value: Tensor) -> Tensor:
 
 def _kurtosis(value: Tensor, mean: Tensor) -> Tensor:
     squares = (value - mean).square()
-    return squares.square().mean(dim=-1) / squares.mean(dim=-1).square()
+    # The sum of their squares, without a tensor of those.
+    fourth = torch.linalg.vector_norm(squares, dim=-1).square() / squares.shape[-1]
+    return fourth / squares.mean(dim=-1).square()
 
 
 def _statistics(tensor: Tensor) -> dict[str, Tensor]:

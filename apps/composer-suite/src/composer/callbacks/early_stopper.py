@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from composer._arguments import check_numbers, check_texts, to_time
 from composer.callbacks._watched_metric import Comparison, choose_comparison, compute_metric
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
@@ -30,6 +31,7 @@ class EarlyStopper(Callback):
             (`'500ba'`).
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If `comp` is another word or `patience` has another unit; when training, if there is no such metric.
 
     Example:
@@ -47,12 +49,14 @@ class EarlyStopper(Callback):
         min_delta: float = 0.0,
         patience: int | str | Time[int] = 1,
     ) -> None:
+        check_texts(dataloader_label=dataloader_label)
         self.monitor = monitor
         self.dataloader_label = dataloader_label
         self.comp = choose_comparison(comp, monitor)
+        check_numbers(min_delta=min_delta)
         self.min_delta = abs(min_delta)
-        self.patience = Time.from_input(patience, TimeUnit.EPOCH)
-        if self.patience.unit not in _UNITS:
+        self.patience = to_time("patience", patience, TimeUnit.EPOCH)
+        if self.patience.unit not in _UNITS or int(self.patience) < 0:
             raise ValueError(f"patience={patience!r} must be in epochs or batches, such as '3ep' or '500ba'.")
         self.best: Any = None
         self.best_occurred: Time[int] | None = None

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from composer._arguments import check_functions, check_places, check_text_lists
 from composer.utils.inference import ExportFormat, Transform, export_with_logger
 from composer_dist.wrapping import unwrap_model
 from composer_events.callback import Callback
+from composer_events.iter_helpers import ensure_tuple
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -34,6 +36,7 @@ class ExportForInferenceCallback(Callback):
         output_names: For `'onnx'`.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If there is no such format; when training ends, if the model is none of PyTorch's.
 
     Example:
@@ -50,6 +53,10 @@ class ExportForInferenceCallback(Callback):
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
     ) -> None:
+        check_places(save_path=save_path)
+        check_text_lists(input_names=input_names, output_names=output_names)
+        for transform in ensure_tuple(transforms):
+            check_functions(transforms=transform)
         self.save_format = save_format
         self.save_path = save_path
         self.save_object_store = save_object_store
@@ -57,7 +64,7 @@ class ExportForInferenceCallback(Callback):
         self.transforms = transforms
         self.input_names = input_names
         self.output_names = output_names
-        self._needs_sample = ExportFormat(save_format) in _NEED_SAMPLE and sample_input is None
+        self._needs_sample = _to_format(save_format) in _NEED_SAMPLE and sample_input is None
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         """Keep a copy of the first batch, where the format needs one."""
@@ -92,3 +99,10 @@ class ExportForInferenceCallback(Callback):
             input_names=self.input_names,
             output_names=self.output_names,
         )
+
+
+def _to_format(save_format: Any) -> ExportFormat:
+    try:
+        return ExportFormat(save_format)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"save_format={save_format!r} is none: {error}") from None

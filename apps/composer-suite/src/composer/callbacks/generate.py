@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from composer._arguments import check_counts, check_text_lists, to_time
 from composer_dist import dist
 from composer_dist.precision import get_precision_context
 from composer_dist.reproducibility import seed_context
@@ -16,6 +17,7 @@ from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
 from composer_models.eval_mode import model_eval_mode
+from composer_time import TimeUnit
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -39,6 +41,7 @@ class Generate(Callback):
         **generate_kwargs: What else `generate` gets, such as `max_new_tokens`.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If there are no prompts or the batch size is no positive number; when training, if the model cannot
             generate.
 
@@ -53,14 +56,15 @@ class Generate(Callback):
         batch_size: int | None = None,
         **generate_kwargs: Any,
     ) -> None:
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not self.prompts:
+        several = [prompts] if isinstance(prompts, str) else prompts
+        check_text_lists(prompts=several)
+        if not several:
             raise ValueError(f"prompts={prompts!r} must be a sequence of texts, one or more.")
+        self.prompts = list(several)
         self.batch_size = len(self.prompts) if batch_size is None else batch_size
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r} must be a number of prompts, 1 or more.")
+        check_counts(batch_size=self.batch_size)
         self.generate_kwargs = generate_kwargs
-        self._is_due = create_interval_scheduler(interval)
+        self._is_due = create_interval_scheduler(to_time("interval", interval, TimeUnit.EPOCH))
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Generate, if it is time."""

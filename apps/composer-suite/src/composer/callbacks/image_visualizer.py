@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from composer._arguments import check_counts, check_flags, check_texts, to_time
 from composer_events.callback import Callback
 from composer_models.targets import infer_target_type
-from composer_time import Time, TimeUnit, ensure_time
+from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -39,6 +40,7 @@ class ImageVisualizer(Callback):
         target_key: Where the targets are, with `mode='segmentation'`.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If there is no such mode or the interval has another unit.
 
     Example:
@@ -54,10 +56,13 @@ class ImageVisualizer(Callback):
         input_key: Any = 0,
         target_key: Any = 1,
     ) -> None:
+        check_texts(mode=mode)
+        check_counts(num_images=num_images)
+        check_flags(channels_last=channels_last)
         self.mode = mode.lower()
         if self.mode not in _MODES:
             raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, _MODES))}.")
-        self.interval = ensure_time(interval, TimeUnit.BATCH)
+        self.interval = to_time("interval", interval, TimeUnit.BATCH)
         if self.interval.unit not in _UNITS or int(self.interval) < 1:
             raise ValueError(f"interval={interval!r} must be batches or epochs, 1 or more, such as '100ba' or '1ep'.")
         self.num_images = num_images

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from composer._arguments import check_counts, check_mappings
 from composer_dist import dist
 from composer_events.callback import Callback
 
@@ -42,6 +43,10 @@ class MemoryMonitor(Callback):
         dist_aggregate_batch_interval: Every how many batches to log the mean, the least and the most over all ranks,
             too, under names that end in `_avg`, `_min` and `_max`. Never by default.
 
+    Raises:
+        TypeError: If an argument is of another kind.
+        ValueError: If the interval is no positive number.
+
     Example:
         >>> monitor = MemoryMonitor(memory_keys={'allocated_bytes.all.peak': 'peak_allocated_mem'})
     """
@@ -49,6 +54,9 @@ class MemoryMonitor(Callback):
     def __init__(
         self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None
     ) -> None:
+        check_mappings(memory_keys=memory_keys)
+        if dist_aggregate_batch_interval is not None:
+            check_counts(dist_aggregate_batch_interval=dist_aggregate_batch_interval)
         self.memory_keys = dict(_NAMES if memory_keys is None else memory_keys)
         self.dist_aggregate_batch_interval = dist_aggregate_batch_interval
 

@@ -6,11 +6,12 @@ import logging
 import pickle
 from typing import TYPE_CHECKING
 
+from composer._arguments import check_counts, check_places, to_time
 from composer.callbacks import _cuda_memory
 from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
 from composer.callbacks._memory_pages import timeline_page
 from composer_events.callback import Callback
-from composer_time import Time, TimeUnit, ensure_time
+from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -38,6 +39,7 @@ class MemorySnapshot(Callback):
         overwrite: Whether there may be files in the folder, and of these names in the store.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If a number is negative; at the start, `FileExistsError` if the folder has files.
 
     Example:
@@ -54,11 +56,12 @@ class MemorySnapshot(Callback):
         remote_file_name: str | None = "{run_name}/torch_memory_traces",
         overwrite: bool = False,
     ) -> None:
-        if skip_batches < 0:
-            raise ValueError(f"skip_batches={skip_batches!r} must be a number of batches, 0 or more.")
-        self.interval = ensure_time(interval, TimeUnit.BATCH)
+        check_counts(0, skip_batches=skip_batches)
+        check_counts(max_entries=max_entries)
+        self.interval = to_time("interval", interval, TimeUnit.BATCH)
         if int(self.interval) < 1:
             raise ValueError(f"interval={interval!r} must be how long to record, such as '3ba'.")
+        check_places(filename=filename)
         self.skip_batches = skip_batches
         self.max_entries = max_entries
         self.filename = filename

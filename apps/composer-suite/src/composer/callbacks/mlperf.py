@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from composer._arguments import (
+    check_counts,
+    check_flags,
+    check_numbers,
+    check_places,
+    check_text_lists,
+    check_texts,
+)
 from composer.callbacks._system_description import get_system_description
 from composer_dist import dist
 from composer_events.callback import Callback
@@ -58,6 +66,7 @@ class MLPerfCallback(Callback):
 
     Raises:
         MissingConditionalImportError: If mlperf-logging is not installed.
+        TypeError: If an argument is of another kind.
         ValueError: If an argument is none of the words above; when training begins, if there are several evaluators.
         FileExistsError: At the start, if there is such a result already.
 
@@ -89,6 +98,16 @@ class MLPerfCallback(Callback):
         for name, (value, accepted) in given.items():
             if value not in accepted:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, accepted))}.")
+        check_places(root_folder=root_folder)
+        check_counts(0, index=index)
+        check_texts(metric_name=metric_name, metric_label=metric_label, submitter=submitter)
+        check_texts(system_name=system_name, may_be_none=True)
+        check_flags(exit_at_target=exit_at_target)
+        check_numbers(target=target)
+        if not isinstance(cache_clear_cmd, str):
+            check_text_lists(cache_clear_cmd=cache_clear_cmd)
+        if host_processors_per_node is not None:
+            check_counts(host_processors_per_node=host_processors_per_node)
         self._mllog, self._constants = _import_mllog()
         self.mllogger: Any = self._mllog.get_mllogger()
         self.root_folder = root_folder

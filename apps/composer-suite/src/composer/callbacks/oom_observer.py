@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 # Of this module only what turns a snapshot into lines is used; its pictures and pages need a network.
 from torch.cuda import _memory_viz
 
+from composer._arguments import check_counts, check_places
 from composer.callbacks import _cuda_memory
 from composer.callbacks._flamegraph import draw_flamegraph
 from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
@@ -81,6 +82,8 @@ class OOMObserver(Callback):
         overwrite: Whether there may be files in the folder, and of these names in the store.
 
     Raises:
+        TypeError: If an argument is of another kind.
+        ValueError: If `max_entries` is less than 1.
         FileExistsError: At the start, if the folder has files.
 
     Example:
@@ -95,6 +98,8 @@ class OOMObserver(Callback):
         remote_file_name: str | None = "{run_name}/oom_traces/rank{rank}_oom",
         overwrite: bool = False,
     ) -> None:
+        check_counts(max_entries=max_entries)
+        check_places(filename=filename)
         self.max_entries = max_entries
         self.filename = filename
         self.folder, self.remote_file_name, self.overwrite = folder, remote_file_name, overwrite

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from composer._arguments import check_counts, check_flags
 from composer_dist import dist
 from composer_events.callback import Callback
 from composer_fsdp.names import clean_name
@@ -34,6 +35,7 @@ class OptimizerMonitor(Callback):
         batch_log_interval: Every how many batches.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If the interval is no positive number.
 
     Example:
@@ -41,8 +43,8 @@ class OptimizerMonitor(Callback):
     """
 
     def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
-        if batch_log_interval < 1:
-            raise ValueError(f"batch_log_interval={batch_log_interval!r} must be a number of batches, 1 or more.")
+        check_flags(log_optimizer_metrics=log_optimizer_metrics)
+        check_counts(batch_log_interval=batch_log_interval)
         self.log_optimizer_metrics = log_optimizer_metrics
         self.batch_log_interval = batch_log_interval
 

@@ -7,7 +7,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer.callbacks.speed_monitor import SECONDS
+from composer._arguments import check_counts
+from composer.callbacks.speed_monitor import SECONDS, check_time_unit
 from composer_events.callback import Callback
 from composer_time import TimeUnit
 
@@ -26,15 +27,16 @@ class RuntimeEstimator(Callback):
         time_unit: `'seconds'`, `'minutes'`, `'hours'` or `'days'`.
 
     Raises:
-        ValueError: If the unit is another word.
+        TypeError: If an argument is of another kind.
+        ValueError: If the unit is another word, or `skip_batches` is negative.
 
     Example:
         >>> estimator = RuntimeEstimator(time_unit='minutes')
     """
 
     def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
-        if time_unit not in SECONDS:
-            raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
+        check_counts(0, skip_batches=skip_batches)
+        check_time_unit(time_unit)
         self.time_unit = time_unit
         self.eval_frequency_per_label: dict[str, float] = {}
         self._evaluations: dict[str, _Evaluations] = {}
@@ -105,6 +107,8 @@ class RuntimeEstimator(Callback):
                 mean_length = self._epoch_length
             if mean_length:
                 return min(int(now.batch) / (max_duration.value * mean_length), 1.0)
+        if max_duration.unit is TimeUnit.BATCH and max_duration.value:
+            return now.batch.value / max_duration.value
         elapsed = state.get_elapsed_duration()
         return None if elapsed is None else float(elapsed.value)
 

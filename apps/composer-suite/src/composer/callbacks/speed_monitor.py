@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
+from composer._arguments import check_counts, check_numbers
 from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, get_gpu_flops_available
 from composer_dist import dist
 from composer_events.callback import Callback
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["GPU_AVAILABLE_FLOPS", "SpeedMonitor", "get_gpu_flops_available"]
 
 SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
+
+
+def check_time_unit(time_unit: Any) -> None:
+    """Refuse what is none of the units in which times are logged.
+
+    Raises:
+        ValueError: If it is another word.
+    """
+    if time_unit not in tuple(SECONDS):
+        raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
 
 
 class SpeedMonitor(Callback):
@@ -41,7 +52,8 @@ class SpeedMonitor(Callback):
 
     Raises:
         ValueError: If the window is no positive number or the unit is another word.
-        TypeError: At the first batch, if the model's `flops_per_batch` cannot be called.
+        TypeError: If an argument is of another kind; at the first batch, if the model's `flops_per_batch` is no
+            function.
 
     Example:
         >>> monitor = SpeedMonitor(window_size=100)
@@ -54,10 +66,10 @@ class SpeedMonitor(Callback):
     def __init__(
         self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours"
     ) -> None:
-        if window_size < 1:
-            raise ValueError(f"window_size={window_size!r} must be a number of batches, 1 or more.")
-        if time_unit not in SECONDS:
-            raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
+        check_counts(window_size=window_size)
+        check_time_unit(time_unit)
+        if gpu_flops_available is not None:
+            check_numbers(0, gpu_flops_available=gpu_flops_available)
         self.history_samples: deque[int] = deque(maxlen=window_size + 1)
         self.history_tokens: deque[int] = deque(maxlen=window_size + 1)
         self.history_wct: deque[float] = deque(maxlen=window_size + 1)
@@ -134,8 +146,11 @@ class SpeedMonitor(Callback):
 def _named(rates: dict[str, Any]) -> dict[str, Any]:
     """Return rates of all ranks together under their log names, and beside each what is one device's share."""
     world_size = dist.get_world_size()
-    named = {f"throughput/{name}": rate for name, rate in rates.items()}
-    return named | {f"throughput/device/{name}": rate / world_size for name, rate in rates.items()}
+    named: dict[str, Any] = {}
+    for name, rate in rates.items():
+        named[f"throughput/{name}"] = rate
+        named[f"throughput/device/{name}"] = rate / world_size
+    return named
 
 
 def _flops_function(model: Any) -> Callable[[Any], float] | None:

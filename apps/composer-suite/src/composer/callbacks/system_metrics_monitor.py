@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from composer._arguments import check_flags
 from composer.callbacks._machine import GPU_KEYS, GPUReader, HostReader
 from composer_dist import dist
 from composer_events.callback import Callback
@@ -40,10 +41,12 @@ class SystemMetricsMonitor(Callback):
         log_all_data: Whether to log the GPUs of all ranks, as `<key>_rank_<r>`, instead of the least and the most.
 
     Raises:
+        TypeError: If `log_all_data` is neither true nor false.
         MissingConditionalImportError: If psutil is not installed, or nvidia-ml-py where there are GPUs.
     """
 
     def __init__(self, log_all_data: bool = False) -> None:
+        check_flags(log_all_data=log_all_data)
         self.log_all_data = log_all_data
         self._host = HostReader()
         has_nvidia = torch.cuda.is_available() and torch.version.hip is None

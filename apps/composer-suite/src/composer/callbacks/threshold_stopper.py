@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from composer._arguments import check_flags, check_numbers, check_texts
 from composer.callbacks._watched_metric import Comparison, choose_comparison, compute_metric
 from composer_events.callback import Callback
 
@@ -28,6 +29,7 @@ class ThresholdStopper(Callback):
         stop_on_batch: Whether to look after every batch, and not only after epochs and evaluations.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If `comp` is another word; when training, if there is no such metric.
 
     Example:
@@ -43,6 +45,10 @@ class ThresholdStopper(Callback):
         comp: str | Comparison | None = None,
         stop_on_batch: bool = False,
     ) -> None:
+        check_texts(dataloader_label=dataloader_label)
+        check_flags(stop_on_batch=stop_on_batch)
+        if not isinstance(threshold, torch.Tensor):
+            check_numbers(threshold=threshold)
         self.monitor = monitor
         self.dataloader_label = dataloader_label
         self.threshold = threshold

@@ -2,8 +2,9 @@
 
 import io
 import os
-import warnings
 from pathlib import Path
+
+from composer.loggers._trouble import warn_of_trouble
 
 __all__ = ["KeptFile"]
 
@@ -33,6 +34,10 @@ class KeptFile:
         if len(self._gathered) >= self._buffer_size:
             self._offer()
 
+    def flush(self) -> None:
+        """Append what was gathered."""
+        self._offer()
+
     def sync(self) -> None:
         """Append what was gathered, and wait until it is on the disk."""
         try:
@@ -46,10 +51,8 @@ class KeptFile:
         num_lost = 0 if self._offer() else len(self._gathered)
         self._file.close()
         if num_lost:
-            warnings.warn(
-                f"The last {num_lost} bytes of the log are not in {str(self.path)!r}: it could not be written to.",
-                RuntimeWarning,
-                stacklevel=2,
+            warn_of_trouble(
+                f"The last {num_lost} bytes of the log are not in {str(self.path)!r}: it could not be written to."
             )
 
     def _offer(self) -> bool:
@@ -64,8 +67,7 @@ class KeptFile:
         if self._has_warned:
             return
         self._has_warned = True
-        message = (
+        warn_of_trouble(
             f"{str(self.path)!r} cannot be written to at the moment, and training goes on: {error}. What is logged is "
             f"kept in memory and written as soon as it can be."
         )
-        warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -3,12 +3,14 @@
 import atexit
 import logging
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from composer._arguments import check_seconds
+from composer.loggers._trouble import warn_of_trouble
 
 __all__ = ["PATIENCE_S", "Outbox"]
 
@@ -44,6 +46,7 @@ class Outbox:
     """
 
     def __init__(self, service: str, *, patience_s: float = PATIENCE_S, capacity_bytes: int = _CAPACITY_BYTES) -> None:
+        check_seconds(patience_s=patience_s)
         self.service, self.patience_s, self.capacity_bytes = service, patience_s, capacity_bytes
         self._line = _Line()
 
@@ -188,10 +191,7 @@ class Outbox:
             _log.warning(message)
             return
         line.has_warned = True
-        try:
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # where warnings are errors: a service is no reason to end a training
-            _log.warning(message)
+        warn_of_trouble(message)
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 
 __all__ = ["Snapshot", "as_number", "detached_copy"]
 
-_UNCHANGING = (int, float, str, type(None))
+_UNCHANGING = frozenset({bool, int, float, str, type(None)})
 _BYTES_OF_A_NUMBER = 128  # roughly what a name and a number take in Python
 
 
@@ -57,7 +57,7 @@ class Snapshot:
 
 def detached_copy(value: Any) -> Any:
     """Return a copy; one of a tensor stays on its device and keeps no graph alive."""
-    if isinstance(value, _UNCHANGING):
+    if type(value) in _UNCHANGING:
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()

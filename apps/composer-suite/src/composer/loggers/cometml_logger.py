@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from composer._arguments import check_flags, check_mappings, check_texts
 from composer.loggers._images import LoggedImages
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
@@ -61,6 +62,9 @@ class CometMLLogger(LoggerDestination):
         patience_s: float = PATIENCE_S,
     ) -> None:
         comet_ml = require("comet_ml", extra="comet")
+        check_mappings(exp_kwargs=exp_kwargs)
+        check_flags(log_code=log_code, log_graph=log_graph, rank_zero_only=rank_zero_only)
+        check_texts(workspace=workspace, project_name=project_name, name=name, may_be_none=True)
         self.name, self.rank_zero_only = name, rank_zero_only
         self._enabled = not rank_zero_only or get_global_rank() == 0
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)

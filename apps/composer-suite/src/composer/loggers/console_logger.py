@@ -4,7 +4,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from composer._arguments import check_flags, to_time
 from composer.loggers._config_block import format_config
+from composer.loggers._streams import to_stream
 from composer.loggers._tables import table_as_json, table_as_text
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
@@ -12,14 +14,12 @@ from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
-from composer_time import Time, TimeUnit, ensure_time
+from composer_time import Time, TimeUnit
 
 __all__ = ["NUM_EVAL_LOGGING_EVENTS", "ConsoleLogger"]
 
 NUM_EVAL_LOGGING_EVENTS = 11
 """How many lines at most say how far one evaluation is."""
-
-_STREAMS = ("stdout", "stderr")
 
 
 class ConsoleLogger(LoggerDestination):
@@ -40,6 +40,7 @@ class ConsoleLogger(LoggerDestination):
         tables: The tables that were logged, as JSON.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If the interval is in another unit, or the stream is another word.
 
     Example:
@@ -53,7 +54,7 @@ class ConsoleLogger(LoggerDestination):
     def __init__(
         self, log_interval: int | str | Time[int] = "1ba", stream: str | TextIO = "stderr", log_traces: bool = False
     ) -> None:
-        self.log_interval: Time[Any] = ensure_time(log_interval, TimeUnit.EPOCH)
+        self.log_interval: Time[Any] = to_time("console_log_interval", log_interval, TimeUnit.EPOCH)
         if self.log_interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
             raise ValueError(
                 f"The `console_log_interval` argument must have units of EPOCH or BATCH. {log_interval!r} has "
@@ -61,10 +62,8 @@ class ConsoleLogger(LoggerDestination):
             )
         if self.log_interval.value < 1:
             raise ValueError(f"console_log_interval={log_interval!r} must be 1 or more.")
-        if isinstance(stream, str):
-            if stream.lower() not in _STREAMS:
-                raise ValueError(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
-            stream = stream.lower()
+        check_flags(log_traces=log_traces)
+        stream = to_stream(stream)
         self.should_log_traces = log_traces
         self.hparams: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """Everything that is logged, and what the process writes to its console, in one file for each rank."""
 
+import os
 import re
 import sys
 import traceback
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from composer._arguments import check_counts, check_flags, check_numbers, check_places
 from composer.loggers._kept_file import KeptFile
 from composer.loggers._snapshot import Snapshot
 from composer.loggers._stream_capture import StreamCapture
@@ -50,13 +52,14 @@ class FileLogger(LoggerDestination):
         is_resuming: Whether a file that is there is continued. The Trainer sets it.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If `flush_interval` is less than 1.
     """
 
     def __init__(
         self,
-        filename: str = "{run_name}/logs-rank{rank}.txt",
-        remote_file_name: str | None = None,
+        filename: str | os.PathLike[str] = "{run_name}/logs-rank{rank}.txt",
+        remote_file_name: str | os.PathLike[str] | None = None,
         *,
         capture_stdout: bool = True,
         capture_stderr: bool = True,
@@ -65,10 +68,14 @@ class FileLogger(LoggerDestination):
         flush_interval: int = 100,
         overwrite: bool = False,
     ) -> None:
-        if flush_interval < 1:
-            raise ValueError(f"flush_interval={flush_interval!r} must be 1 or more: it counts batches.")
-        self.filename_format = filename
-        self.remote_file_name_format = filename if remote_file_name is None else remote_file_name
+        check_places(filename=filename)
+        check_places(remote_file_name=remote_file_name, may_be_none=True)
+        check_counts(flush_interval=flush_interval)
+        check_numbers(buffer_size=buffer_size)
+        check_flags(capture_stdout=capture_stdout, capture_stderr=capture_stderr)
+        check_flags(log_traces=log_traces, overwrite=overwrite)
+        self.filename_format = os.fspath(filename)
+        self.remote_file_name_format = self.filename_format if remote_file_name is None else os.fspath(remote_file_name)
         self.buffer_size, self.flush_interval = buffer_size, flush_interval
         self.should_log_traces, self.overwrite, self.is_resuming = log_traces, overwrite, False
         self._run_name: str | None = None

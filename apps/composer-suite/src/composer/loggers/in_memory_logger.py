@@ -48,7 +48,7 @@ class InMemoryLogger(LoggerDestination):
         stamp = self.state.timestamp
         if stamp is not self._current[0]:
             self._current = stamp, stamp.copy()
-        copies = {name: value if type(value) is float else detached_copy(value) for name, value in metrics.items()}
+        copies = {name: detached_copy(value) for name, value in metrics.items()}
         self._unsorted.append((self._current[1], copies))
 
     @property

@@ -7,6 +7,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer._arguments import (
+    check_counts,
+    check_flags,
+    check_mappings,
+    check_places,
+    check_seconds,
+    check_text_lists,
+    check_texts,
+)
 from composer.loggers._images import LoggedImages
 from composer.loggers._mlflow_models import MLFlowModels
 from composer.loggers._mlflow_run import Batch, RunSettings, begin_run, end_run
@@ -25,6 +34,10 @@ __all__ = ["MLFlowLogger"]
 
 _DEFAULT_EXPERIMENT = "my-mlflow-experiment"
 _CHANNELS = {1, 3, 4}
+_SYSTEM_METRICS = {
+    "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "5",
+    "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "6",
+}
 
 
 class MLFlowLogger(MLFlowModels, LoggerDestination):
@@ -47,7 +60,8 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         model_registry_prefix: Comes before the names of registered models, with a dot.
         model_registry_uri: Where the registry of models is.
         synchronous: Whether every value is sent by itself instead of gathered.
-        log_system_metrics: Whether MLflow measures the machine, too.
+        log_system_metrics: Whether MLflow measures the machine, too: every 5 s, and logs the mean of 6 readings, unless
+            its variables `MLFLOW_SYSTEM_METRICS_...` say otherwise.
         rename_metrics: New names of metrics by old ones.
         ignore_metrics: Patterns such as `'time/*'` of metrics that are not logged.
         ignore_hyperparameters: Patterns of hyperparameters that are not logged.
@@ -64,6 +78,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
 
     Raises:
         MissingConditionalImportError: If mlflow is not installed; the extra `mlflow` brings it.
+        TypeError: If an argument is of another kind.
         ValueError: If models are to be registered in Unity Catalog, and the prefix is no `catalog.schema`.
     """
 
@@ -90,13 +105,25 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         patience_s: float = PATIENCE_S,
     ) -> None:
         mlflow = require("mlflow", extra="mlflow")
+        check_counts(flush_interval=flush_interval)
+        check_counts(0, log_duplicated_metric_every_n_steps=log_duplicated_metric_every_n_steps)
+        check_seconds(logging_buffer_seconds=logging_buffer_seconds)
+        check_mappings(tags=tags, rename_metrics=rename_metrics)
+        check_text_lists(ignore_metrics=ignore_metrics, ignore_hyperparameters=ignore_hyperparameters)
+        check_flags(rank_zero_only=rank_zero_only, synchronous=synchronous)
+        check_flags(log_system_metrics=log_system_metrics, resume=resume)
+        check_texts(experiment_name=experiment_name, run_name=run_name, run_group=run_group, may_be_none=True)
+        check_texts(model_registry_prefix=model_registry_prefix)
+        check_texts(model_registry_uri=model_registry_uri, may_be_none=True)
+        check_places(tracking_uri=tracking_uri, may_be_none=True)
         MLFlowModels.__init__(self, mlflow, model_registry_prefix, model_registry_uri)
-        if flush_interval < 1:
-            raise ValueError(f"flush_interval={flush_interval!r} must be 1 or more: it counts batches.")
         if tracking_uri is None and os.environ.get("DATABRICKS_TOKEN"):
             tracking_uri = "databricks"
         if tracking_uri is not None:
             mlflow.set_tracking_uri(str(tracking_uri))
+        if log_system_metrics:
+            for name, value in _SYSTEM_METRICS.items():
+                os.environ.setdefault(name, value)  # by which MLflow's own functions set it, too
         self.tracking_uri: str = mlflow.get_tracking_uri()
         self.experiment_name = _on_databricks(
             experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT_EXPERIMENT, self.tracking_uri

@@ -6,7 +6,9 @@ from typing import Any, TextIO
 
 import tqdm.auto
 
+from composer._arguments import check_flags
 from composer.loggers._config_block import format_config
+from composer.loggers._streams import to_stream
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
 from composer_events.log_values import format_log_data_value
@@ -15,9 +17,11 @@ from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 from composer_time import Time, Timestamp, TimeUnit
 
+__all__ = ["ProgressBarLogger"]
+
 _LABEL_WIDTH = 15
+_REDRAWN_S = 0.2  # nobody reads faster, and drawing takes as long as a hundred callbacks
 _FILE_WIDTH = 200  # characters; a file is as wide as it must be, and cut metrics would help nobody
-_STREAMS = ("stdout", "stderr")
 
 
 class ProgressBarLogger(LoggerDestination):
@@ -31,18 +35,16 @@ class ProgressBarLogger(LoggerDestination):
         log_traces: Whether to write which algorithms acted, above the bars.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If the stream is another word.
     """
 
     def __init__(self, stream: str | TextIO = "stderr", log_traces: bool = False) -> None:
-        if isinstance(stream, str):
-            if stream.lower() not in _STREAMS:
-                raise ValueError(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
-            stream = stream.lower()
+        check_flags(log_traces=log_traces)
         self.should_log_traces = log_traces
         self.hparams: dict[str, Any] = {}
         self._has_shown_hparams = False
-        self._stream = stream
+        self._stream = to_stream(stream)
         self._shows = get_local_rank() == 0
         self._train: _Bar | None = None
         self._eval: _Bar | None = None
@@ -175,6 +177,7 @@ class _Bar:
             initial=self._position,
             bar_format=title + bar_format + ("{bar:-1b}" if is_terminal else ""),
             unit=unit.value,
+            mininterval=_REDRAWN_S,
             file=stream,
             dynamic_ncols=is_terminal,
             ncols=None if is_terminal or is_widget else _FILE_WIDTH,
@@ -190,7 +193,7 @@ class _Bar:
     def move(self, stamp: Timestamp) -> None:
         """Advance to where the timestamp is."""
         position = self._count(stamp)
-        # tqdm draws at most ten times a second; only then is it worth waiting for numbers from the device.
+        # tqdm draws now and then; only then is it worth waiting for numbers from the device.
         if self._bar.update(position - self._position):
             self._show()
         self._position = position

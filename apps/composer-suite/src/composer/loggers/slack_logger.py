@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from composer._arguments import check_counts, check_functions, check_text_lists, check_texts, to_time
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
 from composer.loggers._snapshot import Snapshot
@@ -13,7 +14,7 @@ from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
-from composer_time import Time, TimeUnit, ensure_time
+from composer_time import Time, TimeUnit
 
 __all__ = ["SlackLogger"]
 
@@ -45,7 +46,8 @@ class SlackLogger(LoggerDestination):
 
     Raises:
         MissingConditionalImportError: If slack-sdk is not installed; the extra `slack` brings it.
-        ValueError: If the interval is in another unit.
+        TypeError: If an argument is of another kind.
+        ValueError: If the interval is in another unit, or a pattern is no regular expression.
 
     Example:
         >>> from composer.loggers import SlackLogger
@@ -65,13 +67,14 @@ class SlackLogger(LoggerDestination):
         patience_s: float = PATIENCE_S,
     ) -> None:
         slack_sdk = require("slack_sdk", extra="slack")
-        self.log_interval: Time[Any] = ensure_time(log_interval, TimeUnit.EPOCH)
+        self.log_interval: Time[Any] = to_time("log_interval", log_interval, TimeUnit.EPOCH)
         if self.log_interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH) or self.log_interval.value < 1:
             raise ValueError(
                 f"log_interval={log_interval!r} is no interval of messages. Give epochs ('1ep') or batches ('10ba')."
             )
-        if max_logs_per_message < 1:
-            raise ValueError(f"max_logs_per_message={max_logs_per_message!r} must be 1 or more.")
+        check_counts(max_logs_per_message=max_logs_per_message)
+        check_functions(formatter_func=formatter_func)
+        check_texts(slack_logging_api_key=slack_logging_api_key, channel_id=channel_id, may_be_none=True)
         self.slack_logging_api_key = slack_logging_api_key or os.environ.get("SLACK_LOGGING_API_KEY")
         self.channel_id = channel_id or os.environ.get("SLACK_LOGGING_CHANNEL_ID")
         self._tell_what_is_missing(include_keys)
@@ -82,7 +85,7 @@ class SlackLogger(LoggerDestination):
         self.formatter_func = formatter_func
         self.max_logs_per_message = min(max_logs_per_message, _MOST_PER_MESSAGE)
         self.log_dict: dict[str, Any] = {}
-        self._wanted = [re.compile(pattern) for pattern in include_keys]
+        self._wanted = _patterns(include_keys)
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -166,6 +169,16 @@ class SlackLogger(LoggerDestination):
             missing.append("include_keys is empty, so everything is posted")
         for notice in missing:
             _log.warning("SlackLogger: %s.", notice)
+
+
+def _patterns(include_keys: Any) -> list[re.Pattern[str]]:
+    check_text_lists(include_keys=include_keys)
+    try:
+        return [re.compile(pattern) for pattern in include_keys or ()]
+    except re.error as error:
+        raise ValueError(
+            f"include_keys={include_keys!r} has {error.pattern!r}, which is no regular expression: {error}."
+        ) from None
 
 
 def _default_blocks(data: dict[str, Any], step: int | None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from composer._arguments import check_counts, check_flags, check_places
 from composer.loggers._images import LoggedImages
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
@@ -41,6 +42,7 @@ class TensorboardLogger(LoggerDestination):
 
     Raises:
         MissingConditionalImportError: If tensorboard is not installed; the extra `tensorboard` brings it.
+        TypeError: If an argument is of another kind.
         ValueError: If `flush_interval` is less than 1.
 
     Example:
@@ -58,8 +60,9 @@ class TensorboardLogger(LoggerDestination):
         patience_s: float = PATIENCE_S,
     ) -> None:
         require("tensorboard", extra="tensorboard")
-        if flush_interval < 1:
-            raise ValueError(f"flush_interval={flush_interval!r} must be 1 or more: it counts batches.")
+        check_places(log_dir=log_dir, may_be_none=True)
+        check_counts(flush_interval=flush_interval)
+        check_flags(rank_zero_only=rank_zero_only)
         self.log_dir = "tensorboard_logs" if log_dir is None else str(log_dir)
         self.flush_interval, self.rank_zero_only = flush_interval, rank_zero_only
         self.run_name: str | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from composer._arguments import check_flags, check_mappings, check_text_lists, check_texts
 from composer.loggers._images import LoggedImages
 from composer.loggers._optional import require
 from composer.loggers._outbox import Outbox
@@ -55,6 +56,7 @@ class WandBLogger(LoggerDestination):
 
     Raises:
         MissingConditionalImportError: If wandb is not installed; the extra `wandb` brings it.
+        TypeError: If an argument is of another kind.
 
     Example:
         >>> from composer.loggers import WandBLogger
@@ -75,6 +77,10 @@ class WandBLogger(LoggerDestination):
         patience_s: float = _PATIENCE_S,
     ) -> None:
         require("wandb", extra="wandb")
+        check_mappings(init_kwargs=init_kwargs)
+        check_flags(log_artifacts=log_artifacts, rank_zero_only=rank_zero_only)
+        check_texts(project=project, group=group, name=name, entity=entity, may_be_none=True)
+        check_text_lists(tags=tags)
         if log_artifacts and rank_zero_only and get_world_size() > 1:
             warnings.warn(
                 "log_artifacts=True keeps the files of rank 0 only, since rank_zero_only=True. If each rank has files, "

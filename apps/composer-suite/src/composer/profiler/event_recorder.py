@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from composer._arguments import check_counts
 from composer.profiler.trace_handler import TraceHandler
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class EventRecorder(TraceHandler):
     """
 
     def __init__(self, num_spans: int = 20_000) -> None:
-        if num_spans < 0:
-            raise ValueError(f"num_spans={num_spans!r} is no number of spans. Pass 0 or more.")
+        check_counts(0, num_spans=num_spans)
         self.spans: deque[Span] = deque(maxlen=num_spans)
         self.times: dict[str, TimeOfName] = {}
         self._begun_ns: dict[str, int] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from composer._arguments import check_counts, check_flags, check_places, check_texts
 from composer.profiler._trace_files import prepare_folder, prune
 from composer.profiler.json_trace_merger import merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
@@ -38,9 +39,15 @@ class JSONTraceHandler(TraceHandler):
         num_traces_to_keep: How many of the latest cycles' files stay on the disk; -1 for all. The merged one has
             all cycles anyway.
 
+    Attributes:
+        saved_traces: This rank's files, oldest first.
+        merged_trace: The file of this node's ranks together, where this rank has written one.
+
     Raises:
         FileExistsError: If the folder is not empty, when training begins.
         RuntimeError: If there is no profiler to hear from.
+        TypeError: If an argument is of another kind.
+        ValueError: If `num_traces_to_keep` is less than -1.
     """
 
     def __init__(
@@ -54,6 +61,16 @@ class JSONTraceHandler(TraceHandler):
         overwrite: bool = False,
         num_traces_to_keep: int = -1,
     ) -> None:
+        check_places(folder=folder)
+        check_texts(filename=filename)
+        check_texts(
+            remote_file_name=remote_file_name,
+            merged_trace_filename=merged_trace_filename,
+            merged_trace_remote_file_name=merged_trace_remote_file_name,
+            may_be_none=True,
+        )
+        check_flags(overwrite=overwrite)
+        check_counts(-1, num_traces_to_keep=num_traces_to_keep)
         self.folder = folder
         self.filename = filename
         self.remote_file_name = remote_file_name
@@ -62,6 +79,7 @@ class JSONTraceHandler(TraceHandler):
         self.overwrite = overwrite
         self.num_traces_to_keep = num_traces_to_keep
         self.saved_traces: list[str] = []
+        self.merged_trace: str | None = None
         self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # other threads record, too
         self._was_skipping = True
         self._saves = False
@@ -201,6 +219,7 @@ class JSONTraceHandler(TraceHandler):
         unfinished = merged.with_name(f".{merged.name}.unfinished")
         merge_traces(os.fspath(unfinished), *inputs)
         unfinished.replace(merged)
+        self.merged_trace = os.fspath(merged)
         if self.merged_trace_remote_file_name is not None:
             logger.upload_file(self.merged_trace_remote_file_name, merged, overwrite=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer._arguments import check_flags, check_texts
 from composer.profiler.json_trace_handler import JSONTraceHandler
 from composer.profiler.marker import Marker
 from composer.profiler.system_profiler import SystemProfiler
@@ -60,6 +61,7 @@ class Profiler(Callback):
         resumption_batch_idx: The batch of its epoch at which a checkpoint was gone on from; schedules begin there.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If a timeline of memory is asked for without all that it is made of.
 
     Example:
@@ -93,6 +95,16 @@ class Profiler(Callback):
         torch_prof_with_flops: bool = True,
         torch_prof_num_traces_to_keep: int = -1,
     ) -> None:
+        if not callable(schedule):
+            raise TypeError(f"schedule={schedule!r} must be a function of the state, such as cyclic_schedule().")
+        check_flags(sys_prof_cpu=sys_prof_cpu, sys_prof_memory=sys_prof_memory)
+        check_flags(sys_prof_disk=sys_prof_disk, sys_prof_net=sys_prof_net)
+        check_texts(torch_prof_filename=torch_prof_filename)
+        check_texts(
+            torch_prof_remote_file_name=torch_prof_remote_file_name,
+            torch_prof_memory_remote_file_name=torch_prof_memory_remote_file_name,
+            may_be_none=True,
+        )
         self.schedule = schedule
         self.trace_handlers = trace_handlers
         self.resumption_batch_idx = 0
@@ -150,7 +162,12 @@ class Profiler(Callback):
 
     @trace_handlers.setter
     def trace_handlers(self, trace_handlers: TraceHandler | Sequence[TraceHandler]) -> None:
-        self._trace_handlers = list(ensure_tuple(trace_handlers))
+        several = list(ensure_tuple(trace_handlers))
+        for handler in several:
+            if isinstance(handler, type) or not hasattr(handler, "process_duration_event"):
+                hint = f" Call it: {handler.__name__}()." if isinstance(handler, type) else ""
+                raise TypeError(f"trace_handlers holds {handler!r}, which is no TraceHandler.{hint}")
+        self._trace_handlers = several
 
     @property
     def state(self) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from composer._arguments import check_counts
 from composer_events.profiler_action import ProfilerAction
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def cyclic_schedule(
         repeat: How many cycles there are in an epoch; 0 for as many as fit.
 
     Raises:
+        TypeError: If one is no whole number.
         ValueError: If a number is negative, or there are no batches to record.
 
     Example:
@@ -40,10 +42,8 @@ def cyclic_schedule(
         >>> [schedule(at(batch)).value for batch in range(5)]
         ['skip', 'warmup', 'active', 'active_and_save', 'skip']
     """
-    numbers = {"skip_first": skip_first, "wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
-    for name, number in numbers.items():
-        if number < 0 or (name == "active" and number == 0):
-            raise ValueError(f"{name}={number!r} is no number of batches. Pass {1 if name == 'active' else 0} or more.")
+    check_counts(0, skip_first=skip_first, wait=wait, warmup=warmup, repeat=repeat)
+    check_counts(active=active)
     cycle = wait + warmup + active
 
     def schedule(state: State) -> ProfilerAction:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from composer._arguments import check_flags, check_seconds
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class SystemProfiler(Callback):
     Raises:
         ImportError: If psutil is not installed, when training begins.
         RuntimeError: If there is no profiler to tell.
+        TypeError: If an argument is of another kind.
         ValueError: If the interval is not positive.
     """
 
@@ -49,7 +51,11 @@ class SystemProfiler(Callback):
         profile_net: bool = False,
         stats_thread_interval_seconds: float = 0.5,
     ) -> None:
-        if stats_thread_interval_seconds <= 0:
+        check_flags(
+            profile_cpu=profile_cpu, profile_memory=profile_memory, profile_disk=profile_disk, profile_net=profile_net
+        )
+        check_seconds(stats_thread_interval_seconds=stats_thread_interval_seconds)
+        if stats_thread_interval_seconds == 0:
             raise ValueError(
                 f"stats_thread_interval_seconds={stats_thread_interval_seconds!r} is no time to wait between two "
                 "readings. Pass a positive number of seconds."
@@ -93,9 +99,7 @@ class SystemProfiler(Callback):
         readers: list[Callable[[], None]] = []
         if self.profile_cpu:
             psutil.cpu_percent()  # the first reading is of no time
-            readers.append(
-                lambda: profiler.marker("cpu", categories=["cpu"]).counter({"cpu_percent": psutil.cpu_percent()})
-            )
+            readers.append(lambda: _read_processors(psutil, profiler))
         if self.profile_memory:
             readers.append(lambda: _read_memory(psutil, profiler))
         if self.profile_disk:
@@ -126,7 +130,8 @@ def _read_memory(psutil: Any, profiler: Profiler) -> None:
 
 
 def _read_disks(psutil: Any, profiler: Profiler) -> None:
-    for device, counters in psutil.disk_io_counters(perdisk=True).items():
+    disks = psutil.disk_io_counters(perdisk=True) or {}  # which a container may hide
+    for device, counters in disks.items():
         for field, value in counters._asdict().items():  # psutil gives named tuples
             number = value / _KIB if field.endswith("bytes") else value
             unit = field.replace("bytes", "kib")

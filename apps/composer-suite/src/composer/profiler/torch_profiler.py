@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerAction as TorchAction
 
+from composer._arguments import check_counts, check_flags, check_places, check_texts
 from composer.profiler._trace_files import open_name, prepare_folder, prune
 from composer.profiler.utils import export_memory_timeline_html
 from composer_dist import dist
@@ -60,6 +61,7 @@ class TorchProfiler(Callback):
     Raises:
         FileExistsError: If the folder is not empty, when training begins.
         RuntimeError: If there is no profiler whose schedule it could follow.
+        TypeError: If an argument is of another kind.
         ValueError: If the page's name does not end in `.html`.
     """
 
@@ -78,6 +80,17 @@ class TorchProfiler(Callback):
         with_flops: bool = True,
         num_traces_to_keep: int = -1,
     ) -> None:
+        check_places(folder=folder)
+        check_texts(filename=filename)
+        check_texts(
+            remote_file_name=remote_file_name,
+            memory_filename=memory_filename,
+            memory_remote_file_name=memory_remote_file_name,
+            may_be_none=True,
+        )
+        check_flags(overwrite=overwrite, use_gzip=use_gzip, record_shapes=record_shapes)
+        check_flags(profile_memory=profile_memory, with_stack=with_stack, with_flops=with_flops)
+        check_counts(-1, num_traces_to_keep=num_traces_to_keep)
         for name, value in (
             ("memory_filename", memory_filename),
             ("memory_remote_file_name", memory_filename and memory_remote_file_name),
@@ -110,6 +123,8 @@ class TorchProfiler(Callback):
 
         def follow(step: int) -> TorchAction:
             del step  # it counts what torch has seen; the schedule knows the batch of the epoch
+            if self._has_saved_last_batch(state):
+                return TorchAction.NONE
             return _ACTIONS[state.profiler.schedule(state)]
 
         self.profiler = torch.profiler.profile(
@@ -150,6 +165,13 @@ class TorchProfiler(Callback):
         orders += ["self_cpu_memory_usage"] if self.profile_memory else []
         for order in orders:
             _log.info("By %s:\n%s", order, averages.table(sort_by=order, row_limit=_NUM_ROWS))
+
+    def _has_saved_last_batch(self, state: State) -> bool:
+        """Answer whether the epoch is over and saved: what lies between epochs is no cycle, to be saved over it."""
+        if self.profiler is None or self.profiler.current_action is not TorchAction.RECORD_AND_SAVE:
+            return False
+        length = state.dataloader_len
+        return length is not None and int(state.timestamp.batch_in_epoch) >= int(length)
 
     def _step(self) -> None:
         with warnings.catch_warnings():  # that a cycle's events go when they are saved is what is wanted

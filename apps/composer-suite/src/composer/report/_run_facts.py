@@ -16,7 +16,7 @@ from composer_events.formatting import format_name_with_dist
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = ["environment", "profiler_times", "saved_checkpoints"]
+__all__ = ["environment", "profiler_times", "saved_checkpoints", "saved_traces"]
 
 
 def saved_checkpoints(state: State) -> list[str]:
@@ -32,6 +32,15 @@ def saved_checkpoints(state: State) -> list[str]:
                 folder = format_name_with_dist(uploader.remote_folder, state.run_name)
                 places.append(f"{folder.rstrip('/')}/{os.path.basename(path)}")
     return places
+
+
+def saved_traces(state: State) -> list[str]:
+    """Return where the traces of this run are that its profiler has written and not deleted since."""
+    paths: list[str] = []
+    for callback in state.callbacks:
+        merged = getattr(callback, "merged_trace", None)
+        paths += [*getattr(callback, "saved_traces", ()), *([] if merged is None else [merged])]
+    return [os.path.abspath(path) for path in paths]
 
 
 def environment(state: State) -> dict[str, Any]:

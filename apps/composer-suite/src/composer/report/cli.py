@@ -31,10 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from composer.report.page import write_described  # the data can be had without plotly
 
         path = write_described(described, asked.output or folders[0] / "report.html")
-    except ImportError as error:
-        sys.stderr.write(f"composer report: error: {error}. Install it: pip install 'composer-suite[report]'\n")
-        return 2
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.stderr.write(f"composer report: error: {error}\n")
         return 2
     sys.stdout.write(f"{path}\n")
@@ -45,4 +42,4 @@ def _runs_in(folder: Path) -> list[Path]:
     """Return the folder, or those inside it that hold a run if it holds none itself."""
     if (folder / "metrics.jsonl").exists():
         return [folder]
-    return sorted(path.parent for path in folder.glob("*/metrics.jsonl")) or [folder]
+    return sorted(path.parent for path in folder.glob("**/metrics.jsonl")) or [folder]

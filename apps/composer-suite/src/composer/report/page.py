@@ -9,9 +9,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from composer.report.description import describe_runs
+from composer_models import MissingConditionalImportError
+
+try:
+    from plotly.offline import get_plotlyjs
+except ImportError as error:
+    raise MissingConditionalImportError("report", "plotly") from error
 
 __all__ = ["write_described", "write_page"]
 

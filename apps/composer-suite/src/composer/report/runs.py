@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -94,9 +95,17 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
             _checkpoint(_now_at(path, status.get("folder"), folder), verify=verify)
             for path in status.get("checkpoints", [])
         ],
-        traces=sorted(str(path) for path in folder.glob("traces/*.json*")),
+        traces=_traces(folder, status),
         num_bad_lines=num_bad_lines,
     )
+
+
+def _traces(folder: Path, status: Mapping[str, Any]) -> list[str]:
+    """Return the traces in the folder, and those elsewhere that are still there."""
+    inside = sorted(str(path) for path in folder.glob("traces/*.json*"))
+    told = [_now_at(path, status.get("folder"), folder) for path in status.get("traces", [])]
+    known = {os.path.abspath(path) for path in inside}
+    return inside + [path for path in told if os.path.exists(path) and os.path.abspath(path) not in known]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from composer.loggers.console_logger import ConsoleLogger
 from composer.loggers.file_logger import FileLogger
 from composer.loggers.progress_bar_logger import ProgressBarLogger
+from composer.report.environment import recorder_of_environment
 from composer.report.recorder import RunRecorder
 from composer.trainer._caller import level_of_user
 from composer_events.iter_helpers import ensure_tuple
@@ -20,13 +21,15 @@ __all__ = ["choose_destinations"]
 
 
 def choose_destinations(given: Given) -> list[LoggerDestination]:
-    """Return the destinations of the log: those given, then the progress bar and the console if they are wanted.
+    """Return the destinations of the log: those given, then the recorder, the progress bar and the console if wanted.
 
     Raises:
         TypeError: If one of them is no LoggerDestination.
         ValueError: If there is no such stream or interval.
     """
     destinations = list(ensure_tuple(given.loggers))
+    if not any(isinstance(destination, RunRecorder) for destination in destinations):
+        destinations += recorder_of_environment()
     for destination in destinations:
         if not isinstance(destination, LoggerDestination):
             hint = f" Call it: {destination.__name__}()." if isinstance(destination, type) else ""

@@ -66,10 +66,6 @@ def translate(given: Given, older: Mapping[str, Any]) -> None:
         known.apply(given, value)
 
 
-def _rename(newer: str) -> _Older:
-    return _Older(f"Write {newer}=....", lambda given, value: setattr(given, newer, value), newer)
-
-
 def _keep(name: str, instead: str) -> _Older:
     return _Older(instead, lambda given, value: setattr(given, name, value))
 

@@ -52,6 +52,16 @@ __all__ = ["Parts", "check", "check_agreement", "clip_by_strategy", "make_state"
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How the model is spread over ranks, and what the settings of that are."""
+
+    strategy: Strategy
+    deepspeed_config: dict[str, Any] | None
+    parallelism_config: ParallelismConfig | None
+    recomputes: bool | str
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """The arguments after they have been checked."""
 
@@ -59,7 +69,7 @@ class Parts:
     compilation: Compilation
     device: Device
     precision: Precision
-    strategy: Strategy
+    spread: Spread
     scaler: GradScaler | None
     optimizers: list[Optimizer]
     algorithms: list[Algorithm]
@@ -73,9 +83,6 @@ class Parts:
     saver: CheckpointSaver | None
     loading: checkpoints.Loading
     run_name: str | None
-    deepspeed_config: dict[str, Any] | None
-    parallelism_config: ParallelismConfig | None
-    recomputes: bool | str
     on_divergence: OnDivergence | None
 
 
@@ -112,6 +119,45 @@ def check(given: Given) -> Parts:
     arguments.check_dist_timeout(given.dist_timeout)
     on_divergence = to_policy(given.on_divergence, is_deepspeed=given.deepspeed_config is not None)
     optimizers = arguments.choose_optimizers(given.optimizers, model)
+    spread = _choose_spread(given, device, precision, microbatching, data_spec, algorithms, callbacks)
+    scaler = None if spread.strategy.has_own_precision else make_scaler(precision, device, optimizers)
+    run_name = arguments.choose_run_name(given.run_name)
+    loading = checkpoints.Loading.of(given)
+    # Last, since a saver for an address makes a folder for what it is going to send there.
+    saver = _add_saver(given, loading, run_name, callbacks, destinations)
+    return Parts(
+        model=model,
+        compilation=compilation,
+        device=device,
+        precision=precision,
+        spread=spread,
+        scaler=scaler,
+        optimizers=optimizers,
+        algorithms=algorithms,
+        callbacks=callbacks,
+        destinations=destinations,
+        microbatching=microbatching,
+        data_spec=data_spec,
+        evaluators=evaluators,
+        duration=duration,
+        schedule=schedule,
+        saver=saver,
+        loading=loading,
+        run_name=run_name,
+        on_divergence=on_divergence,
+    )
+
+
+def _choose_spread(
+    given: Given,
+    device: Device,
+    precision: Precision,
+    microbatching: Microbatching,
+    data_spec: DataSpec | None,
+    algorithms: list[Algorithm],
+    callbacks: list[Callback],
+) -> Spread:
+    """Return how the model is spread, by a strategy that can do what the other arguments ask for."""
     parallelism_config = sharding.read_parallelism(given)
     recomputes = check_recomputation(given.activation_checkpointing, parallelism_config)
     deepspeed_config = distributed.complete_deepspeed_config(
@@ -132,35 +178,7 @@ def check(given: Given) -> Parts:
         sharding.plan_sharding(parallelism_config, precision, is_auto=microbatching.is_auto),
     )
     refuse_unrepeatable(microbatching, strategy)
-    scaler = None if strategy.has_own_precision else make_scaler(precision, device, optimizers)
-    run_name = arguments.choose_run_name(given.run_name)
-    loading = checkpoints.Loading.of(given)
-    # Last, since a saver for an address makes a folder for what it is going to send there.
-    saver = _add_saver(given, loading, run_name, callbacks, destinations)
-    return Parts(
-        model=model,
-        compilation=compilation,
-        device=device,
-        precision=precision,
-        strategy=strategy,
-        scaler=scaler,
-        optimizers=optimizers,
-        algorithms=algorithms,
-        callbacks=callbacks,
-        destinations=destinations,
-        microbatching=microbatching,
-        data_spec=data_spec,
-        evaluators=evaluators,
-        duration=duration,
-        schedule=schedule,
-        saver=saver,
-        loading=loading,
-        run_name=run_name,
-        deepspeed_config=deepspeed_config,
-        parallelism_config=parallelism_config,
-        recomputes=recomputes,
-        on_divergence=on_divergence,
-    )
+    return Spread(strategy, deepspeed_config, parallelism_config, recomputes)
 
 
 def _add_saver(
@@ -212,8 +230,8 @@ def check_agreement(given: Given, parts: Parts) -> None:
             **{name: getattr(given, name) for name in as_given},
             "max_duration": parts.duration,
             "precision": parts.precision,
-            "deepspeed_config": parts.deepspeed_config,
-            "parallelism_config": sharding.facts_of(parts.strategy),
+            "deepspeed_config": parts.spread.deepspeed_config,
+            "parallelism_config": sharding.facts_of(parts.spread.strategy),
             "CheckpointSaver": None if parts.saver is None else parts.saver.filename.filename,
         },
     )
@@ -241,13 +259,13 @@ def make_state(given: Given, parts: Parts, rank_zero_seed: int) -> State:
         optimizers=parts.optimizers,
         scaler=parts.scaler,
         save_metrics=given.save_metrics,
-        deepspeed_config=parts.deepspeed_config,
-        parallelism_config=parts.parallelism_config,
+        deepspeed_config=parts.spread.deepspeed_config,
+        parallelism_config=parts.spread.parallelism_config,
         algorithms=parts.algorithms,
         callbacks=[*parts.destinations, *parts.callbacks],
     )
     bind_profiler(given.profiler, state, None if parts.saver in ensure_tuple(given.callbacks) else parts.saver)
     state.run_name = distributed.share_run_name(state.run_name)
-    vars(state)["strategy"] = parts.strategy  # for whoever saves: it has the whole weights
-    sharding.share_mesh(parts.strategy, state)
+    vars(state)["strategy"] = parts.spread.strategy  # for whoever saves: it has the whole weights
+    sharding.share_mesh(parts.spread.strategy, state)
     return state

@@ -75,11 +75,11 @@ class Workings:
     def __init__(self, given: Given, parts: Parts) -> None:
         self.saver = parts.saver
         self._compilation = parts.compilation
-        self._recomputes = parts.recomputes
+        self._recomputes = parts.spread.recomputes
         self._by_tokens = given.accumulate_train_batch_on_tokens
         self._on_divergence = parts.on_divergence
         self.divergences: list[Divergence] = []
-        self.strategy = parts.strategy
+        self.strategy = parts.spread.strategy
         clip_by_strategy(parts.algorithms, self.strategy)
         self.ranks = Ranks(self.strategy)
         rank_zero_seed = distributed.share_seed(given.seed)

@@ -242,7 +242,7 @@ class Trainer:
         given = Given(locals(), Trainer.__init__.__kwdefaults__ or {})
         parts = check(given)
         set_log_level(given.python_log_level)
-        distributed.join(parts.device, given.dist_timeout, is_needed=sharding.needs_group(parts.strategy))
+        distributed.join(parts.device, given.dist_timeout, is_needed=sharding.needs_group(parts.spread.strategy))
         check_agreement(given, parts)
 
         self._workings = Workings(given, parts)

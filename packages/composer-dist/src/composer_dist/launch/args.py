@@ -47,6 +47,7 @@ class Options:
     tee: bool
     log_dir: str | None
     log_filter: str | None
+    runs: str | None
     max_restarts: int
     nnodes: str | None
     rdzv_backend: str
@@ -124,6 +125,8 @@ def _check(options: Options) -> None:
     _check_rendezvous(options)
     for stream in ("stdout", "stderr"):
         _check_format(stream, getattr(options, stream))
+    if options.runs == "":
+        raise ValueError("--runs='' names no folder. Give a name such as runs, or leave it out.")
     _check_signals(options.signals_to_handle)
     try:
         re.compile(options.log_filter or "")
@@ -304,6 +307,11 @@ def _add_output(add: _Add) -> None:
         metavar="DIR",
         help="where each rank's stdout.log, stderr.log and error.json are kept (default: a temporary folder, which "
         "stays if the run fails). Local rank 0, which has the console, has the logs only with --tee.",
+    )
+    add(
+        "--runs",
+        metavar="DIR",
+        help="where composer's Trainer leaves a folder for each run, as with $COMPOSER_RUNS: settings, metrics, times",
     )
 
 

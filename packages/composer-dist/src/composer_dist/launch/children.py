@@ -40,6 +40,8 @@ def common_environment(nproc: int, options: Options, environ: Mapping[str, str])
         _log.info("OMP_NUM_THREADS=%s: the usable cores divided by the ranks.", common["OMP_NUM_THREADS"])
     if options.elastic_batch is not None:
         common["COMPOSER_ELASTIC_BATCH"] = options.elastic_batch
+    if options.runs is not None:
+        common["COMPOSER_RUNS"] = options.runs
     return common
 
 

@@ -96,6 +96,7 @@ def _sources(topology: Topology, environ: Mapping[str, str], env: Mapping[str, s
     others = {
         "OMP_NUM_THREADS": "usable processor cores / nproc",
         "COMPOSER_ELASTIC_BATCH": "--elastic_batch",
+        "COMPOSER_RUNS": "--runs",
         "TORCHELASTIC_MAX_RESTARTS": "--max_restarts",
     }
     own = {name: name for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}

@@ -1,0 +1,137 @@
+"""The values of a run as lines of JSON, which are written when they are known and not waited for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer.loggers._kept_file import KeptFile
+from composer.loggers._snapshot import Snapshot, as_number
+from composer.report._undone import keep_lines
+
+if TYPE_CHECKING:
+    from composer_time import Timestamp
+
+__all__ = ["MetricLines"]
+
+_log = getLogger(__name__)
+
+
+class MetricLines:
+    """A file with a line for what is logged at one time in training.
+
+    Args:
+        path: The file.
+        is_continued: Whether what is there already stays.
+
+    Attributes:
+        num_lines: How many lines were written.
+    """
+
+    def __init__(self, path: Path, *, is_continued: bool) -> None:
+        self.num_lines = 0
+        self._file = KeptFile(path, -1, is_continued)
+        self._pending: deque[_Line] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        """How many lines are not written yet."""
+        return len(self._pending)
+
+    def add(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> None:
+        """Keep values, those of a device until they are known."""
+        last = self._pending[-1] if self._pending else None
+        if last is None or not last.has_room(stamp, step, metrics):
+            last = _Line(stamp, step)
+            self._pending.append(last)
+        on_devices: dict[str, Any] = {}
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                on_devices[name] = value
+            elif (number := _plain(value)) is not None:
+                last.known[name] = number
+        if on_devices:
+            last.coming.append(Snapshot(on_devices))
+
+    def write(self, *, waits: bool) -> None:
+        """Write what is known, in order, or wait until it is."""
+        while self._pending and (waits or self._pending[0].is_known()):
+            line = self._pending.popleft().as_json()
+            if line["metrics"]:
+                self._file.write(json.dumps(line).encode() + b"\n")
+                self.num_lines += 1
+
+    def flush(self) -> None:
+        """Write what is known, for whoever reads the file now."""
+        self.write(waits=False)
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Write everything, and wait until it is on the disk."""
+        self.write(waits=True)
+        self._file.sync()
+
+    def keep(self, num_lines: int) -> None:
+        """Take back all but the first lines."""
+        self._file.close()
+        try:
+            self.num_lines = keep_lines(self._file.path, num_lines)
+        except OSError as error:  # a full disk ends no training
+            _log.warning("%s keeps what is done again: %s", self._file.path, error)
+        self._file = KeptFile(self._file.path, -1, is_continued=True)
+
+    def close(self) -> None:
+        """Write everything, and let go of the file."""
+        self.sync()
+        self._file.close()
+
+
+@dataclass(slots=True)
+class _Line:
+    stamp: Timestamp
+    step: int | None
+    known: dict[str, float | str] = field(default_factory=dict[str, float | str])
+    coming: list[Snapshot] = field(default_factory=list[Snapshot])
+
+    def has_room(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> bool:
+        # The loop makes a new timestamp whenever the time has changed.
+        if self.stamp is not stamp or self.step != step or not self.known.keys().isdisjoint(metrics):
+            return False
+        return all(snapshot.values.keys().isdisjoint(metrics) for snapshot in self.coming)
+
+    def is_known(self) -> bool:
+        try:
+            return all(snapshot.is_ready() for snapshot in self.coming)
+        except RuntimeError:  # there is nothing to wait for on a device that has failed
+            return True
+
+    def as_json(self) -> dict[str, Any]:
+        values, stamp = self.known, self.stamp
+        for snapshot in self.coming:
+            try:
+                arrived = snapshot.read()
+            except RuntimeError:  # of a device that has failed, which must not cost the other values
+                continue
+            values |= {name: number for name, value in arrived.items() if (number := _plain(value)) is not None}
+        return {
+            "batch": int(stamp.batch) if self.step is None else self.step,
+            "epoch": int(stamp.epoch),
+            "sample": int(stamp.sample),
+            "token": int(stamp.token),
+            "time_s": stamp.total_wct.total_seconds(),
+            "metrics": values,
+        }
+
+
+def _plain(value: Any) -> float | str | None:
+    """Return a number as JSON can have it, `None` for what is no number."""
+    number = as_number(value)
+    return number if number is None or math.isfinite(number) else str(number)
