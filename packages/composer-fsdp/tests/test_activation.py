@@ -63,6 +63,20 @@ def test_a_plain_module_chooses_among_its_own_layers():
     assert chosen_for_checkpointing(net) == [net[0], net[1]]
 
 
+def test_a_module_with_several_names_is_wrapped_under_each():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Layer(3, 3)] * 3)
+    apply_ac(model, True, False, lambda module: isinstance(module, Layer))
+    first, second, third = model.layers
+    assert first is second is third
+    assert not isinstance(first, Layer)
+
+
+def test_what_is_no_function_cannot_choose():
+    with pytest.raises(TypeError, match="activation_checkpointing_fn=3 is no function"):
+        apply_ac(make(), True, False, 3)
+
+
 def test_what_is_wrapped_is_not_wrapped_again():
     model = make()
     apply_ac(model, True, False)

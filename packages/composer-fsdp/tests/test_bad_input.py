@@ -21,8 +21,10 @@ from composer_fsdp import (
     ParallelismConfig,
     TPConfig,
     make_plan,
+    parallelize_model,
     parse_parallelism,
 )
+from composer_fsdp.choice import units_of
 from composer_fsdp.tensor_parallel import check_layer_plan
 from composer_fsdp.wrap_rules import choose_units
 
@@ -205,6 +207,127 @@ def test_weights_that_units_share_are_refused(as_one_of_four):
     model.net[2] = nn.Linear(4, 4)
     model.net[2].weight = model.net[1].weight
     refusal(ValueError, "Parameter sharing detected between modules", model)
+
+
+def left_outside(model):
+    model.outside = nn.Linear(4, 4)
+    model.outside._fsdp_wrap = False
+    model.outside.weight = model.net[1].weight
+
+
+def of_the_model_itself(model):
+    model.weight = model.net[0].weight
+
+
+@pytest.mark.parametrize("share", [left_outside, of_the_model_itself])
+def test_weights_that_a_unit_shares_with_what_stays_whole_are_refused(share, as_one_of_four):
+    model = Model()
+    share(model)
+    refusal(ValueError, "Parameter sharing detected between modules to be sharded and module", model)
+
+
+def test_what_stays_whole_may_be_shared(as_one_of_four):
+    model = Model()
+    temperature = nn.Parameter(torch.tensor(1.0))
+    for layer in (model.net[1], model.net[2], model):
+        layer.temperature = temperature
+    units = units_of(model, make_plan(FSDPConfig(), world_size=WORLD_SIZE), wraps_itself=False)
+    assert [unit.name for unit in units] == ["net.1", "net.2", "net"]
+
+
+WEIGHTS = [
+    (lambda: nn.LazyLinear(4), "'net.3.weight' has no shape yet"),
+    (lambda: nn.Embedding(8, 4, sparse=True), "gradients are sparse tensors"),
+    (lambda: nn.Linear(4, 2, dtype=torch.bfloat16), "weights of several formats: 'net.0.weight' in float32"),
+    (lambda: nn.Linear(4, 2, dtype=torch.complex64), "'net.3.weight' is torch.complex64"),
+    (lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), "'net.3.weight' of shape (4, 4, 3, 3)"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize(("make", "text"), WEIGHTS)
+def test_weights_that_cannot_be_sharded_together_are_refused_by_name(make, text, as_one_of_four):
+    model = Model()
+    model.net[3] = make()
+    refusal(ValueError, text, model)
+
+
+def test_a_unit_whose_weights_nobody_gathers_is_warned_of():
+    model = Model()
+    model.holder = nn.Module()
+    model.holder.layer = nn.Linear(2, 2)
+    plan = make_plan(FSDPConfig(), world_size=1)
+    with pytest.warns(UserWarning, match="the module 'holder' is sharded as one, and its class Module has no forward"):
+        units_of(model, plan, wraps_itself=False)
+    model.holder.fsdp_forward_methods = ("encode",)
+    assert len(units_of(model, plan, wraps_itself=False)) == 4
+
+
+GRIDS = [("set2", "set2"), ("node", "node"), ("set4", "mod2")]
+
+
+@pytest.mark.filterwarnings("ignore:FULL_SHARD is not supported with 2D device mesh:UserWarning")
+@pytest.mark.parametrize("pair", GRIDS)
+def test_pairs_of_groups_that_are_no_grid_of_ranks_are_refused(pair, as_one_of_four):
+    for given in ({"config": FSDPConfig(process_group=pair)}, {"model": Model({"process_group": pair})}):
+        refusal(ValueError, "not the row and the column of a grid", **{"model": Model(), **given})
+
+
+def test_a_strategy_that_shares_nothing_takes_no_pair_of_groups(as_one_of_four):
+    config = FSDPConfig(sharding_strategy="NO_SHARD", process_group=("set2", "mod2"))
+    refusal(ValueError, "is a pair, and sharding_strategy='NO_SHARD' shares nothing", Model(), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [({"process_group": "node"}, 4), ({"sharding_strategy": "NO_SHARD"}, 1), ({"process_group": ("set2", "mod2")}, 2)],
+)
+def test_a_unit_is_kept_over_a_divisor_of_its_own_ranks(options, num_ranks, as_one_of_four):
+    said = f"reshard_after_forward=3 does not divide the {num_ranks} ranks"
+    refusal(ValueError, said, Model({"reshard_after_forward": 3, **options}))
+
+
+@pytest.mark.parametrize("mesh", ["cpu", (2, 2)])
+@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
+def test_what_is_no_mesh_is_refused(mesh, as_one_of_four):
+    refusal(ValueError, f"device_mesh={mesh!r} is no DeviceMesh", Model(), FSDP2Config(device_mesh=mesh))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, False, ""])
+def test_formats_in_which_no_weights_compute_are_refused(dtype, as_one_of_four):
+    refusal(ValueError, "Unable to interpret precision", Model(), FSDPConfig(mixed_precision={"param_dtype": dtype}))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
+def test_settings_of_another_kind_are_refused():
+    for config in (None, {"min_params": 3}, ParallelismConfig(fsdp={"min_params": 3})):  # pyright: ignore[reportArgumentType]  # what is tested
+        with pytest.raises(TypeError, match=r"a (dict|NoneType)\. Give a"):
+            make_plan(config, world_size=1)  # pyright: ignore[reportArgumentType]  # what is tested
+    with pytest.raises(ValueError, match="under fsdp and under fsdp2"):
+        make_plan(ParallelismConfig(fsdp=FSDPConfig(), fsdp2=FSDP2Config()), world_size=1)
+
+
+@pytest.mark.parametrize("arguments", [{"model": "net"}, {"optimizer": []}, {"param_init_fn": 7}])
+def test_arguments_of_another_kind_are_refused(arguments, as_one_of_four):
+    name, value = next(iter(arguments.items()))
+    with pytest.raises(TypeError, match=re.escape(f"{name}={value!r} is")):
+        parallelize_model(**{"model": Net(), "config": FSDPConfig(), **arguments}, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_plan_that_would_tear_weights_apart_or_splits_no_layer_is_refused(as_one_of_four):
+    tied = Model()
+    tied.net[2].weight = tied.net[1].weight
+    tied.net.answer = False
+    for model, pattern, text in ((tied, "net.1", "'net.2.weight'"), (Model(), "net", "a Net. It splits nn.Linear")):
+        tp = TPConfig(tensor_parallel_degree=2, layer_plan={pattern: ColwiseParallel()})
+        refusal(ValueError, text, model, ParallelismConfig(fsdp=FSDPConfig(), tp=tp))
+
+
+@pytest.mark.parametrize("degree", [None, True, "2", 0])
+def test_a_degree_of_tensor_parallelism_that_is_none_is_refused(degree, as_one_of_four):
+    config = ParallelismConfig(fsdp=FSDPConfig(), tp=TPConfig(tensor_parallel_degree=degree))
+    refusal(ValueError, f"tensor_parallel_degree={degree!r} is not a number of ranks", Model(), config)
 
 
 def test_modules_that_are_not_in_the_model_cannot_be_ignored(as_one_of_four):

@@ -34,6 +34,16 @@ def make_optimizer(parameters):
 def fail():
     raise OSError("the disk is gone")
 
+class Asserting(Net):
+    def forward(self, inputs):
+        assert inputs.ndim == 3, "no sequence"
+
+def make_asserting():
+    return Asserting(nn.Linear(64, 64))
+
+def make_frozen():
+    return make().requires_grad_(False)
+
 def number():
     return 3
 """
@@ -107,6 +117,12 @@ def test_a_batch_may_come_with_the_model(folder):
         (("estimate", "model.py:make_with_batch", "--gpu-memory", "80 goats"), "'80 goats' is no amount of memory"),
         (("estimate", "model.py:make_with_batch", "--optimizer", "AdamV"), "Did you mean 'Adam"),
         (("estimate", "model.py:make", "--input-shape", "64", "--input-dtype", "integer"), "--input-dtype='integer'"),
+        (
+            ("estimate", "model.py:make_asserting", "--input-shape", "64"),
+            "fails with AssertionError: no sequence. Give",
+        ),
+        (("estimate", "model.py:make", "--input-shape", "65"), "a training step of the model fails with RuntimeError"),
+        (("estimate", "model.py:make_frozen", "--input-shape", "64"), "no parameter of the model needs gradients"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(folder, monkeypatch, capsys, arguments, words):

@@ -1,7 +1,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
+from composer_fsdp import FSDPConfig, make_plan
 from composer_fsdp.mixed_precision import cast_buffers, to_dtype
 
 NAMES = {
@@ -14,6 +16,20 @@ NAMES = {
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for dtype in NAMES for name in NAMES[dtype]])
 def test_a_format_has_several_names(name, dtype):
     assert to_dtype(name) is to_dtype(name.upper()) is dtype
+
+
+# By torch's documentation, what is not said stays in float32, and gradients are reduced as the weights compute.
+OF_TORCH = [
+    (MixedPrecision(), ("float32", "float32", "float32")),
+    (MixedPrecision(param_dtype=torch.bfloat16), ("bfloat16", "bfloat16", "float32")),
+    (MixedPrecision(torch.bfloat16, torch.float32, torch.float16), ("bfloat16", "float32", "float16")),
+]
+
+
+@pytest.mark.parametrize(("mixed_precision", "expected"), OF_TORCH)
+def test_an_object_of_torch_says_the_formats_whatever_the_run_computes_in(mixed_precision, expected):
+    settings = make_plan(FSDPConfig(mixed_precision=mixed_precision), precision="amp_fp16", world_size=2).to_dict()
+    assert (settings["param_dtype"], settings["reduce_dtype"], settings["buffer_dtype"]) == expected
 
 
 class Counting(nn.Module):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from composer_fsdp import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, make_plan
+from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
 
 experimental = pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -199,6 +200,16 @@ def test_a_reshard_setting_that_is_none_is_refused(value):
         value = -2
     with pytest.raises(ValueError, match="reshard_after_forward="):
         make_plan(FSDP2Config(reshard_after_forward=value), world_size=4)
+
+
+def test_a_degree_of_tensor_parallelism_takes_what_the_others_leave():
+    config = ParallelismConfig(fsdp=FSDPConfig(data_parallel_shard_degree=2), tp=TPConfig(tensor_parallel_degree=-1))
+    assert make_plan(config, world_size=8).tensor_parallel_degree == 4
+
+
+def test_a_precision_may_be_a_dtype():
+    plan = make_plan(FSDPConfig(), precision=torch.bfloat16, world_size=1)
+    assert resolve_dtypes("PURE", plan.precision) == Dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
 
 def test_a_plan_can_be_written_down():

@@ -59,6 +59,7 @@ def apply_ac(
 
     Raises:
         ValueError: If the settings exclude each other.
+        TypeError: If what chooses the modules is no function.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -77,20 +78,29 @@ def apply_ac(
     wrap = _wrapper(activation_checkpointing, activation_cpu_offload, reentrant, checkpoint_fn)
     replaced = {module: wrap(module) for module in chosen}
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        for name, child in parent._modules.items():  # `named_children` gives one that has two names only once
             # A wrapper's own child is the module that it wraps.
             if child in replaced and replaced[child] is not parent and not _is_wrapper(parent):
-                parent.register_module(name, replaced[child])
+                parent._modules[name] = replaced[child]
     return replaced
 
 
 def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
-    """Return the modules that the rules choose, each once, without those that are wrapped already."""
+    """Return the modules that the rules choose, each once, without those that are wrapped already.
+
+    Raises:
+        TypeError: If what shall choose them is no function.
+    """
     chosen: dict[nn.Module, None] = {}
     done = {module for wrapper in model.modules() if _is_wrapper(wrapper) for module in (wrapper, *wrapper.children())}
     own_function = getattr(model, "activation_checkpointing_fn", None)  # a plain module is its own root
     for child in model.children():
         function = check_fn or getattr(child, "activation_checkpointing_fn", own_function)
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"activation_checkpointing_fn={function!r} is no function. Give one that says True of the modules "
+                f"whose activations are computed again, and False of others."
+            )
         for module in child.modules():
             if module in done:
                 continue

@@ -1,12 +1,13 @@
 """Whether all ranks begin with the same before a model is sharded, which nobody could tell afterwards."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_dist import RankDisagreementError, check_agreement, dist
 
@@ -41,8 +42,10 @@ def warn_of_different_weights(model: nn.Module) -> None:
     """Warn if the ranks have different weights, of which each would keep a part. Every rank must call this."""
     if dist.get_world_size() == 1:
         return
-    sums = dist.all_gather_object(_checksums(model))
-    for index, (name, _) in enumerate(model.named_parameters()):
+    # What comes in parts is each rank's own.
+    whole = [(name, parameter) for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    sums = dist.all_gather_object(_checksums([parameter for _, parameter in whole]))
+    for index, (name, _) in enumerate(whole):
         if len({of_rank[index] for of_rank in sums}) > 1:
             warnings.warn(
                 f"The ranks begin with different weights, {name!r} for one, and the sharded model is put together of "
@@ -53,10 +56,9 @@ def warn_of_different_weights(model: nn.Module) -> None:
             return
 
 
-def _checksums(model: nn.Module) -> list[float]:
+def _checksums(parameters: Sequence[torch.Tensor]) -> list[float]:
     """Return a number for each parameter that its values decide."""
     with torch.no_grad():
-        parameters = list(model.parameters())
         if not parameters:
             return []
         sums = [parameter.double().sum() + parameter.flatten()[:1].double().sum() for parameter in parameters]

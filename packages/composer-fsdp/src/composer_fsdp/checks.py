@@ -9,8 +9,10 @@ from logging import getLogger
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
+from composer_fsdp.degrees import FILLS_UP, check_degree
 
 __all__ = [
     "HYBRID_STRATEGIES",
@@ -18,6 +20,7 @@ __all__ = [
     "STRATEGIES",
     "check_flags",
     "check_fsdp",
+    "check_mesh",
     "check_reshard",
     "check_tensor_parallel",
     "number_of_parameters",
@@ -153,12 +156,56 @@ def say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
         )
 
 
+def check_mesh(mesh: Any, world_size: int) -> None:
+    """Refuse what is no mesh to shard over.
+
+    Args:
+        mesh: What a user gave.
+        world_size: How many ranks there are.
+
+    Raises:
+        ValueError: If it is none, or the ranks cannot be dealt out in such meshes.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"device_mesh={mesh!r} is no DeviceMesh with one axis to shard over, or two of which the first replicates. "
+            f"Make one by torch.distributed.device_mesh.init_device_mesh, or leave it out for all ranks."
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"device_mesh={mesh!r} has two axes without names, by which FSDP2 tells them apart. Give it "
+            f"mesh_dim_names=('data_parallel_replicate', 'data_parallel_shard')."
+        )
+    if world_size % mesh.size():
+        raise ValueError(
+            f"device_mesh={mesh!r} has {mesh.size()} ranks, in which the {world_size} ranks of this run cannot be "
+            f"dealt out. Give a mesh of all ranks, or of a divisor of their number on each."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"device_mesh={mesh!r} has the ranks {mesh.mesh.flatten().tolist()}, and this rank is none of them. Give "
+            f"each rank the mesh that it is in."
+        )
+
+
 def check_tensor_parallel(config: ParallelismConfig) -> None:
     """Refuse settings of tensor parallelism without, or in contradiction to, those of sharding.
 
     Raises:
         ValueError: With the setting.
+        TypeError: If a part is of another kind.
     """
+    for name, kind in (("fsdp", FSDPConfig), ("fsdp2", FSDP2Config), ("tp", TPConfig)):
+        if not isinstance(part := getattr(config, name), kind | None):
+            raise TypeError(
+                f"ParallelismConfig has {name}={part!r}, a {type(part).__name__}. Give a {kind.__name__}; "
+                f"parse_parallelism makes them of dicts."
+            )
+    if config.fsdp is not None and config.fsdp2 is not None:
+        raise ValueError(
+            "ParallelismConfig has settings of sharding under fsdp and under fsdp2, and a model is sharded once. Give "
+            "one of them; FSDPConfig has more settings."
+        )
     if config.fsdp is None and config.fsdp2 is None:
         if config.tp is None:
             raise ValueError("the parallelism configuration is empty. Give FSDP settings: ParallelismConfig(fsdp=...).")
@@ -182,7 +229,12 @@ def check_tensor_parallel(config: ParallelismConfig) -> None:
             f"such as {{'blocks.*.up': ColwiseParallel()}}."
         )
     mesh, degree = config.tp.device_mesh, config.tp.tensor_parallel_degree
-    if mesh is not None and degree != 1 and (mesh.ndim != 1 or mesh.size() != degree):
+    check_degree("tensor_parallel", degree)
+    if (
+        mesh is not None
+        and degree != 1
+        and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and degree in (mesh.size(), FILLS_UP))
+    ):
         raise ValueError(
             f"the device_mesh of TPConfig is {mesh!r}, and tensor_parallel_degree={degree!r}. Give a mesh with one "
             f"axis of so many ranks, or only the degree."

@@ -14,12 +14,13 @@ from composer_fsdp.mixed_precision import resolve_dtypes
 from composer_fsdp.names import clean_name
 from composer_fsdp.optimizers import check_optimizers, names_of_parameters
 from composer_fsdp.plan import ShardingPlan
+from composer_fsdp.shardable import check_units, left_whole
 from composer_fsdp.tensor_parallel import check_layer_plan
 from composer_fsdp.tied import resolve_ties
 from composer_fsdp.unit_options import WrapFunction
 from composer_fsdp.wrap_rules import Unit, choose_units
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "choose", "units_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,26 @@ def choose(
     return agreed(by_rules, partial(_facts, model, plan))
 
 
+def units_of(
+    model: nn.Module, plan: ShardingPlan, *, wraps_itself: bool, wrap_fn: WrapFunction | None = None
+) -> list[Unit]:
+    """Return the units that a plan makes of a model, each of which can be sharded. Nothing is changed.
+
+    Args:
+        model: As it was built.
+        plan: How it is going to be sharded.
+        wraps_itself: Whether the model itself is the root, in place of its children.
+        wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
+
+    Raises:
+        ValueError, KeyError, TypeError, RuntimeError: If model and plan do not go together.
+    """
+    units = choose_units(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
+    units = resolve_ties(model, units, plan.tie_policy, left_whole(model, plan))
+    check_units(model, units, plan)
+    return units
+
+
 def _by_rules(
     model: nn.Module,
     plan: ShardingPlan,
@@ -74,14 +95,13 @@ def _by_rules(
     wrap_fn: WrapFunction | None,
     check_fn: Callable[[nn.Module], bool] | None,
 ) -> Choice:
-    units = choose_units(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
+    units = units_of(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
     recomputes = bool(plan.activation_checkpointing or plan.activation_cpu_offload)
     if check_fn is not None and not recomputes:
         raise ValueError(
             "a function chooses modules for activation checkpointing, and neither activation_checkpointing nor "
             "activation_cpu_offload is on. Set one of them, or leave the function out."
         )
-    units = resolve_ties(model, units, plan.tie_policy)
     names = names_of_parameters(model)
     splits = plan.layer_plan is not None
     check_optimizers(optimizers, names, use_orig_params=plan.use_orig_params, splits_tensors=splits)
@@ -110,6 +130,7 @@ def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, An
     """Return what the ranks must have alike, as values whose `repr` has no addresses."""
     names = {module: clean_name(name) for name, module in model.named_modules()}
     return {
+        "settings": _settings(plan),
         "units": {
             unit.name or "the model": {
                 "sharded with": [names[partner] for partner in unit.partners],
@@ -120,6 +141,15 @@ def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, An
         "modules computed again": sorted(names[module] for module in choice.recomputed),
         "ignored_modules": sorted(names[module] for module in plan.ignored_modules if module in names),
     }
+
+
+def _settings(plan: ShardingPlan) -> dict[str, Any]:
+    settings = plan.to_dict()
+    # Ranks may belong to different parts of one mesh, and give different lists of ranks, which are compared later.
+    if plan.device_mesh is not None:
+        settings["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
+    settings["process_group"] = _fact("process_group", plan.process_group, plan)
+    return settings
 
 
 def _fact(key: str, value: Any, plan: ShardingPlan) -> Any:

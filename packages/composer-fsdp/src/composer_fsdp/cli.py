@@ -5,6 +5,7 @@ Torch, and what needs it, is imported once the arguments are known to be right.
 
 import argparse
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ def _estimate(options: argparse.Namespace) -> Any:
     from composer_fsdp.model_source import load_config, load_model, load_named, load_optimizer
     from composer_fsdp.rehearsal import Workload
 
+    # Torch, which sets the levels of its logs as it loads, logs a traceback beside the error of shapes that do not fit.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     gpu_memory = None if options.gpu_memory is None else parse_bytes(options.gpu_memory)
     config = load_config(options.config)
     model, batch = load_model(options.model)
@@ -96,10 +99,10 @@ def _batch(options: argparse.Namespace, made: Any) -> Any:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in text.replace("x", ",").split(",") if size.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: give sizes such as 1024 or 3,224,224") from None
+    sizes = [size.strip() for size in text.replace("x", ",").split(",") if size.strip()]
+    if not all(size.isdecimal() for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: give sizes such as 1024 or 3,224,224")
+    return tuple(map(int, sizes))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -56,7 +56,7 @@ class FSDPConfig(_Checked):
             lets it choose one that refuses the checkpoint of another model.
         save_planner: A `SavePlanner`, for whoever saves one.
         mixed_precision: `'FULL'`, `'DEFAULT'`, `'PURE'`, or a dict of `param_dtype`, `reduce_dtype` and
-            `buffer_dtype`; see `composer_fsdp.mixed_precision`.
+            `buffer_dtype`; see `composer_fsdp.mixed_precision`. Torch's own `MixedPrecision` will do, too.
         process_group: Which ranks share the weights, if not all: `'self'`, `'node'`, `'local_rank_across_nodes'`,
             `'setK'`, `'modK'`, a list of ranks, a group, or a pair of these that share and that replicate.
         sharded_ckpt_prefix_dir: What the folder of a sharded checkpoint is called.

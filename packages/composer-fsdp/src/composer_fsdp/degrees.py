@@ -6,12 +6,13 @@ from typing import Any
 
 from composer_fsdp.config import FSDP2Config, FSDPConfig, TPConfig
 
-__all__ = ["AXES", "fill_degrees"]
+__all__ = ["AXES", "FILLS_UP", "check_degree", "fill_degrees"]
 
 AXES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
 """The names of a mesh's axes, in their order."""
 
-_FILLS_UP = -1
+FILLS_UP = -1
+"""The degree of an axis that takes what the others leave."""
 
 
 def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_size: int) -> dict[str, int]:
@@ -29,14 +30,16 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
         AXES[1]: config.data_parallel_shard_degree,
         AXES[2]: None if tp is None else tp.tensor_parallel_degree,
     }
-    degrees = {axis: _checked(axis, degree) for axis, degree in given.items() if degree is not None or axis == AXES[1]}
-    open_axes = [axis for axis, degree in degrees.items() if degree == _FILLS_UP]
+    degrees = {
+        axis: check_degree(axis, degree) for axis, degree in given.items() if degree is not None or axis == AXES[1]
+    }
+    open_axes = [axis for axis, degree in degrees.items() if degree == FILLS_UP]
     if len(open_axes) > 1:
         raise ValueError(
-            f"Found multiple parallelism dimensions with -1: {_listed(dict.fromkeys(open_axes, _FILLS_UP))}. Only one "
+            f"Found multiple parallelism dimensions with -1: {_listed(dict.fromkeys(open_axes, FILLS_UP))}. Only one "
             f"of them can take the ranks that the others leave; give the others a degree of 1 or more."
         )
-    fixed = math.prod(degree for degree in degrees.values() if degree != _FILLS_UP)
+    fixed = math.prod(degree for degree in degrees.values() if degree != FILLS_UP)
     if fixed > world_size:
         problem = "is less than"
     elif open_axes:
@@ -49,15 +52,20 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
             f"{_listed(degrees)}. Change the degrees or the number of processes; one degree of -1 takes all the ranks "
             f"that the others leave."
         )
-    return {axis: world_size // fixed if degree == _FILLS_UP else degree for axis, degree in degrees.items()}
+    return {axis: world_size // fixed if degree == FILLS_UP else degree for axis, degree in degrees.items()}
 
 
 def _listed(degrees: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
 
 
-def _checked(axis: str, degree: object) -> int:
-    if isinstance(degree, int) and not isinstance(degree, bool) and (degree >= 1 or degree == _FILLS_UP):
+def check_degree(axis: str, degree: object) -> int:
+    """Return a degree if it is one.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if isinstance(degree, int) and not isinstance(degree, bool) and (degree >= 1 or degree == FILLS_UP):
         return degree
     raise ValueError(
         f"{axis}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks that the "

@@ -124,7 +124,7 @@ def estimate(
 
     Raises:
         ValueError, KeyError, TypeError: If model, settings and work do not go together.
-        RuntimeError: If this process is a rank of a run, or the model looks at values.
+        RuntimeError: If this process is a rank of a run, the model looks at values, or its training step fails.
 
     Example:
         >>> model = nn.Linear(256, 256, bias=False, device="meta")

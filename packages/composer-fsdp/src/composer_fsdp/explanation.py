@@ -11,13 +11,14 @@ from torch import nn
 from composer_dist import Precision
 from composer_fsdp.activation import chosen_for_checkpointing
 from composer_fsdp.byte_sizes import format_bytes
+from composer_fsdp.choice import units_of
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
 from composer_fsdp.fake_world import FakeMeshes, fake_world
 from composer_fsdp.plan import ShardingPlan, make_plan
 from composer_fsdp.rehearsal import is_composer_model
+from composer_fsdp.shardable import left_whole
 from composer_fsdp.sharding import Sharder
-from composer_fsdp.tied import resolve_ties
-from composer_fsdp.wrap_rules import Unit, choose_units
+from composer_fsdp.wrap_rules import Unit
 
 __all__ = ["Explanation", "UnitSizes", "explain"]
 
@@ -125,18 +126,16 @@ def explain(
     """
     with fake_world(world_size, local_world_size):
         plan = plan_of(config, precision, world_size)
-        units = resolve_ties(
-            model, choose_units(model, plan, wraps_itself=not is_composer_model(model)), plan.tie_policy
-        )
+        units = units_of(model, plan, wraps_itself=not is_composer_model(model))
         checkpointed = set(chosen_for_checkpointing(model)) if plan.activation_checkpointing else set[nn.Module]()
         sharder = Sharder(plan, FakeMeshes(plan, "cpu"), torch.device("cpu"))
-        taken = {id(p) for module in plan.ignored_modules for p in module.parameters()}
-        ignored = sum(p.numel() for module in plan.ignored_modules for p in module.parameters())
+        kept_whole = left_whole(model, plan)
+        taken = set(map(id, kept_whole))
         rows: dict[str, UnitSizes] = {}
         for unit in units:
             inside = (u for u in units if u is not unit and _is_inside(unit.name, u.name))
             rows[unit.name] = _measure(unit, sum(1 for _ in inside), sharder, taken, checkpointed)
-    whole = ignored + sum(p.numel() for p in model.parameters() if id(p) not in taken)
+    whole = sum(p.numel() for p in model.parameters() if p in kept_whole or id(p) not in taken)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return Explanation(
         world_size,
@@ -184,10 +183,8 @@ def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpoi
 
 def _rows_of_rank_zero(parameter: nn.Parameter, shards: int) -> int:
     """Return how many numbers rank 0 keeps of a tensor that is cut along its first dim, as evenly as its rows go."""
-    if parameter.ndim == 0:
-        return parameter.numel()
     rows = parameter.shape[0]
-    return -(-rows // shards) * (parameter.numel() // rows if rows else 0)
+    return -(-rows // shards) * (parameter.numel() // rows)
 
 
 def _is_inside(name: str, outer: str) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import dist
 from composer_fsdp.degrees import AXES
-from composer_fsdp.groups import is_pair, ranks_of
+from composer_fsdp.groups import size_of_group
 from composer_fsdp.meshes import Meshes
 
 __all__ = ["FakeMeshes", "fake_world"]
@@ -70,7 +70,7 @@ class FakeMeshes(Meshes):
 
     def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
         """Return a mesh of the same shape as that of the groups."""
-        shape = [size_of_group(group) for group in (replicate, shard) if group is not None]
+        shape = [_size(group) for group in (replicate, shard) if group is not None]
         key = tuple(shape)
         if key not in self._of_groups:
             ranks = torch.arange(shape[0] * shape[-1] if len(shape) == 2 else shape[0]).view(shape)
@@ -80,12 +80,8 @@ class FakeMeshes(Meshes):
 
     def across(self, shard: Any) -> Any:
         """Return as many ranks as there are groups of a kind."""
-        return list(range(dist.get_world_size() // size_of_group(shard)))
+        return list(range(dist.get_world_size() // _size(shard)))
 
 
-def size_of_group(group: Any) -> int:
-    """Return how many ranks a group has, in a fake world."""
-    if isinstance(group, str):
-        return len(ranks_of(group, 0, dist.get_world_size(), dist.get_local_world_size()))
-    assert not is_pair(group), "a pair is two groups"
-    return len(group)
+def _size(group: Any) -> int:
+    return size_of_group(group, dist.get_world_size(), dist.get_local_world_size())

@@ -20,7 +20,7 @@ import torch.distributed as tdist
 
 from composer_dist import dist
 
-__all__ = ["GroupCache", "check_group", "ranks_of"]
+__all__ = ["GroupCache", "check_grids", "check_group", "ranks_of", "size_of_group"]
 
 _NAMED = re.compile(r"(set|mod)(\d+)")
 _ACCEPTED = (
@@ -41,20 +41,61 @@ def check_group(group: Any, world_size: int | None) -> bool:
         RuntimeError: If the ranks cannot be dealt out in sets of that size.
     """
     if is_pair(group):
-        for part in group:
-            if is_pair(part):
-                raise ValueError(f"Unsure how to setup process_group={group!r}: a pair within a pair. {_ACCEPTED}.")
-            check_group(part, world_size)
+        _check_pair(group, world_size)
         return True
     if isinstance(group, str) and world_size is not None:
         ranks_of(group, 0, world_size, dist.get_local_world_size())
     elif _is_ranks(group):
-        if len(set(group)) < len(group) or (world_size is not None and not 0 <= min(group) <= max(group) < world_size):
+        ranks: Any = sorted(group)
+        if len(set(ranks)) < len(ranks) or (world_size is not None and not 0 <= ranks[0] <= ranks[-1] < world_size):
             numbers = "" if world_size is None else f" between 0 and {world_size - 1}"
             raise ValueError(f"process_group={group!r} is no list of ranks, each once. Give numbers{numbers}.")
     elif not isinstance(group, str) and not isinstance(group, tdist.ProcessGroup):
         raise ValueError(f"Unsure how to setup process_group={group!r}. {_ACCEPTED}.")
     return False
+
+
+def _check_pair(pair: Any, world_size: int | None) -> None:
+    for part in pair:
+        if is_pair(part):
+            raise ValueError(f"Unsure how to setup process_group={pair!r}: a pair within a pair. {_ACCEPTED}.")
+        check_group(part, world_size)
+    if world_size is not None and all(isinstance(part, str) for part in pair):
+        local = dist.get_local_world_size()
+        check_grids(pair, *([ranks_of(part, rank, world_size, local) for rank in range(world_size)] for part in pair))
+
+
+def check_grids(pair: Any, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> None:
+    """Refuse groups of two kinds that do not cross each other as the rows and columns of grids.
+
+    Args:
+        pair: What a user gave.
+        shares: Of each rank, those that it shares with, ascending.
+        replicas: Of each rank, those that it replicates with, ascending.
+
+    Raises:
+        ValueError: If a rank's columns are not those of the ranks in its row.
+    """
+    checked: set[int] = set()
+    for rank in range(len(shares)):
+        if rank in checked:
+            continue
+        rows = [shares[other] for other in replicas[rank]]
+        for place, member in enumerate(shares[rank]):
+            if [row[place] for row in rows if place < len(row)] != list(replicas[member]):
+                raise ValueError(
+                    f"process_group={pair!r}: rank {rank} would share with {list(shares[rank])} and replicate with "
+                    f"{list(replicas[rank])}, which are not the row and the column of a grid of ranks. Give a pair "
+                    f"such as ('node', 'local_rank_across_nodes') or ('setK', 'modK') with the same number K."
+                )
+        checked.update(member for row in rows for member in row)
+
+
+def size_of_group(group: Any, world_size: int, local_world_size: int) -> int:
+    """Return how many ranks a group has that is no pair."""
+    if isinstance(group, str):
+        return len(ranks_of(group, 0, world_size, local_world_size))
+    return group.size() if isinstance(group, tdist.ProcessGroup) else len(group)
 
 
 def is_pair(group: Any) -> bool:

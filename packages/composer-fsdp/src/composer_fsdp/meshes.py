@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composer_dist import dist
 from composer_fsdp.checks import HYBRID_STRATEGIES
 from composer_fsdp.degrees import AXES
-from composer_fsdp.groups import GroupCache, is_pair
+from composer_fsdp.groups import GroupCache, check_grids, is_pair
 from composer_fsdp.plan import ShardingPlan
 
 __all__ = ["Meshes"]
@@ -36,7 +36,7 @@ class Meshes:
         self.device_type = device_type
         self._groups = GroupCache()
         self._of_groups: dict[tuple[Any, ...], DeviceMesh] = {}
-        self.whole = plan.device_mesh if plan.device_mesh is not None else whole
+        self.whole: DeviceMesh | None = plan.device_mesh if plan.device_mesh is not None else whole
         if self.whole is None and plan.degrees:
             self.whole = init_device_mesh(device_type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
         self.tensor = plan.tp_device_mesh
@@ -48,10 +48,12 @@ class Meshes:
     def _data_mesh(self, plan: ShardingPlan) -> DeviceMesh:
         if plan.sharding_strategy == "NO_SHARD":
             return self._replicating(plan)
+        if plan.device_mesh is not None:
+            return plan.device_mesh
         if self.whole is None:
             return self.of_groups(*self._groups_of(plan))
         if self.whole.mesh_dim_names is None or AXES[1] not in self.whole.mesh_dim_names:
-            return self.whole  # a user's own, with names of their own
+            return self.whole  # somebody's own, with names of their own
         return self.whole[AXES[:2]] if AXES[0] in self.whole.mesh_dim_names else self.whole[AXES[1]]
 
     def _replicating(self, plan: ShardingPlan) -> DeviceMesh:
@@ -91,8 +93,10 @@ class Meshes:
                 self._of_groups[key] = DeviceMesh.from_group(shard_group, self.device_type)
             return self._of_groups[key]
         replicate_group = self._groups.get(replicate)
-        rows = dist.all_gather_object(self._ranks(shard_group))
-        return self._from_ranks([rows[rank] for rank in self._ranks(replicate_group)], shard_group, replicate_group)
+        of_ranks = dist.all_gather_object((self._ranks(shard_group), self._ranks(replicate_group)))
+        check_grids((shard, replicate), [ranks for ranks, _ in of_ranks], [ranks for _, ranks in of_ranks])
+        rows = [of_ranks[rank][0] for rank in self._ranks(replicate_group)]
+        return self._from_ranks(rows, shard_group, replicate_group)
 
     def across(self, shard: Any) -> Any:
         """Return, as a list of ranks, those that have this rank's place in the other groups of a kind."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from composer_dist import dist
 from composer_fsdp.names import clean_name
 from composer_fsdp.placements import own_region
+from composer_fsdp.wrap_rules import stays_whole
 
 __all__ = ["Beginning", "agree_on_beginning", "initialize", "materialize", "state_to_share", "take_rank_zero_state"]
 
@@ -95,22 +96,24 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
     """Fill the weights of a sharded model that is on the meta device, alike however many ranks share them.
 
     A module that has parameters or buffers itself is filled by `param_init_fn(module)` of the nearest of its ancestors
-    that has one, itself included, or else by its `reset_parameters()`. Each is called once, children first. The
-    function sees whole tensors of that module: every rank draws them, and keeps its shard.
+    that has one, itself included, or else by the default, or else by its `reset_parameters()`. Each is called once,
+    children first. The function sees whole tensors of that module: every rank draws them, and keeps its shard.
 
     Args:
         model: Sharded, on the meta device.
         device: Where its tensors go.
-        default: Called with modules that have neither a `param_init_fn` nor a `reset_parameters`.
+        default: Called with modules for which there is no `param_init_fn`.
 
     Raises:
         ValueError: If a module has neither, and there is no default.
-        AssertionError: If a parameter is not sharded.
+        TypeError: If a `param_init_fn` is no function.
+        AssertionError: If a parameter is not sharded although it could be.
     """
     pending = [
         (module, _init_function(name, module, ancestors, default)) for name, module, ancestors in _to_fill(model)
     ]
-    whole = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DTensor)]
+    on_meta = [(name, p) for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DTensor)]
+    whole = [name for name, parameter in on_meta if not stays_whole(parameter)]
     if whole:
         # They would be made anew, each rank's with numbers of its own, and lose what they share with others.
         raise AssertionError(
@@ -129,8 +132,16 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
+    whole: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
+                whole.setdefault(parameter, []).append((module, name))
     # The children are what was sharded, whose own `_apply` knows of it, unless the model itself was.
     model._apply(move)
+    for (first, name), *others in whole.values():  # what is not sharded was made anew for each of its names
+        for module, other_name in others:
+            module._parameters[other_name] = first._parameters[name]
 
 
 def _to_fill(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
@@ -157,11 +168,16 @@ def _init_function(
         function = getattr(holder, "param_init_fn", None)
         if callable(function):
             return function
+        if function is not None:
+            raise TypeError(
+                f"param_init_fn={function!r} of a {type(holder).__name__} is no function. Define param_init_fn(self, "
+                f"module), which fills the weights of a module."
+            )
+    if default is not None:
+        return default
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         return lambda _: reset()
-    if default is not None:
-        return default
     raise ValueError(
         f"the module {name!r} ({type(module).__name__}) is on the meta device and has neither param_init_fn and "
         f"reset_parameters to fill its weights: neither it nor a module that holds it defines param_init_fn(module), "

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _NormBase  # no public name covers the BatchNorm and InstanceNorm families
 
 from composer_dist import Precision
@@ -32,6 +32,7 @@ _NAMES = {
 }
 _FLOAT8 = ["float8", "torch.float8", "fp8", "amp_fp8"]
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names.split()}
+_OF_TORCH = frozenset(map(str, _NAMES))  # as a plan writes down the precision of who gave a torch.dtype
 _KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 
@@ -59,16 +60,16 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return a format by any of its names.
 
     Raises:
-        ValueError: If it has no such name.
+        ValueError: If it has no such name, or is no format of real numbers.
 
     Example:
         >>> to_dtype("bf16")
         torch.bfloat16
     """
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
         return dtype
     name = dtype.lower() if isinstance(dtype, str) else ""
-    if name in _FLOAT8:
+    if name in _FLOAT8 or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         warnings.warn(
             f"{dtype!r}: weights are gathered in bfloat16; layers of TransformerEngine then compute in float8.",
             UserWarning,
@@ -77,7 +78,8 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
         return torch.bfloat16
     if name not in _DTYPES:
         raise ValueError(
-            f"Unable to interpret precision {dtype!r} as a dtype. Use a torch.dtype or one of {', '.join(_DTYPES)}."
+            f"Unable to interpret precision {dtype!r} as a dtype. Use a floating-point torch.dtype or one of "
+            f"{', '.join(_DTYPES)}."
         )
     return _DTYPES[name]
 
@@ -86,7 +88,8 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
     """Return the formats that a `mixed_precision` setting means.
 
     Args:
-        mixed_precision: `'FULL'`, `'DEFAULT'`, `'PURE'` in any case, a dict, or a `MixedPrecisionPolicy`.
+        mixed_precision: `'FULL'`, `'DEFAULT'`, `'PURE'` in any case, a dict, or torch's own `MixedPrecision` or
+            `MixedPrecisionPolicy`.
         precision: In which the run computes.
 
     Raises:
@@ -101,6 +104,11 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
     if isinstance(mixed_precision, MixedPrecisionPolicy):
         full = torch.float32
         return Dtypes(mixed_precision.param_dtype or full, mixed_precision.reduce_dtype or full, full)
+    if isinstance(mixed_precision, MixedPrecision):
+        full = torch.float32
+        param = mixed_precision.param_dtype or full
+        # Of this one torch says that gradients are reduced in the weights' format unless they have one of their own.
+        return Dtypes(param, mixed_precision.reduce_dtype or param, mixed_precision.buffer_dtype or full)
     if isinstance(mixed_precision, Mapping):
         for key in mixed_precision:
             if key not in _KEYS:
@@ -108,7 +116,9 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
                     f"Unable to interpret mixed_precision={mixed_precision!r}: its key {key!r} is none. "
                     f"{explain_key(key, _KEYS)}"
                 )
-        given = {key.removesuffix("_dtype"): to_dtype(value) for key, value in mixed_precision.items() if value}
+        given = {
+            key.removesuffix("_dtype"): to_dtype(value) for key, value in mixed_precision.items() if value is not None
+        }
         return Dtypes(**given)
     name = mixed_precision.upper() if isinstance(mixed_precision, str) else ""
     if name not in ("FULL", "DEFAULT", "PURE"):
@@ -118,6 +128,8 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
         )
     if name == "FULL":
         return Dtypes()
+    if isinstance(precision, str) and precision in _OF_TORCH:
+        precision = _DTYPES[precision]
     dtype = to_dtype(precision if isinstance(precision, torch.dtype) else Precision(precision).value)
     return Dtypes(dtype, torch.float32 if name == "DEFAULT" else dtype, dtype)
 

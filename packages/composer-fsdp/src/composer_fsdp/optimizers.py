@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -87,8 +88,22 @@ def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], 
             # In place: optimizers that wrap another one share its lists.
             group["params"][:] = [after[names[p]] if p in names else p for p in group["params"]]
             sharded = [isinstance(parameter, DTensor) for parameter in group["params"]]
-            if any(sharded) and not all(sharded) and group.get("foreach", False) is None:
-                group["foreach"] = False  # torch's operations on lists take tensors of one kind
+            if any(sharded) and not all(sharded):
+                _take_one_by_one(group)
+
+
+def _take_one_by_one(group: dict[str, Any]) -> None:
+    """Let an optimizer not work on lists of tensors, which have to be of one kind for torch."""
+    for name in ("foreach", "fused"):
+        if group.get(name):
+            warnings.warn(
+                f"{name}=True is not followed: a group of the optimizer has parameters that are sharded and such that "
+                f"are not, of which torch takes no list. Put the latter into a group of their own.",
+                UserWarning,
+                stacklevel=3,
+            )
+        if name in group:
+            group[name] = False
 
 
 @contextmanager

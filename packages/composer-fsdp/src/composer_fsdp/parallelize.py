@@ -9,10 +9,13 @@ from torch.optim import Optimizer
 
 from composer_dist import Precision, dist, get_device, seed_context
 from composer_dist.devices import Device
+from composer_fsdp.agreement import agreed
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
-from composer_fsdp.plan import make_plan
+from composer_fsdp.plan import ShardingPlan, make_plan
 from composer_fsdp.policies import function_of_policy
 from composer_fsdp.sharding import ShardedModel, shard_model
+from composer_fsdp.unit_options import WrapFunction
+from composer_fsdp.whole_gradients import average_after_backward
 
 __all__ = ["parallelize_composer_model", "parallelize_model"]
 
@@ -31,6 +34,8 @@ def parallelize_model(
 ) -> ShardedModel:
     """Shard a module, in place, the module itself being the outermost unit. Every rank must call this.
 
+    A backward pass averages the gradients over the ranks, also of what is not sharded.
+
     Args:
         model: Any module. Which of its descendants are units of their own its `fsdp_wrap_fn(module)` says, and
             the other rules of `composer_fsdp.wrap_rules`.
@@ -40,7 +45,7 @@ def parallelize_model(
         fsdp_wrap_policy: In place of the module's `fsdp_wrap_fn`: a function like it, or one of torch's policies.
         activation_checkpointing_check_fn: In place of the `activation_checkpointing_fn` of its children.
         param_init_fn: Fills the weights of a module, of those that have no `param_init_fn` of their own, where the
-            model is on the meta device.
+            model is on the meta device. By default its `reset_parameters()` does.
         device: Where this rank computes; the best of this machine when `None`.
         seed: With which weights are drawn that are on the meta device. The same on every rank.
 
@@ -49,6 +54,7 @@ def parallelize_model(
 
     Raises:
         ValueError, KeyError, RuntimeError: If model, optimizer and settings do not go together.
+        TypeError: If one of them is none.
     """
     return _parallelize(
         model,
@@ -58,7 +64,7 @@ def parallelize_model(
         device,
         seed,
         wraps_itself=True,
-        wrap_fn=function_of_policy(model, fsdp_wrap_policy),
+        policy=fsdp_wrap_policy,
         check_fn=activation_checkpointing_check_fn,
         param_init_fn=param_init_fn,
     )
@@ -88,6 +94,7 @@ def parallelize_composer_model(
 
     Raises:
         ValueError, KeyError, RuntimeError: If model, optimizer and settings do not go together.
+        TypeError: If one of them is none.
     """
     return _parallelize(composer_model, config, optimizer, precision, device, seed)
 
@@ -100,23 +107,43 @@ def _parallelize(
     device: str | Device | None,
     seed: int,
     *,
+    wraps_itself: bool = False,
+    policy: Any = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     check_fn: Callable[[nn.Module], bool] | None = None,
-    **rules: Any,
 ) -> ShardedModel:
     chosen = get_device(device)
     if precision is None:
         precision = "amp_fp16" if chosen.name == "gpu" else "fp32"
-    plan = make_plan(config, precision=precision, world_size=dist.get_world_size(), stacklevel=3)
+
+    def settle() -> tuple[ShardingPlan, WrapFunction | None]:
+        _check_kinds(model, optimizer, param_init_fn)
+        plan = make_plan(config, precision=precision, world_size=dist.get_world_size(), stacklevel=5)
+        return plan, function_of_policy(model, policy)
+
+    plan, wrap_fn = agreed(settle, lambda _: {})  # what they say is compared with all else, once there are units
     dist.initialize_dist(chosen)
-    if param_init_fn is not None and getattr(model, "param_init_fn", None) is None:
-        rules["param_init_fn"] = param_init_fn
     with seed_context(seed):
-        return shard_model(
+        sharded = shard_model(
             model,
             plan,
             device=torch.device(chosen.torch_device),
             optimizers=[] if optimizer is None else [optimizer],
+            wraps_itself=wraps_itself,
+            wrap_fn=wrap_fn,
             check_fn=check_fn,
-            **rules,
+            param_init_fn=param_init_fn,
         )
+    average_after_backward(sharded.whole)
+    return sharded
+
+
+def _check_kinds(model: Any, optimizer: Any, param_init_fn: Any) -> None:
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{name}={value!r} is a {type(value).__name__}. Give the {name} itself, one of "
+                f"{'torch.nn.Module' if kind is nn.Module else 'torch.optim'}."
+            )
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn={param_init_fn!r} is no function. Give one that fills the weights of a module.")

@@ -11,6 +11,7 @@ from composer_fsdp.checks import (
     STRATEGIES,
     check_flags,
     check_fsdp,
+    check_mesh,
     check_reshard,
     check_tensor_parallel,
     number_of_parameters,
@@ -140,6 +141,7 @@ def make_plan(
 
     Raises:
         ValueError: If a setting is none of those that there are, or contradicts another.
+        TypeError: If the settings are of another kind, such as a dict.
         ModuleNotFoundError: If TransformerEngine is asked for and not installed.
 
     Example:
@@ -148,6 +150,11 @@ def make_plan(
         >>> plan.sharding_strategy, dict(plan.degrees)
         ('HYBRID_SHARD', {'data_parallel_replicate': 2, 'data_parallel_shard': 4})
     """
+    if not isinstance(config, ParallelismConfig | FSDPConfig | FSDP2Config):
+        raise TypeError(
+            f"the settings are {config!r}, a {type(config).__name__}. Give an FSDPConfig, an FSDP2Config or a "
+            f"ParallelismConfig; FSDPConfig(**settings) makes one of a dict."
+        )
     if not isinstance(config, ParallelismConfig):
         is_narrow = isinstance(config, FSDP2Config)
         config = ParallelismConfig(fsdp2=config) if is_narrow else ParallelismConfig(fsdp=config)
@@ -165,26 +172,33 @@ def make_plan(
         "precision": str(precision.value if isinstance(precision, Precision) else precision),
         "dtypes": resolve_dtypes(own.mixed_precision, precision),
         "verbose": bool(own.verbose),
-        "tensor_parallel_degree": 1 if tp is None else tp.tensor_parallel_degree,
         "layer_plan": None if tp is None else (tp.layer_plan or {}),
         "tp_device_mesh": None if tp is None else tp.device_mesh,
     }
     if isinstance(own, FSDP2Config):
-        plan = ShardingPlan(version=2, **shared, **_from_fsdp2(own, tp, world_size))
-        check_reshard(plan.reshard_after_forward, plan.shard_degree)
-        return plan
-    return ShardingPlan(version=1, **shared, **_from_fsdp(own, tp, world_size, stacklevel + 1))
+        shared |= _from_fsdp2(own, tp, world_size, stacklevel + 1)
+    else:
+        shared |= _from_fsdp(own, tp, world_size, stacklevel + 1)
+    if tp is not None:  # -1 is filled in by now
+        shared["tensor_parallel_degree"] = shared["degrees"].get(AXES[2], tp.tensor_parallel_degree)
+    plan = ShardingPlan(version=2 if isinstance(own, FSDP2Config) else 1, **shared)
+    check_reshard(plan.reshard_after_forward, plan.shard_degree)
+    return plan
 
 
-def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int) -> dict[str, Any]:
+def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
     mesh, reshard = config.device_mesh, config.reshard_after_forward
-    if mesh is not None and tp is not None:
-        _check_both_meshes(mesh, tp, world_size)
-    if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"device_mesh={mesh!r} has {mesh.ndim} axes. Give one axis to shard over, or two, of which the first "
-            f"replicates."
-        )
+    if mesh is not None:
+        check_mesh(mesh, world_size)
+        if tp is not None:
+            _check_both_meshes(mesh, tp, world_size)
+        elif mesh.size() < world_size:
+            warn(
+                f"device_mesh={mesh!r} has {mesh.size()} of the {world_size} ranks, so that the ranks of each such "
+                f"mesh train a model of their own, unless they hold its tensors or its layers together. Leave it out "
+                f"to share one model among all ranks.",
+                stacklevel + 1,
+            )
     axes = 1 if mesh is None else mesh.ndim
     strategy = "FULL_SHARD" if reshard else "SHARD_GRAD_OP"
     return {
@@ -221,8 +235,11 @@ def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stackle
             stacklevel + 1,
         )
         group = None
-    if group is not None:
-        check_group(group, world_size)
+    if group is not None and check_group(group, world_size) and config.sharding_strategy == "NO_SHARD":
+        raise ValueError(
+            f"process_group={group!r} is a pair, and sharding_strategy='NO_SHARD' shares nothing. Give the one group "
+            f"that replicates, or another strategy."
+        )
     if config.sharding_strategy == "NO_SHARD" and tp is not None:
         raise ValueError(
             "sharding_strategy='NO_SHARD' does not go with tensor parallelism. Use 'FULL_SHARD' with "

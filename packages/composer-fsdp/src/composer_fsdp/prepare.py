@@ -17,6 +17,7 @@ from composer_fsdp.plan import make_plan
 from composer_fsdp.policies import function_of_policy
 from composer_fsdp.sharding import shard_model
 from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
+from composer_fsdp.whole_gradients import average_after_backward
 
 __all__ = ["apply_fully_shard", "prepare_fsdp_module", "prepare_fully_shard", "prepare_tp_module"]
 
@@ -49,6 +50,7 @@ def prepare_fsdp_module(
     plan = make_plan(fsdp_config, precision=precision, world_size=dist.get_world_size(), stacklevel=2)
     with seed_context(seed):
         sharded = shard_model(model, plan, device=chosen.torch_device, optimizers=several)
+    average_after_backward(sharded.whole)
     return [], {unit.name: unit.module for unit in sharded.units}
 
 
@@ -96,7 +98,9 @@ def prepare_fully_shard(
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     plan = make_plan(config, precision=precision or "fp32", world_size=dist.get_world_size(), stacklevel=2)
-    shard_model(model, plan, device=device, wraps_itself=True, wrap_fn=function_of_policy(model, policy))
+    wrap_fn = function_of_policy(model, policy)
+    sharded = shard_model(model, plan, device=device, wraps_itself=True, wrap_fn=wrap_fn)
+    average_after_backward(sharded.whole)
 
 
 apply_fully_shard = prepare_fully_shard

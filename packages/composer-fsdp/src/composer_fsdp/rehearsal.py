@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # nor for these
 
 from composer_dist.averaging import average_gradients
 from composer_fsdp.activation import chosen_for_checkpointing
+from composer_fsdp.choice import units_of
 from composer_fsdp.fake_world import FakeMeshes
 from composer_fsdp.memory_log import MemoryLog
 from composer_fsdp.meta_init import materialize
@@ -29,12 +30,12 @@ from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.sharding import Sharder, prefetch_ahead, wrap_activations
 from composer_fsdp.stage import Stage
 from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
-from composer_fsdp.tied import resolve_ties
-from composer_fsdp.wrap_rules import Unit, choose_units
+from composer_fsdp.wrap_rules import Unit
 
 __all__ = ["Workload", "is_composer_model", "rehearse"]
 
 _STEPS = 2  # the first has no optimizer state yet
+_MAX_SAID = 300  # letters of an error of the model's
 _DEVICE = torch.device("cpu")  # of tensors without values, so that it need not be there
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -92,12 +93,12 @@ def rehearse(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
 
     Raises:
         ValueError, KeyError: If model and plan do not go together.
-        RuntimeError: If the model looks at values, of which there are none.
+        RuntimeError: If the model looks at values, of which there are none, or its training step fails otherwise.
     """
     stage = Stage()
     no_values = FakeTensorMode(allow_non_fake_inputs=True)
     log = MemoryLog(stage.place, no_values)
-    units = resolve_ties(model, choose_units(model, plan, wraps_itself=not is_composer_model(model)), plan.tie_policy)
+    units = units_of(model, plan, wraps_itself=not is_composer_model(model))
     if plan.layer_plan is not None:
         check_layer_plan(model, plan.layer_plan)
     # Sharded on the meta device, beside which there are values, as the numbers of ranks in meshes.
@@ -288,6 +289,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer:
+    if not parameters:
+        raise ValueError(
+            "no parameter of the model needs gradients, so that there is nothing to train. Give a model with "
+            "requires_grad=True for some."
+        )
     optimizer = work.optimizer(parameters)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer={work.optimizer!r} made {optimizer!r}, which is no torch.optim.Optimizer.")
@@ -299,6 +305,7 @@ def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer
 
 @contextmanager
 def _explained_failures() -> Iterator[None]:
+    """Say of what a user's code fails at that it is the user's."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real run is going to give them
@@ -307,4 +314,12 @@ def _explained_failures() -> Iterator[None]:
         raise RuntimeError(
             f"the model asks for the values of a tensor ({error}), and here there are only shapes. Leave out what "
             f"does, such as .item() and masks as indices, or measure a real step."
+        ) from error
+    except (ValueError, TypeError):  # as what is refused here, which says what to do
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_SAID]}".rstrip(" .:")
+        raise RuntimeError(
+            f"a training step of the model fails with {said}. Give a batch, a loss and an optimizer with which it "
+            f"trains without sharding."
         ) from error

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from composer_dist import dist
 from composer_fsdp import meta_init
 from composer_fsdp.activation import apply_ac
-from composer_fsdp.agreement import warn_of_different_weights
+from composer_fsdp.agreement import agreed, warn_of_different_weights
 from composer_fsdp.choice import choose
 from composer_fsdp.groups import is_pair
 from composer_fsdp.meshes import Meshes
@@ -32,7 +33,7 @@ from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.prefetch import Prefetching
 from composer_fsdp.tensor_parallel import split_tensors
 from composer_fsdp.tied import check_param_tying
-from composer_fsdp.wrap_rules import Unit
+from composer_fsdp.wrap_rules import Unit, stays_whole
 
 __all__ = ["ShardedModel", "Sharder", "prefetch_ahead", "shard_model", "wrap_activations"]
 
@@ -110,7 +111,7 @@ def shard_model(
         wraps_itself: Whether the model itself is the root, in place of its children.
         wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
         check_fn: In place of the `activation_checkpointing_fn` of the children.
-        param_init_fn: Fills weights on the meta device where no module says how.
+        param_init_fn: Fills weights on the meta device for which no module has a function of that name.
 
     Raises:
         ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not go together.
@@ -132,7 +133,8 @@ def shard_model(
         if beginning is meta_init.Beginning.RANK_ZERO:
             meta_init.take_rank_zero_state(model, state, sharder.storage)
         elif beginning is meta_init.Beginning.META:
-            meta_init.initialize(model, sharder.storage, param_init_fn)
+            # No rank waits for another in it, so that all can be told of one whose function fails.
+            agreed(partial(meta_init.initialize, model, sharder.storage, param_init_fn), lambda _: {})
     _move_the_rest(model, device)
     rebuild(optimizers, choice.names, model)
     sharded = ShardedModel(
@@ -170,12 +172,15 @@ class Sharder:
             "reshard_after_forward": self.reshard_of(unit),
             "mp_policy": dtypes.policy(output_dtype=self._output_dtype(unit, dtypes)),
             "offload_policy": self._offload_of(unit),
-            "ignored_params": self._ignored,
         }
         if "shard_placement_fn" in options:
             settings["shard_placement_fn"] = options["shard_placement_fn"]
         modules = [unit.module, *unit.partners]
-        fully_shard(modules if unit.partners else unit.module, **settings)
+        settings["ignored_params"] = self._ignored | {p for m in modules for p in m.parameters() if stays_whole(p)}
+        try:
+            fully_shard(modules if unit.partners else unit.module, **settings)
+        except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
+            raise type(error)(f"{unit.name or 'the model'!r} cannot be sharded as a unit: {error}") from error
         for module in modules:
             for inner in _own_modules(module):
                 cast_buffers(inner, dtypes.buffer)

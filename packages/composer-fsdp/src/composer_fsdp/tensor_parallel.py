@@ -1,25 +1,27 @@
 """Splitting single tensors over ranks, before the parts are sharded."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from composer_fsdp.keys import explain_key
+from composer_fsdp.names import clean_name
 
 __all__ = ["check_layer_plan", "split_tensors"]
 
 
 def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
-    """Refuse a plan that names modules which there are not, and warn of one that splits nothing.
+    """Refuse a plan that names modules which there are not or cannot be split, and warn of one that splits nothing.
 
     Raises:
-        ValueError: If a pattern fits no module, or its value is no `ParallelStyle`.
+        ValueError: If a pattern fits no module, its value is no `ParallelStyle` or none for such a module, or if it
+            would split a weight that another module has, too.
     """
     if not layer_plan and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         warnings.warn(
@@ -29,15 +31,45 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
             UserWarning,
             stacklevel=2,
         )
-    names = [name for name, _ in model.named_modules() if name]
+    modules = {name: module for name, module in model.named_modules() if name}
+    owners = _owners(model)
     for pattern, style in layer_plan.items():
         if not isinstance(style, ParallelStyle):
             raise ValueError(
                 f"layer_plan[{pattern!r}]={style!r} is no ParallelStyle. Use one of torch.distributed.tensor.parallel, "
                 f"such as ColwiseParallel()."
             )
-        if not any(_fits(name, pattern) for name in names):
-            raise ValueError(f"layer_plan has {pattern!r}, which fits no module. {explain_key(pattern, names)}")
+        fitting = [name for name in modules if _fits(name, pattern)]
+        if not fitting:
+            raise ValueError(f"layer_plan has {pattern!r}, which fits no module. {explain_key(pattern, modules)}")
+        for name in fitting:
+            _check_module(pattern, style, name, modules[name], owners)
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(clean_name(name))
+    return owners
+
+
+def _check_module(
+    pattern: str, style: ParallelStyle, name: str, module: nn.Module, owners: Mapping[nn.Parameter, Sequence[str]]
+) -> None:
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return  # what others do to a module only they know
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ValueError(
+            f"layer_plan[{pattern!r}] is a {type(style).__name__} and fits {name!r}, a {type(module).__name__}. It "
+            f"splits nn.Linear and nn.Embedding; name these inside of the module."
+        )
+    shared = [names for p in module.parameters() if len(names := owners[p]) > 1]
+    if shared:
+        raise ValueError(
+            f"layer_plan[{pattern!r}] would split {shared[0][0]!r}, which is the same weight as {shared[0][1]!r} and "
+            f"would no longer be. Leave the module out of the plan, or give each a weight of its own."
+        )
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh, layer_plan: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Weights that several modules share, which may not be torn apart."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -31,14 +31,22 @@ def get_standalone_and_tied_modules(modules: Sequence[nn.Module]) -> tuple[list[
     return standalone, tied
 
 
-def legalize_param_sharing_between_modules(model: nn.Module, modules_to_shard: Sequence[nn.Module]) -> None:
-    """Refuse modules that share weights with a part of the model which is sharded otherwise.
+def legalize_param_sharing_between_modules(
+    model: nn.Module, modules_to_shard: Sequence[nn.Module], whole: Collection[nn.Parameter] = ()
+) -> None:
+    """Refuse modules that share weights with a part of the model which is sharded otherwise, or not at all.
+
+    Args:
+        model: With all of them.
+        modules_to_shard: Each by itself.
+        whole: Parameters that are not sharded wherever they are, which anybody may share.
 
     Raises:
         ValueError: If a module outside of those to be sharded has one of their weights.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    owner = {id(p): module for module in modules_to_shard for p in module.parameters()}
+    spared = set(map(id, whole))
+    owner = {id(p): module for module in modules_to_shard for p in module.parameters() if id(p) not in spared}
     listed = {id(module) for module in modules_to_shard}
     for module in _outside(model, listed, set()):
         for parameter in module.parameters(recurse=False):
@@ -68,23 +76,26 @@ def check_param_tying(model: nn.Module) -> Iterator[None]:
         )
 
 
-def resolve_ties(model: nn.Module, units: Sequence[Unit], policy: str) -> list[Unit]:
+def resolve_ties(
+    model: nn.Module, units: Sequence[Unit], policy: str, whole: Collection[nn.Parameter] = ()
+) -> list[Unit]:
     """Return units of which no two share weights, each after those inside it.
 
     Args:
         model: Whose units they are.
         units: As they were chosen.
         policy: What becomes of units that do: `'error'`, or `'group'` to make them one.
+        whole: Parameters that are not sharded wherever they are, which anybody may share.
 
     Raises:
         ValueError: If units share weights and may not be made one, or if they share them with what is no unit.
     """
-    resolved = list(units)
+    resolved, spared = list(units), set(map(id, whole))
     inner = {id(unit.module): {id(m) for m in unit.module.modules()} for unit in resolved}
     for unit in units:
         for other in units:
             nested = id(other.module) in inner[id(unit.module)] or id(unit.module) in inner[id(other.module)]
-            if nested or unit not in resolved or other not in resolved or not _share(unit, other, units):
+            if nested or unit not in resolved or other not in resolved or not _share(unit, other, spared):
                 continue
             if policy != "group" or unit.is_root or other.is_root:
                 raise ValueError(
@@ -98,7 +109,8 @@ def resolve_ties(model: nn.Module, units: Sequence[Unit], policy: str) -> list[U
             unit = kept
     for root in [unit for unit in resolved if unit.is_root]:
         below = [m for u in resolved if not u.is_root and id(u.module) in inner[id(root.module)] for m in _modules(u)]
-        _refuse_ties_outwards(root.module, below)
+        _refuse_ties_outwards(root.module, below, whole)
+    legalize_param_sharing_between_modules(model, [m for u in resolved if u.is_root for m in _modules(u)], whole)
     return resolved
 
 
@@ -106,19 +118,19 @@ def _modules(unit: Unit) -> tuple[nn.Module, ...]:
     return (unit.module, *unit.partners)
 
 
-def _share(unit: Unit, other: Unit, units: Sequence[Unit]) -> bool:
-    own = {id(p) for module in _modules(unit) for p in module.parameters()}
+def _share(unit: Unit, other: Unit, spared: set[int]) -> bool:
+    own = {id(p) for module in _modules(unit) for p in module.parameters()} - spared
     return unit is not other and any(id(p) in own for module in _modules(other) for p in module.parameters())
 
 
-def _refuse_ties_outwards(root: nn.Module, below: Sequence[nn.Module]) -> None:
+def _refuse_ties_outwards(root: nn.Module, below: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> None:
     """Refuse units that share weights with a part of the root's own unit, at any depth of units."""
-    legalize_param_sharing_between_modules(root, below)
+    legalize_param_sharing_between_modules(root, below, whole)
     for module in below:
         inside = {id(m) for m in module.modules()} - {id(module)}
         deeper = [other for other in below if id(other) in inside]
         if deeper:
-            legalize_param_sharing_between_modules(module, deeper)
+            legalize_param_sharing_between_modules(module, deeper, whole)
 
 
 def _outside(module: nn.Module, listed: set[int], seen: set[int]) -> Iterator[nn.Module]:

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import dist
-from composer_fsdp.checks import HYBRID_STRATEGIES, PREFETCHES, STRATEGIES, check_reshard, warn
+from composer_fsdp.checks import HYBRID_STRATEGIES, PREFETCHES, STRATEGIES, check_mesh, check_reshard, warn
 from composer_fsdp.config import FSDP2Config
-from composer_fsdp.groups import check_group
+from composer_fsdp.groups import check_group, is_pair, size_of_group
 from composer_fsdp.keys import by_name, explain_key
 from composer_fsdp.mixed_precision import resolve_dtypes
 from composer_fsdp.plan import ShardingPlan
@@ -116,8 +116,6 @@ def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
         value = options.get(key, accepted[0])
         if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in accepted:
             raise ValueError(f"{key}={value!r} is none that there is. Use one of {', '.join(map(repr, accepted))}.")
-    own_ranks = options.keys() & {"process_group", "device_mesh"}
-    check_reshard(options.get("reshard_after_forward", True), None if own_ranks else plan.shard_degree)
     limit = options.get("forward_prefetch_limit", 1)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"forward_prefetch_limit={limit!r} is not a number of modules: it has to be 1 or more.")
@@ -129,12 +127,28 @@ def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
             f"sharding_strategy={strategy!r} of a single module does not go with tensor parallelism. Use 'FULL_SHARD' "
             f"or 'SHARD_GRAD_OP', or leave it out."
         )
-    mesh = options.get("device_mesh")
-    if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2)):
-        raise ValueError(
-            f"device_mesh={mesh!r} is no DeviceMesh with one axis to shard over, or two of which the first replicates."
-        )
+    if options.get("device_mesh") is not None:
+        check_mesh(options["device_mesh"], dist.get_world_size())
     if options.get("process_group") is not None:
         check_group(options["process_group"], dist.get_world_size())
     if "mixed_precision" in options:
         resolve_dtypes(options["mixed_precision"], plan.precision)
+    check_reshard(options.get("reshard_after_forward", True), _shard_degree(options, plan))
+
+
+def _shard_degree(options: Mapping[str, Any], plan: ShardingPlan) -> int | None:
+    """Return over how many ranks a unit is going to be sharded, as far as no rank has to ask another one."""
+    mesh: DeviceMesh | None = options.get("device_mesh", plan.device_mesh)
+    group: Any = options.get("process_group")
+    strategy = str(options.get("sharding_strategy")).upper()
+    if mesh is not None:
+        return mesh.shape[-1]
+    if group is None and strategy == "NO_SHARD":
+        return 1
+    if group is None and strategy in HYBRID_STRATEGIES and not plan.replicates:
+        group = "node"
+    group = plan.process_group if group is None and not plan.degrees else group
+    if group is None:
+        return plan.shard_degree
+    group = group[0] if is_pair(group) else group
+    return size_of_group(group, dist.get_world_size(), dist.get_local_world_size())

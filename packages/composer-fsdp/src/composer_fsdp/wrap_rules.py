@@ -8,7 +8,8 @@ the first rule that speaks decides:
 3. its size: at least `min_params` parameters that no unit inside it takes. It also overrules a `False` of rule 2.
 
 A direct child with `_fsdp_wrap = False` is left alone. Metrics and modules without parameters are passed over, and so
-are modules that are reached a second time.
+are modules that are reached a second time. What only holds others, such as a `ModuleList` or a `ParameterList`,
+computes nothing and is no unit.
 """
 
 import sys
@@ -18,12 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from composer_fsdp.mixed_precision import has_running_statistics
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.unit_options import WrapFunction, answer_of, check_options, function_of
 
-__all__ = ["Unit", "WrapFunction", "choose_units", "roots_of"]
+__all__ = ["Unit", "WrapFunction", "choose_units", "has_forward", "roots_of", "stays_whole"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +88,26 @@ def roots_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
     for name, child in model.named_children():
         if _is_metric(child) or getattr(child, "_fsdp_wrap", None) is False:
             continue
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
-            yield from roots_of(child, f"{prefix}{name}.")  # a container computes nothing that could be a unit
+        if _is_container(child):
+            yield from roots_of(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
 
 
 def own_parameters(module: nn.Module, taken: set[int], ignored: set[int]) -> list[nn.Parameter]:
     """Return the parameters of a module, each once, that nobody has taken."""
-    return [p for p in module.parameters() if id(p) not in taken and id(p) not in ignored]
+    return [p for p in module.parameters() if id(p) not in taken and id(p) not in ignored and not stays_whole(p)]
+
+
+def stays_whole(parameter: nn.Parameter) -> bool:
+    """Say whether there is nothing to share out of a parameter: a single number without a dim, or no number at all."""
+    return not is_lazy(parameter) and (parameter.ndim == 0 or parameter.numel() == 0)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Say whether a module computes anything when it is called, or names the methods that do."""
+    defines = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return defines or bool(getattr(module, "fsdp_forward_methods", ()))
 
 
 class _Rules:
@@ -158,7 +173,8 @@ class _Rules:
         threshold = self._plan.min_params
         if threshold is None or _is_container(module):
             return False
-        return sum(p.numel() for p in own_parameters(module, self._taken, self._ignored)) >= threshold
+        own = own_parameters(module, self._taken, self._ignored)
+        return sum(p.numel() for p in own if not is_lazy(p)) >= threshold
 
     def _counts_in_low_precision(self, module: nn.Module) -> bool:
         dtypes = self._plan.dtypes
@@ -172,7 +188,7 @@ class _Rules:
             return
         if not own and not is_root:
             # Two modules with the very same weights: both are named, so that the check of tied weights sees them.
-            own = [p for p in module.parameters(recurse=False) if id(p) not in self._ignored]
+            own = [p for p in module.parameters(recurse=False) if id(p) not in self._ignored and not stays_whole(p)]
             if not own:
                 return
         self._taken.update(map(id, own))
@@ -182,7 +198,7 @@ class _Rules:
 
 
 def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+    return isinstance(module, _CONTAINERS) and not has_forward(module)
 
 
 def _is_metric(module: nn.Module) -> bool:
