@@ -137,7 +137,7 @@ STDLIB = Comparison(
     ),
     baseline="baseline",
     composed="both",
-    learning_rates=(2e-3, 4e-3, 6e-3),
+    learning_rates=(1e-3, 2e-3, 4e-3, 6e-3),
     train=train,
     quality="bits per byte of unseen modules",
     percent=False,
