@@ -135,7 +135,8 @@ class Runner:
         if case.name == RECIPE:
             variables["GPU_CHECK_RECIPE_MINUTES"] = str(min(self._recipe_minutes, (left_s - LEAST_S) / 60))
         answer, log = self._folder / f"{case.name}.json", self._folder / f"{case.name}.log"
-        command = [sys.executable, "-m", "gpu_cases", f"{case.package}.{case.name}", self._device, str(answer)]
+        # Unbuffered, so that what a case said before it crashed is in the log.
+        command = [sys.executable, "-u", "-m", "gpu_cases", f"{case.package}.{case.name}", self._device, str(answer)]
         start = time.monotonic()
         with open(log, "wb") as file:
             status = self._call(command, variables, file.fileno(), limit_s)
