@@ -82,7 +82,7 @@ PLAN = (
     Script("checkpoint", ("--quick",), 90.0),
     Script("checkpoint_async", ("--rounds", "3"), 120.0),
     Script("ddp", ("--rounds", "3"), 90.0),
-    Script("fsdp", ("--rounds", "3"), 90.0),
+    Script("fsdp", ("--rounds", "3"), 180.0),
 )
 
 
