@@ -146,6 +146,19 @@ def test_what_cannot_be_written_is_raised_by_the_end_of_fit(tmp_path):
     trainer.close()
 
 
+def test_a_folder_that_exists_is_left_alone_without_overwrite(tmp_path):
+    (tmp_path / "huggingface" / "ba2").mkdir(parents=True)
+    (tmp_path / "huggingface" / "ba2" / "notes.txt").write_text("mine")
+    checkpointer = HuggingFaceCheckpointer(str(tmp_path), save_interval="1ba", overwrite=False)
+    trainer = make_trainer(make_model(), callbacks=checkpointer)
+
+    with pytest.raises(FileExistsError, match=r"ba2 exists, and overwrite=False. Choose another save_folder"):
+        trainer.fit()
+    trainer.close()
+    assert os.listdir(tmp_path / "huggingface" / "ba2") == ["notes.txt"]
+    assert (tmp_path / "huggingface" / "ba1" / "config.json").is_file()
+
+
 # peft 0.21 asks models of transformers 5 by an older name of the property.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_adapter_is_trained_and_saved_alone(tmp_path):
