@@ -161,7 +161,7 @@ def _arguments(folder: Path, metadata: HuggingFaceMetadata, config: Mapping[str,
     arguments.setdefault("pip_requirements", [f"{package}=={version}" for package, version in versions])
     arguments["transformers_model"] = os.fspath(folder)
     if int(transformers.__version__.partition(".")[0]) >= 5:
-        # TODO: drop when MLflow takes a path with transformers 5, where classes of pipelines are named and not given.
+        # MLflow 3.17 fails on a path with transformers 5, where classes of pipelines are named and not given.
         model_class: Any = find_class(metadata.model_class, trust_remote_code=True)  # the trained model's own
         arguments["transformers_model"] = {
             "model": model_class.from_pretrained(folder, dtype="auto"),
