@@ -1,7 +1,9 @@
+import functools
 import math
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composer_dist import Device, SingleDevice, Strategy, get_device
 
@@ -195,3 +197,65 @@ def test_an_optimizers_own_way_to_drop_gradients_is_taken(strategy, monkeypatch,
     strategy.zero_grad(optimizer)
     assert len(calls) + optimizer.defaults.get("calls", 0) == 1
     assert (weight.grad is None) == (place == "class")
+
+
+def make_optimizer():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return torch.optim.SGD([weight], lr=0.25), weight
+
+
+def test_a_step_without_onlookers_is_the_optimizers_step(strategy):
+    optimizer, weight = make_optimizer()
+    assert strategy.step(optimizer) is None
+    assert weight.tolist() == [0.75, 0.75]
+    loss = torch.tensor(3.0)
+    assert strategy.step(optimizer, lambda: loss) is loss
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "pre of all", "post of all"])
+def test_hooks_of_a_step_are_called(strategy, kind):
+    optimizer, weight = make_optimizer()
+    seen = []
+    register = {
+        "pre": optimizer.register_step_pre_hook,
+        "post": optimizer.register_step_post_hook,
+        "pre of all": register_optimizer_step_pre_hook,
+        "post of all": register_optimizer_step_post_hook,
+    }[kind]
+    with register(lambda *_: seen.append(weight.tolist())):
+        strategy.step(optimizer)
+    strategy.step(optimizer)
+    assert seen == [[1.0, 1.0] if "pre" in kind else [0.75, 0.75]]
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_a_profiler_sees_the_step(strategy):
+    optimizer, _ = make_optimizer()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        strategy.step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.key for event in profiler.key_averages()}
+
+
+@pytest.mark.parametrize("place", ["class", "instance", "scheduler"])
+def test_a_step_that_somebody_has_wrapped_is_taken(strategy, monkeypatch, place):
+    optimizer, weight = make_optimizer()
+    calls = []
+    torchs = torch.optim.SGD.step
+
+    @functools.wraps(torchs)  # as PyTorch's own wrappers look
+    def own(self, *args):
+        calls.append(args)
+        return torchs(self, *args)
+
+    if place == "class":
+        monkeypatch.setattr(torch.optim.SGD, "step", own)
+    elif place == "instance":
+        optimizer.step = functools.partial(own, optimizer)
+    else:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    strategy.step(optimizer)
+    assert weight.tolist() == [0.75, 0.75]
+    assert calls == ([] if place == "scheduler" else [()])
+    if place == "scheduler":
+        scheduler.step()  # warns of a step that it has not seen

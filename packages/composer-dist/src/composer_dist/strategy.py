@@ -9,13 +9,13 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from composer_dist._unwatched import unwatched_step, zero_grad
 from composer_dist.devices import Device
 
 __all__ = ["Strategy", "SingleDevice"]
 
 TNumber = TypeVar("TNumber", int, float)
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
-_ZERO_GRAD = Optimizer.zero_grad  # as PyTorch has it, should somebody put another in its place
 
 
 @runtime_checkable
@@ -261,18 +261,12 @@ class SingleDevice:
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
     ) -> Any:
         """Let an optimizer move the weights, by way of the scaler if one scaled the losses."""
-        step = optimizer.step if scaler is None else partial(scaler.step, optimizer)
+        step = unwatched_step(optimizer) if scaler is None else partial(scaler.step, optimizer)
         return step() if closure is None else step(closure=closure)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an optimizer's parameters."""
-        if getattr(optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:
-            optimizer.zero_grad()
-            return
-        # What that does, without its range for the profiler, which takes longer than a small model's loss.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        zero_grad(optimizer)
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
         """Return the counts as they are."""
