@@ -68,8 +68,10 @@ def one_hangs():
 
 def test_a_rank_that_hangs_is_named_and_ended(tmp_path):
     # On a busy machine the other one may need longer too.
-    with pytest.raises(AssertionError, match=r"ranks \[(0, )?1\] did not finish within 1.5 s"):
+    with pytest.raises(AssertionError, match=r"ranks \[(0, )?1\] did not finish within 1.5 s") as caught:
         run_ranks(one_hangs, store=tmp_path / "store", timeout_s=1.5)
+    stacks = str(caught.value).partition("rank 1 was at:\n")[2]
+    assert 'testing.py", line' in stacks
 
 
 def test_a_store_of_an_earlier_run_is_refused(tmp_path):

@@ -1,11 +1,13 @@
 """A function in several processes, for tests of what ranks do together."""
 
+import faulthandler
 import importlib.util
 import inspect
 import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,6 +26,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist
 # It takes as long, with all that it looks for; the ranks most likely need it if the process that asks first has it.
 _PRELOADED_AFTER = ["torchmetrics"]
 _GOODBYE_S = 5.0  # how long a rank may take to end, once it has nothing more to say
+_STACKS_S = 1.0  # how long before it is killed a rank tells where its threads are
 _AFTERMATH_S = 0.3  # how long the others' complaints are waited for, once a rank has failed
 
 
@@ -52,7 +55,8 @@ def run_ranks(
 
     Raises:
         ValueError: If `body` is not at the top level of a file, or if `store` exists.
-        AssertionError: If a rank raised, died or did not finish, with that rank's traceback or exit code.
+        AssertionError: If a rank raised, died or did not finish, with that rank's traceback, its exit code, or where
+            its threads were just before the end.
     """
     if Path(store).exists():
         raise ValueError(f"store={str(store)!r} exists: ranks of an earlier run met there. Choose another name.")
@@ -63,15 +67,17 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_AFTER if name in sys.modules)])
     ranks: list[_Rank] = []
+    notes = tempfile.TemporaryDirectory(prefix="ranks-")
     try:
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
-            settings = _Settings(rank, world_size, str(store), timeout_s, environ)
+            stacks = Path(notes.name, f"rank{rank}")
+            settings = _Settings(rank, world_size, str(store), timeout_s, environ, stacks)
             # Not daemonic, since those may not start processes.
             process = context.Process(target=_run, args=(settings, call, writer), daemon=False)
             process.start()
             writer.close()  # the process has its own end, so that its death is seen here
-            ranks.append(_Rank(rank, process, reader))
+            ranks.append(_Rank(rank, process, reader, stacks))
         results = _collect(ranks, timeout_s)
         for finished in ranks:
             finished.process.join(_GOODBYE_S)
@@ -81,6 +87,7 @@ def run_ranks(
             started.process.kill()
             started.process.join()
             started.reader.close()
+        notes.cleanup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,7 @@ class _Settings:
     store: str
     timeout_s: float
     environ: dict[str, str]
+    stacks: Path  # where the rank writes what its threads do shortly before its time is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,7 @@ class _Rank:
     rank: int
     process: BaseProcess
     reader: Connection
+    stacks: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +151,17 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
     _raise_failures(answers)
     missing = sorted(rank.rank for rank in ranks if rank.rank not in answers)
     if missing:
-        raise AssertionError(f"ranks {missing} did not finish within {timeout_s} s and were killed.")
+        stacks = "".join(f"\nrank {rank.rank} was at:\n{_stacks(rank)}" for rank in ranks if rank.rank in missing)
+        raise AssertionError(f"ranks {missing} did not finish within {timeout_s} s and were killed.{stacks}")
     return [answers[rank.rank].value for rank in ranks]
+
+
+def _stacks(rank: _Rank) -> str:
+    """Return where a rank's threads were, if it lived to tell."""
+    try:
+        return rank.stacks.read_text(errors="replace")
+    except OSError:
+        return "nowhere that it told of\n"
 
 
 def _answer(rank: _Rank) -> _Answer:
@@ -177,6 +195,9 @@ def _run(settings: _Settings, call: _Call, writer: Connection) -> None:
     import torch.distributed as tdist
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A thread of C writes them, whoever holds Python's lock.
+    stacks = settings.stacks.open("w")
+    faulthandler.dump_traceback_later(max(settings.timeout_s - _STACKS_S, settings.timeout_s / 2), file=stacks)
     try:
         torch.set_num_threads(1)
         # Processes that the body starts do so in Python's default way, not the one in which this rank was started.
