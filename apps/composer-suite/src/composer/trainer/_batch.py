@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -229,16 +229,16 @@ class BatchTrainer:
         self._strategy.backward(loss, create_graph=self._create_graph)
 
 
-def cut(batch: Any, data_spec: DataSpec, size: int | float | None) -> Sequence[Any]:
-    """Return the microbatches of a batch, of `size` samples each.
+def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
+    """Return the microbatches of a batch, of `size` samples each; a split of the user's own may do without a size.
 
     Where they are as large as the dataloader's batches, an incomplete last batch is one of its own. It does not go
     through `split_batch`, which would warn that it cannot be cut.
     """
     is_whole = size is not None and size == getattr(data_spec.dataloader, "batch_size", None)
-    if is_whole and data_spec.get_num_samples_in_batch(batch) < cast(float, size):
+    if is_whole and data_spec.get_num_samples_in_batch(batch) < size:
         return [batch]
-    return data_spec.split_batch(batch, cast(float, size))  # a split of the user's own may do without a size
+    return data_spec.split_batch(batch, size)
 
 
 def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
