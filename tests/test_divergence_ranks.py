@@ -166,6 +166,65 @@ def train_weights_of_its_own(settings):
         return [divergence.batch for divergence in trainer.divergences], int(trainer.state.timestamp.batch)
 
 
-@pytest.mark.parametrize("settings", [{}, {"process_group": "self"}], ids=["shards", "weights of its own"])
+SHARDINGS = {
+    "shards": {},
+    "whole weights": {"sharding_strategy": "NO_SHARD"},
+    "weights of its own": {"process_group": "self"},
+}
+
+
+@pytest.mark.parametrize("settings", SHARDINGS.values(), ids=SHARDINGS)
 def test_no_rank_steps_where_one_rank_has_the_bad_part_of_a_gradient(tmp_path, settings):
     assert run_ranks(train_weights_of_its_own, settings, store=tmp_path / "store") == [([BAD], BAD)] * 2
+
+
+class Steep(nn.Module):
+    """Has one weight of several whose gradient is infinite, on rank 1 in one batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.steep, self.last = nn.Linear(3, 4), nn.Parameter(torch.ones(4)), nn.Linear(4, 2)
+        self.num_calls = 0
+
+    def forward(self, inputs):
+        outputs = self.last(self.first(inputs))
+        is_bad = dist.get_global_rank() == 1 and self.num_calls == self.bad_call
+        self.num_calls += 1
+        return outputs + (self.steep - self.steep.detach()).sum().sqrt() if is_bad else outputs + self.steep.sum() * 0
+
+
+def train_steep(action, microbatch_size):
+    torch.manual_seed(0)
+    network = Steep()
+    network.bad_call = BAD * BATCH // microbatch_size  # in the first microbatch, and the last one is good
+    with Trainer(
+        model=ComposerModel.from_module(network, nn.functional.cross_entropy),
+        train_dataloader=make_batches(dist.get_global_rank()),
+        max_duration="1ep",
+        optimizers=torch.optim.SGD(network.parameters(), lr=0.1),
+        device_train_microbatch_size=microbatch_size,
+        device="cpu",
+        progress_bar=False,
+        parallelism_config={"fsdp": {}},
+        on_divergence=action,
+    ) as trainer:
+        try:
+            trainer.fit()
+            said = ""
+        except DivergenceError as error:
+            said = str(error)
+        weights = trainer.strategy.model_state_dict(trainer.state.model)
+        is_finite = all(torch.isfinite(weight).all() for weight in weights.values())
+        return [each.batch for each in trainer.divergences], int(trainer.state.timestamp.batch), is_finite, said
+
+
+def train_steeps():
+    return [train_steep(action, size) for action in ("raise", "skip") for size in (BATCH, 2)]
+
+
+def test_the_bad_part_of_a_sharded_gradient_is_named_and_its_batch_left_out_by_all(tmp_path):
+    for results in run_ranks(train_steeps, store=tmp_path / "store"):
+        for batches, num_batches, is_finite, said in results[:2]:
+            assert (batches, num_batches, is_finite) == ([BAD], BAD, True)
+            assert "Not finite are the gradients of module.steep." in said
+        assert results[2:] == [([BAD], NUM_BATCHES, True, "")] * 2

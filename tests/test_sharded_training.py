@@ -233,9 +233,9 @@ def test_a_step_needs_the_collectives_of_a_loop_by_hand(tmp_path):
         # Three units, of which the root's weights stay gathered until its backward pass.
         assert by_hand == {"c10d._allgather_base_": 5, "c10d._reduce_scatter_base_": 3}
         assert unguarded == by_hand
-        # Whether the shards of all ranks are finite: one number, before the optimizer steps.
-        assert guarded == {**by_hand, "c10d.allreduce_": 1}
-        # An algorithm may also end the training, which takes a second one.
+        # Whether the gradients of all ranks are finite, the reductions themselves say.
+        assert guarded == by_hand
+        # Of what an algorithm has made of them one number says it, and it may end the training, which takes another.
         assert clipped == {**by_hand, "c10d.allreduce_": 2}
 
 

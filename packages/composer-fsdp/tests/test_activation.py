@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from composer_dist.wrapping import canonical_name
 from composer_fsdp import apply_ac
 from composer_fsdp.activation import chosen_for_checkpointing
-from composer_fsdp.names import clean_name
 
 
 class Layer(nn.Linear):
@@ -27,7 +27,7 @@ def make():
 
 def gradients(model):
     model.net(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    return {clean_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    return {canonical_name(name): parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.activation import chosen_for_checkpointing, warn_of_none_chosen
 from composer_fsdp.agreement import agreed
 from composer_fsdp.mixed_precision import resolve_dtypes
-from composer_fsdp.names import clean_name
 from composer_fsdp.optimizers import check_optimizers, names_of_parameters
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.shardable import check_units, left_whole
@@ -128,7 +128,7 @@ def _refuse_duplicates(model: nn.Module) -> None:
 
 def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, Any]:
     """Return what the ranks must have alike, as values whose `repr` has no addresses."""
-    names = {module: clean_name(name) for name, module in model.named_modules()}
+    names = {module: canonical_name(name) for name, module in model.named_modules()}
     return {
         "settings": _settings(plan),
         "units": {

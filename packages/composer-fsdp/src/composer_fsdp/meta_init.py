@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
-from composer_fsdp.names import clean_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.placements import own_region
 from composer_fsdp.wrap_rules import stays_whole
 
@@ -69,7 +69,7 @@ def state_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
         return {}
     with _whole_state_dicts(model):
         state = model.state_dict()
-    return {clean_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {canonical_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
@@ -156,7 +156,7 @@ def _to_fill(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]
             yield from walk(f"{name}.{child_name}" if name else child_name, child, [*ancestors, module])
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in tensors):
-            yield clean_name(name), module, ancestors
+            yield canonical_name(name), module, ancestors
 
     yield from walk("", model, [])
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
 
-from composer_fsdp.names import clean_name
+from composer_dist.wrapping import canonical_name
 
 __all__ = [
     "check_optimizers",
@@ -25,7 +25,7 @@ _ALL = "Passing in a subset of model parameters to the optimizer is not supporte
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the first name of each parameter, without what wrappers add to it."""
-    return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
 def check_optimizers(
@@ -74,7 +74,7 @@ def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], 
         names: The parameters before, and their names.
         model: The model after.
     """
-    after = {clean_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    after = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for optimizer in optimizers:
         if optimizer.state:
             warnings.warn(

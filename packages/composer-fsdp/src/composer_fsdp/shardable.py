@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.checks import warn
-from composer_fsdp.names import clean_name
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.wrap_rules import Unit, has_forward, stays_whole
 
@@ -32,7 +32,7 @@ def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> 
     Raises:
         ValueError: With the names of the unit and of the weight.
     """
-    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
     taken = left_whole(model, plan)
     for unit in units:
         modules = (unit.module, *unit.partners)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_fsdp.names import clean_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.placements import own_region
 
 __all__ = ["get_model", "get_optimizer", "set_model", "set_optimizer"]
@@ -24,7 +24,7 @@ def get_model(model: nn.Module) -> dict[str, Any]:
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in gathered:
             gathered[id(value)] = _whole(value.detach() if isinstance(value, torch.Tensor) else value)
-        weights[clean_name(name)] = gathered[id(value)]
+        weights[canonical_name(name)] = gathered[id(value)]
     return weights
 
 
@@ -37,7 +37,7 @@ def set_model(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> 
     Raises:
         RuntimeError: If `strict` and there are any such names, or if a shape does not fit.
     """
-    own = {clean_name(name): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    own = {canonical_name(name): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     missing = [name for name in own if name not in weights]
     unexpected = [name for name in weights if name not in own]
     problems = [f"Missing key(s) in state_dict: {', '.join(missing)}. "] if missing and strict else []

@@ -20,6 +20,7 @@ from composer_fsdp import state_dicts
 from composer_fsdp.clipping import clip_grad_norm
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.recovery import checked_meetings
+from composer_fsdp.reductions import ReductionWatch, watch_reductions
 from composer_fsdp.sharding import ShardedModel, shard_model
 from composer_fsdp.twins import FirstBatch
 
@@ -60,6 +61,7 @@ class FSDP(SingleDevice):
         self._sharded: ShardedModel | None = None
         self._postpones = False  # whether gradients wait for the end of an attempt
         self._first_batch: FirstBatch | None = None  # where several ranks must read the same
+        self._watch: ReductionWatch | None = None  # if somebody asked for it
 
     @property
     def world_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # constant by then
@@ -180,6 +182,22 @@ class FSDP(SingleDevice):
             self._first_batch.compare()
         if self.sharded.whole and torch.is_grad_enabled():
             average_gradients(self.sharded.whole)
+
+    def watch_reductions(self) -> ReductionWatch | None:
+        """Let the reductions of gradients say, from now on, whether all of them are finite. Every rank must call this.
+
+        Returns:
+            Who knows after each backward pass, of all that is sharded, or `None` where reductions cannot tell it to all
+            ranks. `zero_grad` lets it begin anew.
+        """
+        self._watch = watch_reductions(self.sharded.model, self.device.torch_device)
+        return self._watch
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of an optimizer's parameters."""
+        super().zero_grad(optimizer)
+        if self._watch is not None:
+            self._watch.begin()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.keys import explain_key
-from composer_fsdp.names import clean_name
 
 __all__ = ["check_layer_plan", "split_tensors"]
 
@@ -50,7 +50,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return the names of each parameter."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(clean_name(name))
+        owners.setdefault(parameter, []).append(canonical_name(name))
     return owners
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from composer_fsdp.names import clean_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.wrap_rules import Unit
 
 __all__ = [
@@ -146,5 +146,5 @@ def _outside(module: nn.Module, listed: set[int], seen: set[int]) -> Iterator[nn
 def _name_groups(model: nn.Module) -> set[frozenset[str]]:
     groups: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), set()).add(clean_name(name))
+        groups.setdefault(id(parameter), set()).add(canonical_name(name))
     return {frozenset(names) for names in groups.values()}

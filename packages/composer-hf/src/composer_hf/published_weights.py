@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_checkpoint import IncompatibleCheckpointError, UnfittingWeightsError
+from composer_dist.wrapping import canonical_name
 from composer_hf.adapters import published_adapter_names
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["PublishedPiece", "adapter_names", "plan_weights", "published_name", "tied_names"]
 
 _PREFIX: Final = "model."
-_WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _MAX_NAMES: Final = 10
 
 
@@ -108,8 +108,7 @@ def published_name(name: str) -> str:
         >>> published_name("model.transformer.wte.weight")
         'transformer.wte.weight'
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return ".".join(parts).removeprefix("module.").removeprefix(_PREFIX)
+    return canonical_name(name).removeprefix("module.").removeprefix(_PREFIX)
 
 
 def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[str, str]:

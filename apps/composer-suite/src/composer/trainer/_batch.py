@@ -235,8 +235,8 @@ def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
     Where they are as large as the dataloader's batches, an incomplete last batch is one of its own. It does not go
     through `split_batch`, which would warn that it cannot be cut.
     """
-    is_whole = size is not None and size == getattr(data_spec.dataloader, "batch_size", None)
-    if is_whole and data_spec.get_num_samples_in_batch(batch) < size:
+    of_loader = getattr(data_spec.dataloader, "batch_size", None)
+    if of_loader is not None and size == of_loader and data_spec.get_num_samples_in_batch(batch) < size:
         return [batch]
     return data_spec.split_batch(batch, size)
 

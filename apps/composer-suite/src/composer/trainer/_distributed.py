@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer.trainer._ranks import Ranks, agreed_facts
+from composer.trainer._refusals import compare
 from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
 from composer_dist import agreement, dist, get_world_size, reproducibility
 from composer_dist.ddp import DDP
@@ -239,7 +240,7 @@ def check_agreement(
     Callbacks and loggers may differ: many people give them to rank 0 alone.
 
     Raises:
-        ValueError: On every rank, with what differs and where.
+        ValueError: On every rank, with what differs and where, or with what another rank refuses.
     """
     if get_world_size() == 1:
         return
@@ -253,7 +254,7 @@ def check_agreement(
     facts["schedulers"] = [_name(scheduler) for scheduler in schedulers]
     facts["eval_dataloader"] = _evaluator_facts(evaluators)
     facts["train_dataloader"] = None if dataloader is None else agreed_facts(dataloader)
-    agreement.check_agreement(facts)
+    compare(facts)
 
 
 def _evaluator_facts(evaluators: Iterable[Evaluator]) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composer.trainer._arrivals import LAG, Arrivals
-from composer.trainer._finite import names_of_bad, note_infinite_norm, note_non_finite
+from composer.trainer._finite import is_sharded, names_of_bad, note_infinite_norm, note_non_finite
 from composer.trainer._guard import Guard, Unguarded
 from composer.trainer._kept_buffers import KeptBuffers
 from composer.trainer._loss_means import TOTAL
+from composer.trainer._sharding import watch_reductions
 from composer.trainer._snapshot import Snapshot
 from composer.trainer._spikes import Spikes
 from composer.trainer._step_control import has_fused_step, overflow_of, takes_none, tell_device
@@ -62,6 +63,8 @@ class DivergenceGuard:
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._arrivals = Arrivals(device)
         self._is_on_host = device.type == "cpu"
+        # Of sharded gradients it speaks to all ranks, where each sees only its own parts.
+        self._reductions = watch_reductions(strategy) if self._sees_gradients else None
         # Where ranks and scaler must see in the gradients what the loss alone shows.
         self._marks = strategy.world_size > 1 or state.scaler is not None
         self._defers = (
@@ -182,9 +185,22 @@ class DivergenceGuard:
             tensors = _gradients_of(optimizer)
             if not self._marks:
                 tensors.append(loss)
-            speaks_of_all = note_non_finite(tensors, self._found, self._one)
+            if self._knows_of_shards():
+                tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
+            speaks_of_all = note_non_finite(tensors, self._found, self._one) if tensors else True
         if not speaks_of_all:
             self._agree()
+
+    def _knows_of_shards(self) -> bool:
+        """Say whether `found` speaks of all ranks' parts of sharded gradients by now, without a message.
+
+        What algorithms made of them since they were reduced is known to nobody.
+        """
+        watch = self._reductions
+        if watch is None or not watch.speaks_of_all or self._state.algorithms:
+            return False
+        self._found.logical_or_(watch.found.isnan())
+        return True
 
     def _agree(self) -> None:
         """Let what one rank has found be found on all."""
@@ -249,7 +265,8 @@ class DivergenceGuard:
         where = ""
         if not divergence.is_spike and not self._defers:  # the gradients at hand are those of the batch
             parameters = self._state.model.named_parameters()
-            names = names_of_bad((name, p.grad) for name, p in parameters if p.grad is not None)
+            gradients = ((name, p.grad) for name, p in parameters if p.grad is not None)
+            names = names_of_bad(gradients, may_be_marked=self._reductions is not None)
             where = f" Not finite are the gradients of {names}." if names else ""
         again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
         return (
@@ -286,7 +303,7 @@ def _sentence(divergence: Divergence) -> str:
 
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [grad for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
 
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:

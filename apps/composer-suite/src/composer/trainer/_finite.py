@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_fsdp.names import clean_name
+from composer_dist.wrapping import canonical_name
+
+_PLAIN = {Tensor}  # what needs no look at each
 
 
 def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
@@ -22,17 +24,20 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
     Returns:
         Whether `found` speaks of whole tensors: of sharded ones it speaks of this rank's parts.
     """
+    is_plain = {*map(type, tensors)} == _PLAIN
     try:
         # The one kernel that looks at many tensors: GradScaler's, told to divide by 1. A sum of norms, which is the
         # public way, takes five times as long. Given DTensors, it asks the ranks that share the first of them, who
         # need not be those that share the others.
-        torch._amp_foreach_non_finite_check_and_unscale_([_local(tensor) for tensor in tensors], found, one)  # pyright: ignore[reportPrivateImportUsage]
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+            tensors if is_plain else [_local(tensor) for tensor in tensors], found, one
+        )
     except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
         values = [values for tensor in tensors if (values := _values(tensor)).numel()]
         if values:
             norms = torch.stack([torch.linalg.vector_norm(part, torch.inf).to(found) for part in values])
             found.logical_or_(~torch.isfinite(norms).all())
-    return not any(_is_sharded(tensor) for tensor in tensors)
+    return is_plain or not any(is_sharded(tensor) for tensor in tensors)
 
 
 def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> None:
@@ -47,16 +52,27 @@ def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> None:
         found.logical_or_(~torch.isfinite(norm))
 
 
-def names_of_bad(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the names of the first tensors that are not finite. It waits for the device."""
-    names = [clean_name(name) for name, tensor in tensors if not _is_finite(tensor)]
+def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:
+    """Return the names of the first tensors that are not finite. It waits for the device.
+
+    Args:
+        tensors: With their names.
+        may_be_marked: Whether the first number of each rank's part of a tensor may be a mark, which says that others
+            are not finite. It counts only where there are no others.
+    """
+    named = list(tensors)
+    names = [name for name, tensor in named if not _is_finite(tensor, 1)] if may_be_marked else []
+    names = [canonical_name(name) for name in names or (name for name, tensor in named if not _is_finite(tensor))]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor, num_marks: int = 0) -> bool:
+    """Say whether a tensor is finite, behind so many numbers of each rank's part if it is sharded."""
     found = torch.zeros((), device=tensor.device)
-    if not note_non_finite([tensor], found, torch.ones_like(found)):
+    part = _local(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
+    note_non_finite([part], found, torch.ones_like(found))
+    if is_sharded(tensor):
         found = _over_ranks(found, tensor)
     return not found.item()
 
@@ -79,12 +95,12 @@ def _values(tensor: Any) -> Tensor:
 
 def _local(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return tensor
     with torch.no_grad():  # nobody differentiates by it
         return tensor.to_local()
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Say whether a tensor is a DTensor, whose module takes a third as long to import as torch itself."""
     return hasattr(tensor, "to_local")

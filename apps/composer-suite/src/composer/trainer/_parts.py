@@ -24,6 +24,7 @@ from composer.trainer._plan import check_data
 from composer.trainer._profiling import bind_profiler, check_profiler
 from composer.trainer._python_log import check_log_level
 from composer.trainer._recomputation import check_recomputation
+from composer.trainer._refusals import share_refusal
 from composer.trainer._schedules import Schedule
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer_dist.devices import get_device
@@ -87,11 +88,21 @@ class Parts:
 
 
 def check(given: Given) -> Parts:
-    """Return what the Trainer is made of.
+    """Return what the Trainer is made of. Every rank must call this, and `check_agreement` then.
 
     Raises:
         ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
+        RankDisagreementError: If so, and other ranks do not find the same.
     """
+    try:
+        return _check_alone(given)
+    except Exception as refusal:
+        share_refusal(refusal, given)
+        raise
+
+
+def _check_alone(given: Given) -> Parts:
+    """Return what the Trainer is made of, as far as this rank knows."""
     check_log_level(given.python_log_level)
     check_kinds(given)
     compilation = Compilation.of(given.compile_config, given.model)
@@ -201,7 +212,7 @@ def check_agreement(given: Given, parts: Parts) -> None:
     """Compare what every rank was given, before any of it is used. Every rank must call this.
 
     Raises:
-        ValueError: On every rank, with what differs and where.
+        ValueError: On every rank, with what differs and where, or with what another rank refuses.
     """
     as_given = (
         "seed",

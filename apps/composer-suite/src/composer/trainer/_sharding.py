@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from composer_events.algorithm import Algorithm
     from composer_events.state import State
     from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
+    from composer_fsdp.reductions import ReductionWatch
 
 __all__ = [
     "batch_rank",
@@ -27,6 +28,7 @@ __all__ = [
     "read_parallelism",
     "refuse_late_surgery",
     "share_mesh",
+    "watch_reductions",
 ]
 
 
@@ -139,6 +141,14 @@ def refuse_late_surgery(strategy: Strategy) -> None:
     """
     if hasattr(strategy, "plan"):
         cast("FSDP", strategy).sharded.check_unchanged()
+
+
+def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
+    """Return what knows alike on every rank, without a message, whether sharded gradients are finite, if anything does.
+
+    Every rank must call this.
+    """
+    return cast("FSDP", strategy).watch_reductions() if hasattr(strategy, "plan") else None
 
 
 def share_mesh(strategy: Strategy, state: State) -> None:
