@@ -1,11 +1,11 @@
 """Steps of a 10 M parameter GPT on two ranks, timed in turns: what the benchmarks of strategies have in common."""
 
 import argparse
-import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,27 @@ from composer_models import GPTConfig
 from composer_models.gpt import GPT
 
 VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 8192, 320, 6, 5, 64, 2
+BY_HAND = "by hand"
 
-Train = Callable[[], list[float]]
-"""Trains some steps and returns their lengths in seconds."""
+Steps = Iterator[None]
+"""Trains one step for each value that it is asked for."""
+
+Pairs = list[tuple[float, float]]
+"""The lengths of steps in seconds, each with that of the step by hand beside it."""
 
 
 class Sentences(Dataset[tuple[Tensor, Tensor]]):
-    """Random tokens, which notes when each batch was asked for: a step lasts from one to the next."""
+    """Random tokens. Before each batch others make a step each; the reader's own lasts from there to its next batch.
+
+    Attributes:
+        others: Who makes them.
+        times_s: How long the steps took, by name; the reader's own are under "".
+    """
 
     def __init__(self, num_steps: int) -> None:
-        self.asked_s: list[float] = []
+        self.others: Mapping[str, Steps] = {}
+        self.times_s: defaultdict[str, list[float]] = defaultdict(list)
+        self._read_s: float | None = None
         tokens = torch.randint(VOCABULARY, (2 * BATCH * (num_steps + 1), LENGTH + 1))
         self._pairs = list(zip(tokens[:, :-1], tokens[:, 1:], strict=True))
 
@@ -43,13 +54,22 @@ class Sentences(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Return a batch's examples, as a DataLoader asks for them if it can."""
-        self.asked_s.append(time.perf_counter())
+        begin_s = time.perf_counter()
+        if self._read_s is not None:
+            self.times_s[""].append(begin_s - self._read_s)
+        for name, steps in self.others.items():
+            next(steps)
+            end_s = time.perf_counter()
+            self.times_s[name].append(end_s - begin_s)
+            begin_s = end_s
+        self._read_s = begin_s
         return [self._pairs[index] for index in indices]
 
-    def step_times_s(self) -> list[float]:
-        """Return the length of each step since the last call."""
-        asked_s, self.asked_s = self.asked_s, []
-        return [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+    def forget_last(self) -> None:
+        """Leave out the steps beside one of the reader whose end is not known, since it has read no batch after it."""
+        self._read_s = None
+        for times_s in self.times_s.values():
+            del times_s[len(self.times_s[""]) :]
 
 
 def make_loader(num_steps: int) -> tuple[Sentences, DataLoader[tuple[Tensor, Tensor]]]:
@@ -70,66 +90,74 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def by_hand(network: nn.Module, num_steps: int, check: Callable[[nn.Module], None] | None = None) -> Train:
-    """Return what trains a network that is ready for several ranks, in the shortest loop.
+def by_hand(network: nn.Module, num_steps: int, check: Callable[[nn.Module], None] | None = None) -> Steps:
+    """Train a network that is ready for several ranks, in the shortest loop, without an end.
 
     Args:
         network: Sharded, or wrapped by what averages the gradients.
-        num_steps: How many steps are measured.
+        num_steps: How many steps an epoch has, but for one.
         check: Called with the network before each step of the optimizer.
     """
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-    sentences, loader = make_loader(num_steps)
-
-    def train() -> list[float]:
+    _, loader = make_loader(num_steps)
+    while True:
         for tokens, targets in loader:
             optimizer.zero_grad()
             loss_of(network(tokens), targets).backward()
             if check is not None:
                 check(network)
             optimizer.step()
-        return sentences.step_times_s()
-
-    return train
+            yield
 
 
-def with_trainer(network: nn.Module, num_steps: int, **arguments: Any) -> Train:
-    """Return what trains a network with the Trainer."""
-    model = ComposerModel.from_module(network, loss_of)
-    sentences, loader = make_loader(num_steps)
-    trainer = Trainer(
-        model=model,
-        train_dataloader=loader,
-        max_duration="1000000ba",
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        device="cpu",
-        progress_bar=False,
-        seed=1,
-        **arguments,
-    )
+class WithTrainer:
+    """Trains a network with the Trainer, an epoch for each call."""
 
-    def train() -> list[float]:
-        trainer.fit(duration="1ep")
-        return sentences.step_times_s()
+    def __init__(self, network: nn.Module, num_steps: int, **arguments: Any) -> None:
+        model = ComposerModel.from_module(network, loss_of)
+        self.sentences, loader = make_loader(num_steps)
+        self._trainer = Trainer(
+            model=model,
+            train_dataloader=loader,
+            max_duration="1000000ba",
+            optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
+            device="cpu",
+            progress_bar=False,
+            seed=1,
+            **arguments,
+        )
 
-    return train
+    def __call__(self, others: Mapping[str, Steps]) -> None:
+        """Train, while others make as many steps, one by one."""
+        self.sentences.others = others
+        self._trainer.fit(duration="1ep")
+        self.sentences.forget_last()
 
 
-def median_steps_s(loops: Mapping[str, Train], rounds: int) -> dict[str, float]:
-    """Return the median step of each loop, trained in turns."""
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for train in loops.values():
-        train()  # to warm up
+def in_turns(hands: Mapping[str, Steps], trainers: Mapping[str, WithTrainer], rounds: int) -> dict[str, Pairs]:
+    """Return the steps of each loop but the one by hand, each beside one by hand that was made right before."""
+    for steps in hands.values():
+        next(steps)
+    for train in trainers.values():
+        train({})  # to warm up
+        train.sentences.times_s.clear()
     for _ in range(rounds):
-        for name, train in loops.items():
-            times[name] += train()
-    return {name: statistics.median(steps) for name, steps in times.items()}
+        for train in trainers.values():
+            train(hands)
+    pairs: dict[str, Pairs] = {name: [] for name in hands if name != BY_HAND}
+    for name, train in trainers.items():
+        times_s = train.sentences.times_s
+        pairs[name] = list(zip(times_s[""], times_s[BY_HAND], strict=True))
+        for other in hands:
+            if other != BY_HAND:
+                pairs[other] += zip(times_s[other], times_s[BY_HAND], strict=True)
+    return pairs
 
 
 def run(measure: Callable[[int, int], Any], description: str) -> tuple[Any, argparse.Namespace]:
     """Return what rank 0 of two measured with the numbers of the command line, rounds and steps; and these."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rounds", type=int, default=6, help="how often the loops take turns")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each Trainer trains")
     parser.add_argument("--steps", type=int, default=8, help="of each loop in a round")
     add_option(parser)
     arguments = parser.parse_args()
@@ -141,14 +169,27 @@ def run(measure: Callable[[int, int], Any], description: str) -> tuple[Any, argp
     return results[0], arguments
 
 
-def report(medians_s: Mapping[str, float], what: str, path: Path | None) -> None:
-    """Print each loop's step, beside the one that was written by hand, and write what the rows are about."""
-    plain_s = medians_s["by hand"]
-    for name, median_s in medians_s.items():
-        print(f"{name}: {1000 * median_s:.1f} ms, {median_s / plain_s:.3f}x")
-    rows = [
-        Row(what=f"{what}, {name}", ours=1000 * median_s, plain=1000 * plain_s, ratio=median_s / plain_s)
-        for name, median_s in medians_s.items()
-        if name != "by hand"
-    ]
+def report(pairs: Mapping[str, Pairs], what: str, path: Path | None, budgets: Mapping[str, float]) -> None:
+    """Print each loop's step beside the one that was written by hand, and write what the rows are about.
+
+    A ratio is the median of those of neighbours, since a machine that is busy is so for longer than two steps.
+    """
+    rows: list[Row] = []
+    for name, of_loop in pairs.items():
+        ratios = [own / plain for own, plain in of_loop]
+        ratio, (low, _, high) = statistics.median(ratios), statistics.quantiles(ratios)
+        budget = budgets.get(name)
+        row = Row(
+            what=f"{what}, {name}",
+            ours=1000 * statistics.median(own for own, _ in of_loop),
+            plain=1000 * statistics.median(plain for _, plain in of_loop),
+            ratio=ratio,
+            budget="" if budget is None else f"{budget:.2f}",
+            is_met=None if budget is None else ratio <= budget,
+        )
+        print(
+            f"{name}: {row.ours:.1f} ms beside {row.plain:.1f} ms by hand, {ratio:.3f}x (half of {len(ratios)} pairs "
+            f"are within {low:.3f} and {high:.3f})"
+        )
+        rows.append(row)
     write(path, rows)
