@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
+from PIL.Image import Resampling, Transform
 
 from composer_algorithms import AugmentAndMixTransform, AugMix, RandAugment, RandAugmentTransform
 from composer_algorithms.augmentation import augmentation_sets, image_as_type, map_pillow_function
@@ -69,6 +70,16 @@ def test_translations_move_whole_pixels_up_to_a_third_of_the_side_both_ways():
         return not np.array_equal(columns, np.asarray(image.rotate(90, expand=True)))
 
     assert any(map(is_moved_up_or_down, range(5)))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_translations_have_the_values_of_pils_bilinear_ones(mode):
+    image = noise().convert(mode)
+    bilinear = {
+        image.transform(image.size, Transform.AFFINE, (1, 0, x, 0, 1, 0), resample=Resampling.BILINEAR).tobytes()
+        for x in range(-image.width, image.width + 1)
+    }
+    assert set(strengths(lambda: p.translate_x(image, 10).tobytes())) <= bilinear
 
 
 def test_a_rotation_is_one_of_pils_by_whole_degrees_below_30():

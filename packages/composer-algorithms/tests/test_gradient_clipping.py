@@ -76,6 +76,18 @@ def test_gradients_within_the_bound_keep_every_bit(clipping_type):
     assert all(torch.equal(a, b) for a, b in zip(gradients_of(parameters), before, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(4500, 1000), (2, 2_200_000), (4_300_000, 1), (5, 900_000, 1, 1)])
+def test_units_of_a_tensor_that_is_larger_than_a_cache_are_clipped_like_others(shape):
+    weight = torch.randn(shape).requires_grad_()
+    weight.grad = gradient = torch.rand(shape[0], *[1] * (len(shape) - 1)) * torch.randn(shape)
+    dims = tuple(range(1, len(shape)))
+    norms = [torch.linalg.vector_norm(one.detach().double(), dim=dims, keepdim=True) for one in (weight, gradient)]
+    expected = gradient.double() * (0.4 * norms[0] / norms[1]).clamp(max=1)
+    apply_gradient_clipping([weight], "adaptive", 0.4)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-7)  # float32
+    assert not torch.equal(gradient[0], gradient[-1])
+
+
 def test_weights_of_zero_do_not_move_unless_eps_gives_them_a_norm():
     weight = torch.zeros(2, 2, requires_grad=True)
     weight.grad = torch.tensor([[3.0, 4.0], [0.0, 0.0]])

@@ -1,5 +1,7 @@
 """Standardized filters against mean and variance in double precision, and which convolutions have them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -77,6 +79,34 @@ def test_convolutions_inside_blurring_ones_are_found():
     assert apply_weight_standardization(model, n_last_layers_ignore=1) == 1
     assert is_standardized(model[0].conv)
     assert not is_standardized(model[1])
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(8, 6, 3, 3), (8, 6, 1, 1), (8, 1, 3, 3)])
+def test_filters_keep_the_strides_by_which_convolutions_choose_their_kernel(shape, memory_format):
+    conv = nn.Conv2d(shape[1], shape[0], shape[2]).to(memory_format=memory_format)
+    strides = conv.weight.stride()
+    apply_weight_standardization(conv)
+    assert nn.functional.conv2d(torch.rand(2, shape[1], 4, 4), conv.weight).shape[1] == shape[0]
+    assert conv.weight.stride() == strides
+
+
+def test_a_parametrization_that_is_added_later_has_the_last_word():
+    conv = nn.Conv2d(3, 5, 3)
+    apply_weight_standardization(conv)
+    standardized = conv.weight
+    parametrize.register_parametrization(conv, "weight", nn.Softplus())
+    assert torch.equal(conv.weight, nn.functional.softplus(standardized))
+
+
+def test_a_copy_of_the_model_has_filters_of_its_own():
+    model = nn.Sequential(nn.Conv2d(3, 5, 3))
+    apply_weight_standardization(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].parametrizations.weight.original[0].neg_()
+    assert torch.equal(other[0].weight[1:], model[0].weight[1:])
+    torch.testing.assert_close(other[0].weight[0], -model[0].weight[0])
 
 
 def test_twice_is_once():

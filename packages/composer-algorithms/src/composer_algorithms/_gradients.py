@@ -9,6 +9,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 from composer_algorithms._wrapping import is_dtensor
 
+_ONE = torch.ones((), dtype=torch.float32)  # of no dims, and so at home on each device
+_IN_CACHE = 1 << 21  # elements that the last cache of a processor has room for
+
 
 def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of all tensors as one vector, shards on other ranks included.
@@ -63,22 +66,33 @@ def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) 
     A unit is a row of the weights: all that has the same first index. Vectors and scalars are one unit each.
     """
     for parameter in parameters:
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             continue
-        # One tensor after the other, since each gradient is still in the cache when it is scaled. DTensors' norms are
-        # those of whole units, whichever dim is sharded.
-        norm = _unit_norm(parameter.detach())
-        if eps > 0 or is_dtensor(norm):  # a DTensor may still have to be summed up, which this does
-            norm = norm.clamp(min=eps)
-        ratio = norm.mul_(threshold).div_(_unit_norm(parameter.grad))
-        # 0 / 0 is a unit that does not move.
-        parameter.grad.mul_(ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0))
+        # One tensor, and on the CPU one part of a large one, after the other: a gradient that is still in the cache
+        # when it is scaled is not read from memory twice.
+        if gradient.numel() > 2 * _IN_CACHE and gradient.is_cpu and gradient.ndim > 1 and not is_dtensor(gradient):
+            num_units = max(1, len(gradient) * _IN_CACHE // gradient.numel())
+            for weights, own in zip(parameter.split(num_units), gradient.split(num_units), strict=True):
+                _clip_units(weights, own, threshold, eps)
+        else:
+            _clip_units(parameter, gradient, threshold, eps)
 
 
-def _unit_norm(tensor: Tensor) -> Tensor:
-    if tensor.ndim <= 1:
-        return torch.linalg.vector_norm(tensor)
-    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+def _clip_units(weights: Tensor, gradient: Tensor, threshold: float, eps: float) -> None:
+    dims = tuple(range(1, gradient.ndim)) or None  # None: all of a vector
+    # DTensors' norms are those of whole units, whichever dim is sharded, but may still have to be summed up.
+    norm = torch.linalg.vector_norm(weights, dim=dims, keepdim=dims is not None)
+    is_sharded = is_dtensor(norm)
+    if eps > 0 or is_sharded:
+        norm = norm.clamp(min=eps)
+    ratio = norm.mul_(threshold).div_(torch.linalg.vector_norm(gradient, dim=dims, keepdim=dims is not None))
+    # At most 1, also for 0 / 0, which is a unit that does not move. DTensors have no fmin, which does it at once.
+    if is_sharded:
+        ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0)
+    else:
+        torch.fmin(ratio, _ONE, out=ratio)
+    gradient.mul_(ratio)
 
 
 def _can_be_sharded() -> bool:

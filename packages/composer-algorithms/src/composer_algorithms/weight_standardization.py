@@ -48,11 +48,16 @@ class _Standardize(nn.Module):
     """Subtract each filter's mean and divide by its standard deviation."""
 
     def forward(self, weight: Tensor) -> Tensor:
-        # What a layer norm does to the last dims; in channels_last those lie side by side once they are in that order.
-        if weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last):
-            nhwc = weight.permute(0, 2, 3, 1)
-            return F.layer_norm(nhwc, nhwc.shape[1:], eps=_EPS).permute(0, 3, 1, 2)
-        return F.layer_norm(weight, weight.shape[1:], eps=_EPS)
+        return _standardized(weight)
+
+
+class _StandardizedWeight(parametrize.ParametrizationList):
+    """The parametrizations of a weight, of which the first and in most cases the only one is `_Standardize`."""
+
+    def forward(self) -> Tensor:
+        # torch looks for further ones by name and calls each as a module, which for small filters takes longer than
+        # their arithmetic.
+        return _standardized(self.original) if len(self) == 1 else super().forward()
 
 
 def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 0) -> int:
@@ -105,8 +110,7 @@ def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 
 
 def _standardize(name: str, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
     if parametrize.is_parametrized(conv, "weight"):
-        parametrizations = getattr(conv.parametrizations, "weight")  # noqa: B009  # a ModuleDict's item
-        if any(isinstance(one, _Standardize) for one in parametrizations):
+        if any(isinstance(one, _Standardize) for one in _parametrizations(conv)):
             return
     elif nn.parameter.is_lazy(conv.weight):
         raise ValueError(
@@ -115,6 +119,29 @@ def _standardize(name: str, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         )
     # unsafe: the check would compute every weight once and find that shape and dtype stay.
     parametrize.register_parametrization(conv, "weight", _Standardize(), unsafe=True)
+    if len(found := _parametrizations(conv)) == 1:
+        found.__class__ = _StandardizedWeight
+
+
+def _parametrizations(conv: nn.Module) -> parametrize.ParametrizationList:
+    return getattr(conv.parametrizations, "weight")  # noqa: B009  # a ModuleDict's item
+
+
+def _standardized(weight: Tensor) -> Tensor:
+    # What a layer norm does to the last dims; in channels_last those lie side by side once they are in that order.
+    if not _is_channels_last(weight):
+        return F.layer_norm(weight, weight.shape[1:], eps=_EPS)
+    nhwc = weight.permute(0, 2, 3, 1)
+    return F.layer_norm(nhwc, nhwc.shape[1:], eps=_EPS).permute(0, 3, 1, 2)
+
+
+def _is_channels_last(weight: Tensor) -> bool:
+    # By the strides: filters of 1x1 are contiguous in either order, and convolutions ask them which one they are in.
+    if weight.ndim != 4:
+        return False
+    _, channels, _, width = weight.stride()
+    is_marked = channels == 1 and width == weight.shape[1]
+    return is_marked and weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def _in_order_of_execution(module: nn.Module, names: list[str]) -> list[str]:
