@@ -1,6 +1,7 @@
 """Loading a checkpoint into a training state."""
 
 import datetime
+import re
 import warnings
 
 import pytest
@@ -333,6 +334,20 @@ def test_a_callback_loads_one_more_checkpoint_at_its_event(loop, trained, path):
     run.engine.run_event(Event.AFTER_LOAD)
     torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
     assert run.state.load_path is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("load_path", None), ("load_weights_only", "no"), ("strict_model_weights", "no"), ("ignore_keys", 5)],
+)
+def test_an_argument_of_the_wrong_kind_is_named_when_the_callback_is_made(name, value):
+    with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(value))} .*([Pp]ass|give)"):
+        LoadCheckpoint(**{"load_path": "ep1.pt", name: value})
+
+
+def test_no_path_is_refused_when_the_callback_is_made():
+    with pytest.raises(ValueError, match="load_path='' names no checkpoint"):
+        LoadCheckpoint("")
 
 
 def loader_of(num_samples, seed=0):

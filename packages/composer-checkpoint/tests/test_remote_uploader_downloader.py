@@ -1,5 +1,6 @@
 """A destination of the log that keeps files in a store."""
 
+import re
 import threading
 import time
 import uuid
@@ -237,6 +238,23 @@ def test_the_arguments_of_the_store_are_passed_on(start, file, tmp_path, use_pro
 def test_a_count_of_nothing_is_refused(bucket, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         RemoteUploaderDownloader(bucket, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket_uri", 5),
+        ("backend_kwargs", [("region", "here")]),
+        ("file_path_format_string", 5),
+        ("num_concurrent_uploads", "2"),
+        ("upload_staging_folder", 5),
+        ("use_procs", "no"),
+        ("num_attempts", 1.5),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named_at_once(bucket, name, value):
+    with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(value))} .*Pass"):
+        RemoteUploaderDownloader(**{"bucket_uri": bucket, name: value})
 
 
 def test_a_local_path_is_refused_and_an_unknown_scheme_when_it_is_needed():

@@ -1,6 +1,7 @@
 """Saving a training state at intervals, from a loop of one's own."""
 
 import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -183,11 +184,45 @@ def test_a_program_that_is_missing_is_an_error_before_training(saver, monkeypatc
         ({"keep": {"newest": 3}}, "does not say which checkpoints to keep"),
         ({"save_async_policy": "hope"}, "save_async_policy='hope'"),
         ({"save_interval": "often"}, "often"),
+        ({"keep": {"every": "often"}}, r"save_keep=\{'every': 'often'\} cannot be used: every='often'"),
+        ({"keep": {"best": ("loss", "min", 0)}}, "does not say which checkpoints are best"),
+        ({"remote_file_name": ""}, "remote_file_name='' is empty"),
+        ({"num_concurrent_uploads": 0}, "num_concurrent_uploads=0 is no count"),
+        ({"remote_num_checkpoints_to_keep": -2}, "remote_num_checkpoints_to_keep=-2 is no count"),
+        ({"upload_timeout_in_seconds": float("nan")}, "upload_timeout_in_seconds=nan is no time to wait"),
+        ({"save_timeout_in_seconds": float("inf")}, "save_timeout_in_seconds=inf is no time to wait.*or None"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_at_once(saver, settings, text):
     with pytest.raises(ValueError, match=text):
         saver(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("folder", 5),
+        ("folder", None),
+        ("filename", 5),
+        ("remote_file_name", 5),
+        ("latest_filename", True),
+        ("latest_remote_file_name", b"latest"),
+        ("save_interval", 1.5),
+        ("save_interval", None),
+        ("save_interval", True),
+        ("overwrite", "no"),
+        ("weights_only", "no"),
+        ("ignore_keys", 5),
+        ("num_concurrent_uploads", "2"),
+        ("upload_timeout_in_seconds", "60"),
+        ("async_save", "no"),
+        ("save_timeout_in_seconds", "60"),
+        ("remote_num_checkpoints_to_keep", 1.5),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named_when_the_saver_is_made(name, value):
+    with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(value))} .*([Pp]ass|give|Accepted)"):
+        CheckpointSaver(**{name: value})
 
 
 def test_later_checkpoints_of_another_run_are_not_replaced(loop, saver, tmp_path):

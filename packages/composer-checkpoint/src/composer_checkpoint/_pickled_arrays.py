@@ -70,6 +70,8 @@ class PickledDtype:
 class _PickledArray(np.ndarray[Any, Any]):
     """An array that takes over its state only where it fits; `_reconstruct` makes it empty."""
 
+    pickled_dtype: np.dtype[Any] = np.dtype(np.int8)
+
     def __setstate__(self, state: Any, /) -> None:
         _, shape, dtype, is_fortran, data = state
         if not isinstance(dtype, PickledDtype) or type(data) is not bytes or type(shape) is not tuple:
@@ -80,7 +82,7 @@ class _PickledArray(np.ndarray[Any, Any]):
             raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
         native = dtype.dtype.newbyteorder("=")  # of others NumPy makes a copy, and a pickle might name one often
         super().__setstate__((1, shape, native, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
-        self.dtype = dtype.dtype  # pyright: ignore[reportAttributeAccessIssue]  # NumPy's stubs know no setter
+        self.pickled_dtype = dtype.dtype  # for `plain_array`: NumPy 2.5 deprecates to set `dtype`
 
 
 class _PickledTensor(Unchangeable, torch.Tensor):
@@ -99,7 +101,8 @@ class _PickledStorage(Unchangeable):
 def plain_array(value: Any) -> Any:
     """Return an array, tensor, storage or slice as what it is without its guard; anything else as it is."""
     if type(value) is _PickledArray:
-        return value.view(np.ndarray)
+        array = value.view(np.ndarray)
+        return array if array.dtype == value.pickled_dtype else array.view(value.pickled_dtype)
     if type(value) is _PickledTensor:
         return value.as_subclass(torch.Tensor)
     if type(value) is PickledSlice:

@@ -32,7 +32,6 @@ __all__ = [
 
 STATES_NAME = "composer_states.pt"
 
-# The command of each extension that may follow .pt.
 KNOWN_COMPRESSORS = {
     "bz2": "bzip2",
     "gz": "gzip",
@@ -42,6 +41,7 @@ KNOWN_COMPRESSORS = {
     "xz": "xz",
     "zst": "zstd",
 }
+"""The command of each extension that may follow `.pt`."""
 
 # What a tar file's name may end with, and how the tar in it is compressed.
 _TAR_COMPRESSION: dict[str, Literal["", "gz", "bz2", "xz"]] = {

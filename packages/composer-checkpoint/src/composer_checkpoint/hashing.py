@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 HASH_NAME = "xxh3_128"
+"""The hash of each tensor, unless another one is asked for."""
+
 NUM_DIGITS: Mapping[str, int] = {"xxh3_128": 32, "blake3": 64}
 
 _HASHERS: Mapping[str, Callable[[], "Hasher"]] = {"xxh3_128": xxh3_128, "blake3": blake3}

@@ -27,6 +27,7 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
 
     Raises:
         ValueError: If one of them is invalid, or both say how many of the newest to keep.
+        TypeError: If a length of training is none.
     """
     if type(num_checkpoints_to_keep) is not int or num_checkpoints_to_keep < -1:
         raise ValueError(
@@ -35,7 +36,10 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
         )
     if isinstance(keep, Mapping):
         keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # which is for the store
-    policy = RetentionPolicy.from_setting(keep)
+    try:
+        policy = RetentionPolicy.from_setting(keep)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"save_keep={keep!r} cannot be used: {error}") from error
     if num_checkpoints_to_keep == -1:
         return policy
     if policy.last is not None:

@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from composer_checkpoint._arguments import check_flags, check_places
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.loader import load_checkpoint
 from composer_events.callback import Callback
@@ -25,8 +26,8 @@ class LoadCheckpoint(Callback):
         event: When. Before the checkpoint of the run is looked for, by default.
 
     Raises:
-        TypeError: If `ignore_keys` is neither patterns nor a function.
-        ValueError: If there is no such event.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If `load_path` is empty, or there is no such event.
     """
 
     def __init__(
@@ -37,8 +38,12 @@ class LoadCheckpoint(Callback):
         ignore_keys: IgnoreKeys | None = None,
         event: str | Event = Event.BEFORE_LOAD,
     ) -> None:
+        check_places(load_path=load_path)
+        check_flags(load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
         check_ignore_keys("ignore_keys", ignore_keys)
         self.load_path = os.fspath(load_path)
+        if not self.load_path:
+            raise ValueError("load_path='' names no checkpoint. Pass a path or an address.")
         self.load_weights_only = load_weights_only
         self.strict_model_weights = strict_model_weights
         self.ignore_keys = ignore_keys

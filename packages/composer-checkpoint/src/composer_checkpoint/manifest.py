@@ -13,7 +13,10 @@ from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
 
 MANIFEST_NAME = "composer_manifest.json"
+"""The file of a checkpoint that has the hashes of all others."""
+
 FORMAT_VERSION = 1
+"""The version of that file's format, which is in it."""
 
 # A million tensors need about 200 MB. More than this is an attack on the memory of who reads it.
 MAX_MANIFEST_BYTES = 1 << 29

@@ -41,6 +41,7 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
 
     Raises:
         ValueError: If there are no rules to take over, none would be kept, or both arguments say something.
+        TypeError: If a length of training is none.
     """
     setting = keep.get("remote") if isinstance(keep, Mapping) else None
     if setting is not None and num_to_keep != -1:
@@ -49,7 +50,10 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
             f"store. Leave one of them out."
         )
     said = f"save_keep={keep!r}" if setting is not None else f"remote_num_checkpoints_to_keep={num_to_keep!r}"
-    policy = local if setting is True else RetentionPolicy.from_setting(num_to_keep if setting is None else setting)
+    try:
+        policy = local if setting is True else RetentionPolicy.from_setting(num_to_keep if setting is None else setting)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{said} cannot be used for the store: {error}") from error
     if setting is True and policy.keeps_all:
         raise ValueError(f"{said} has no rules besides. Add some, such as {{'last': 3, 'remote': True}}.")
     if policy == RetentionPolicy(last=0):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from composer_checkpoint._arguments import check_counts, check_flags, check_mappings, check_places, check_texts
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stores.addresses import parse_uri
@@ -52,6 +53,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         num_attempts: How often a file is tried.
 
     Raises:
+        TypeError: If an argument is of the wrong kind.
         ValueError: If `bucket_uri` is a local path, or a count is less than 1.
 
     Attributes:
@@ -82,9 +84,12 @@ class RemoteUploaderDownloader(LoggerDestination):
         use_procs: bool = False,
         num_attempts: int = 3,
     ) -> None:
-        for name, count in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
-            if count < 1:
-                raise ValueError(f"{name}={count!r} is no count: it must be 1 or more.")
+        check_texts(bucket_uri=bucket_uri, file_path_format_string=file_path_format_string)
+        check_mappings(backend_kwargs=backend_kwargs)
+        check_counts(num_concurrent_uploads=num_concurrent_uploads, num_attempts=num_attempts)
+        check_flags(use_procs=use_procs)
+        if upload_staging_folder is not None:
+            check_places(upload_staging_folder=upload_staging_folder)
         parsed = parse_uri(bucket_uri)
         if not parsed.backend:
             raise ValueError(

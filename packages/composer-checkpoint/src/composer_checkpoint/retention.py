@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from composer_checkpoint._arguments import to_time
 from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]
@@ -70,6 +71,7 @@ class RetentionPolicy:
 
         Raises:
             ValueError: If it is none of these.
+            TypeError: If `every` is no length of training.
         """
         if isinstance(setting, RetentionPolicy):
             return setting
@@ -84,7 +86,7 @@ class RetentionPolicy:
             )
         metric, mode, num_best = _best(setting.get("best"))
         every = setting.get("every")
-        return cls(setting.get("last"), None if every is None else Time.from_input(every), metric, mode, num_best)
+        return cls(setting.get("last"), None if every is None else to_time("every", every), metric, mode, num_best)
 
     @property
     def keeps_all(self) -> bool:
@@ -147,7 +149,7 @@ def _best(setting: Any) -> tuple[str | None, Literal["max", "min"], int]:
     if setting is None:
         return None, "max", 0
     match setting:
-        case (str(metric), str(mode), int(num_best)):
+        case (str(metric), str(mode), int(num_best)) if num_best != 0:
             return metric, cast(Literal["max", "min"], mode), num_best
     raise ValueError(
         f"best={setting!r} does not say which checkpoints are best: give the metric, 'max' or 'min', and how many, "

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from composer_checkpoint.archives import check_compressor
-from composer_checkpoint.names import PartialFilePath, check_filename, sharded_folder
+from composer_checkpoint.names import PartialFilePath, check_filename, partial_format, sharded_folder
 from composer_checkpoint.state_io import Layout, layout_of, path_of, prefix_dir_of
 from composer_time import Time, Timestamp
 
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["Save", "check_names", "name_save", "to_path", "within_folder"]
+__all__ = ["Save", "check_templates", "name_save", "template_of_run", "to_path", "within_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Save:
     remote_pointer: str | None
 
 
-def check_names(
+def check_templates(
     filename: str, latest_filename: str | None, interval: "Time[Any] | str | int | None", overwrite: bool
 ) -> None:
     """Refuse names that cannot tell the saves of a run apart, or the link to the latest one from a save.
@@ -89,6 +89,11 @@ def _remote_name(state: "State", filename: str) -> str:
 def within_folder(state: "State", filename: str) -> str:
     """Return the template of what a save is called below the folder that is saved to: a file, or a sharded folder."""
     return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
+
+
+def template_of_run(state: "State", name: PartialFilePath | None) -> str | None:
+    """Return the template of what this run's saves are called below the folder, or `None` if they are not put there."""
+    return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)
 
 
 def to_path(name: str | None, folder: str | None = None) -> PartialFilePath | None:

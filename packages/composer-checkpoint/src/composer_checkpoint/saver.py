@@ -1,5 +1,6 @@
 """A callback that saves the training state at intervals."""
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -8,18 +9,19 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer_checkpoint._mlflow_names import asks_for_run, path_with_run, run_of, with_run
+from composer_checkpoint._saver_arguments import check_saver_arguments, to_interval
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.commit import replace_pointer
 from composer_checkpoint.discover import LINEAGE_KEY
 from composer_checkpoint.held_folder import HeldFolder
-from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
+from composer_checkpoint.ignore_keys import IgnoreKeys
 from composer_checkpoint.kept_files import KeptFiles, combine_policies
 from composer_checkpoint.measured import Measured
-from composer_checkpoint.names import PartialFilePath, format_name_with_dist, partial_format
+from composer_checkpoint.names import PartialFilePath, format_name_with_dist
 from composer_checkpoint.remote_retention import KeptRemotely, remote_policy
 from composer_checkpoint.retention import RetentionPolicy
 from composer_checkpoint.save_history import SaveHistory
-from composer_checkpoint.save_names import Save, check_names, name_save, to_path, within_folder
+from composer_checkpoint.save_names import Save, name_save, template_of_run, to_path
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stable_tensors import unchanged_until_step
 from composer_checkpoint.state_io import (
@@ -95,6 +97,7 @@ class CheckpointSaver(Callback):
         before_save: Called before each save, on every rank. What it raises keeps the checkpoint from being written.
 
     Raises:
+        TypeError: If an argument is of the wrong kind.
         ValueError: If names, intervals or numbers cannot be used, or contradict each other.
         CompressorNotFound: If the program that the file name asks for is not installed.
 
@@ -138,22 +141,20 @@ class CheckpointSaver(Callback):
         save_timeout_in_seconds: float | None = 1800,
         remote_num_checkpoints_to_keep: int = -1,
     ) -> None:
-        folder, filename = str(folder), str(filename).lstrip("/")
-        interval = None if callable(save_interval) else save_interval
-        check_names(filename, latest_filename, interval, overwrite)
-        check_ignore_keys("save_ignore_keys", ignore_keys)
-        _check_waiting(save_async_policy, save_timeout_in_seconds)
+        check_saver_arguments(locals())
+        folder, filename = os.fspath(folder), os.fspath(filename).lstrip("/")
+        interval = to_interval(save_interval)
         self.save_timeout_in_seconds = save_timeout_in_seconds
         self._kept = KeptFiles.under(combine_policies(num_checkpoints_to_keep, keep))
         remote_rules, said = remote_policy(remote_num_checkpoints_to_keep, keep, self._kept.policy)
         self.save_interval: Callable[[State, Event], bool] = (
-            save_interval if callable(save_interval) else create_interval_scheduler(save_interval)
+            create_interval_scheduler(interval) if isinstance(interval, Time) else interval
         )
-        self.overwrite = overwrite
+        self.overwrite = bool(overwrite)
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
-        self.weights_only = weights_only
+        self.weights_only = bool(weights_only)
         self.ignore_keys = ignore_keys
-        self.async_save = async_save
+        self.async_save = bool(async_save)
         self.save_async_policy: Literal["wait", "skip"] = save_async_policy
 
         self.remote_uploader: RemoteUploader | None = None
@@ -164,7 +165,9 @@ class CheckpointSaver(Callback):
             folder = tempfile.mkdtemp(prefix="composer-save-")
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
-        self._uploads = CheckpointUploads(self.remote_uploader, overwrite, upload_timeout_in_seconds, kept_remotely)
+        self._uploads = CheckpointUploads(
+            self.remote_uploader, self.overwrite, upload_timeout_in_seconds, kept_remotely
+        )
         self.folder = folder
         self.filename = PartialFilePath(filename, folder)
         self.latest_filename = to_path(latest_filename, folder)
@@ -202,7 +205,7 @@ class CheckpointSaver(Callback):
         path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
         if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
             self.last_checkpoint_batch = None  # time was set back, and that batch comes a second time
-        template, remote_template = (_names_of_run(state, name) for name in (self.filename, self.remote_file_name))
+        template, remote_template = (template_of_run(state, name) for name in (self.filename, self.remote_file_name))
         folder = format_name_with_dist(self.folder, state.run_name)
         self._history.take_over(folder, template, remote_template, state.run_name)
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
@@ -401,18 +404,3 @@ class CheckpointSaver(Callback):
             self._kept.add(own_file(job.path), job.timestamp, job.metrics, upload)
             self._kept.rotate()
         self._uploads.rotate()
-
-
-def _check_waiting(save_async_policy: str, save_timeout_in_seconds: float | None) -> None:
-    if save_async_policy not in ("wait", "skip"):
-        raise ValueError(f"save_async_policy={save_async_policy!r} is not known. Use 'wait' or 'skip'.")
-    if save_timeout_in_seconds is not None and not save_timeout_in_seconds > 0:
-        raise ValueError(
-            f"save_timeout_in_seconds={save_timeout_in_seconds!r} is no time to wait: give seconds, more than 0, or "
-            f"None to wait as long as it takes."
-        )
-
-
-def _names_of_run(state: "State", name: PartialFilePath | None) -> str | None:
-    """Return the template of what this run's saves are called below the folder, or `None` if they are not put there."""
-    return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)

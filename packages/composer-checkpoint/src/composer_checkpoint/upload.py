@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_checkpoint._arguments import check_counts
 from composer_checkpoint._arrival import RemoteFilesExistingCheckStatus, await_objects
 from composer_checkpoint._staged_copies import StagedCopies
 from composer_checkpoint._upload_process import upload_in_process
@@ -68,9 +69,7 @@ class RemoteUploader:
         use_procs: bool = False,
         staging_folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        for name, count in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
-            if count < 1:
-                raise ValueError(f"{name}={count!r} is no count: it must be 1 or more.")
+        check_counts(num_concurrent_uploads=num_concurrent_uploads, num_attempts=num_attempts)
         if not parse_uri(remote_folder).backend:
             raise ValueError(
                 f"remote_folder={remote_folder!r} is a local path, to which nothing is uploaded. Give an address such "

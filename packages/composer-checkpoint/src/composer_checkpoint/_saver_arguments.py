@@ -1,0 +1,59 @@
+"""What a `CheckpointSaver` may be made with."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from composer_checkpoint._arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_time
+from composer_checkpoint.ignore_keys import check_ignore_keys
+from composer_checkpoint.save_names import check_templates
+from composer_time import Time, TimeUnit
+
+__all__ = ["check_saver_arguments", "to_interval"]
+
+_REMOTE_EXAMPLE = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt"
+
+
+def check_saver_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that cannot be used, or contradict each other. What to keep is checked by who keeps it.
+
+    Args:
+        given: The arguments by their names.
+
+    Raises:
+        TypeError: If one is of the wrong kind.
+        ValueError: If one cannot be used.
+        CompressorNotFound: If the program that the file name asks for is not installed.
+    """
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names}
+
+    check_places(**some("folder", "filename"))
+    check_names(_REMOTE_EXAMPLE, **some("remote_file_name", "latest_remote_file_name"))
+    latest = given["latest_filename"]
+    if latest is not None:
+        check_places(latest_filename=latest)
+    check_flags(**some("overwrite", "weights_only", "async_save"))
+    check_counts(**some("num_concurrent_uploads"))
+    check_counts(-1, **some("remote_num_checkpoints_to_keep"))
+    check_seconds(**some("upload_timeout_in_seconds"))
+    check_seconds(may_be_none=True, **some("save_timeout_in_seconds"))
+    if given["save_async_policy"] not in ("wait", "skip"):
+        raise ValueError(f"save_async_policy={given['save_async_policy']!r} is not known. Use 'wait' or 'skip'.")
+    check_ignore_keys("save_ignore_keys", given["ignore_keys"])
+    interval = to_interval(given["save_interval"])
+    filename = os.fspath(given["filename"]).lstrip("/")
+    check_templates(filename, latest, interval if isinstance(interval, Time) else None, bool(given["overwrite"]))
+
+
+def to_interval(save_interval: Any) -> "Time[Any] | Callable[..., bool]":
+    """Return how often to save, or the function of the user's that says when.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is a text that says no time.
+    """
+    if callable(save_interval):
+        return cast(Callable[..., bool], save_interval)
+    return to_time("save_interval", save_interval, TimeUnit.EPOCH)
