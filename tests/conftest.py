@@ -19,6 +19,8 @@ collect_ignore_glob = ["alone/*"]  # programs, which a search for docstring exam
 
 # Launchers of one test would clean up what another one, in another worker, has killed on purpose.
 os.environ["COMPOSER_KEEP_SHARED_MEMORY"] = "1"
+# Runs of the launcher leave a folder where they are started, which here is the repository.
+os.environ["COMPOSER_RUNS"] = ""
 
 
 @pytest.fixture(scope="session")

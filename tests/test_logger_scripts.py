@@ -51,7 +51,9 @@ def test_in_the_background_the_progress_bar_is_added(tmp_path):
 def launched(tmp_path_factory):
     """Run the script in two processes; its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("launched")
-    return folder, run(folder, "loggers=FileLogger()", "-m", "composer", "-n", "2", "--runs", "runs").stdout
+    with pytest.MonkeyPatch.context() as environ:
+        environ.delenv("COMPOSER_RUNS", raising=False)
+        return folder, run(folder, "loggers=FileLogger()", "-m", "composer", "-n", "2").stdout
 
 
 def test_the_file_logger_saves_the_output_of_each_process(launched):
@@ -66,8 +68,13 @@ def test_the_file_logger_saves_the_output_of_each_process(launched):
         assert sum(": loss/train/total: " in line for line in lines) == 2
 
 
-def test_a_script_that_is_launched_with_a_folder_for_runs_leaves_its_own_there(launched):
+def test_a_script_that_is_launched_leaves_a_folder_of_its_run(launched):
     recorded = read_run(launched[0] / "runs" / "plum")
     assert recorded.config["environment"]["world_size"] == 2
     assert recorded.curves["loss/train/total"].at["batch"] == [0, 1]
     assert recorded.status["status"] == "finished"
+
+
+def test_a_launched_script_that_is_to_leave_no_folder_leaves_none(tmp_path):
+    run(tmp_path, "progress_bar=False", "-m", "composer", "-n", "1", "--no_runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

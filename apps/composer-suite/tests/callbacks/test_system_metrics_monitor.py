@@ -114,15 +114,15 @@ def test_all_gpus_are_logged_when_asked_for(driver):
     }
 
 
-def test_the_machine_is_asked_once_a_second(driver, monkeypatch):
+def test_batches_do_not_ask_the_machine(driver):
     pytest.importorskip("psutil")
-    clock = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     monitor = SystemMetricsMonitor()
-    for now_s, readings in ((100.0, 1), (100.9, 1), (101.0, 2), (101.5, 2)):
-        clock[0] = now_s
-        assert "cpu_percentage" in logged_by(monitor)
-        assert driver.num_readings == readings
+    asked_after_one = "cpu_percentage" in logged_by(monitor)
+    for _ in range(20):
+        logged_by(monitor)
+    assert asked_after_one
+    assert driver.num_readings <= 3  # the first one, the thread's first, and one if this took a second
+    monitor.close(None, None)
 
 
 @pytest.mark.parametrize(("module", "package"), [("psutil", "psutil"), ("pynvml", "nvidia-ml-py")])

@@ -209,6 +209,30 @@ def test_all_ranks_are_told_where_runs_leave_their_folders(elastic, capsys):
     assert plan["env_sources"]["COMPOSER_RUNS"] == "--runs"
 
 
+def told(plan):
+    return [(rank["env"].get("COMPOSER_RUNS"), plan["env_sources"].get("COMPOSER_RUNS")) for rank in plan["ranks"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "expected"),
+    [
+        ([], None, ("runs", "the default of --runs")),
+        ([], "", (None, None)),  # as it is in the launcher's own environment
+        ([], "elsewhere", (None, None)),
+        (["--runs", "there"], "elsewhere", ("there", "--runs")),
+        (["--no_runs"], None, ("", "--no_runs")),
+        (["--no-runs"], "elsewhere", ("", "--no_runs")),
+    ],
+)
+def test_runs_leave_their_folders_unless_an_option_or_an_empty_variable_says_no(
+    options, variable, expected, environ, capsys
+):
+    if variable is not None:
+        environ["COMPOSER_RUNS"] = variable
+    assert main(["-n", "2", *options, "--dry_run", "s.py"]) == 0
+    assert told(json.loads(capsys.readouterr().out)) == [expected, expected]
+
+
 def test_a_dry_run_of_an_elastic_launch_prints_where_the_nodes_would_meet(capsys):
     arguments = "-n 2 --nnodes 1:4 --rdzv_endpoint h:29400 --rdzv_id job --rdzv_conf join_timeout=9 --dry_run s.py"
     assert main(arguments.split()) == 0
@@ -232,6 +256,7 @@ def test_a_dry_run_with_restarts_on_one_node_prints_the_ranks_too(capsys):
     ("arguments", "words"),
     [
         ("-n 2 --nnodes 2", "Give --rdzv_endpoint HOST:PORT"),
+        ("-n 2 --runs r --no_runs", "--runs='r' and --no_runs exclude each other"),
         ("-n 2 --rdzv_endpoint h:1", "--rdzv_endpoint='h:1' is for runs with a rendezvous"),
         ("-n 2 --rdzv_id job", "--rdzv_id='job' is for runs with a rendezvous"),
         ("-n 2 --nnodes 1 --master_port 1", "--master_port=1 and --nnodes exclude each other"),

@@ -32,9 +32,10 @@ class Listeners:
         algorithms: The state's algorithms.
         by_event: For each event with listeners the ones to call, logger destinations last. The events that begin
             something are always in it.
+        calls: The same with the name of the method to call, `None` where it is `run_event` that has to be asked.
     """
 
-    __slots__ = ("_snapshot", "algorithms", "by_event", "callbacks", "version", "watched_state")
+    __slots__ = ("_snapshot", "algorithms", "by_event", "callbacks", "calls", "version", "watched_state")
 
     def __init__(self, state: State) -> None:
         self.callbacks, self.algorithms = state.callbacks, state.algorithms
@@ -47,6 +48,11 @@ class Listeners:
         ordered = sorted(self._snapshot, key=lambda callback: isinstance(callback, LoggerDestination))
         called = {event: tuple(listening(ordered, event)) for event in Event}
         self.by_event = {event: found for event, found in called.items() if found or event in ENTRANCES}
+        asked = frozenset(id(callback) for callback in ordered if overrides(callback, Callback, "run_event"))
+        self.calls = {
+            event: tuple((callback, None if id(callback) in asked else event.value) for callback in callbacks)
+            for event, callbacks in self.by_event.items()
+        }
 
     def is_current(self, state: State, event: Event) -> bool:
         """Answer whether the table still holds for this state at this event."""

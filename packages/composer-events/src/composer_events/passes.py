@@ -168,6 +168,7 @@ DEFAULT_PASSES: Final[tuple[AlgorithmPass, ...]] = (
     sort_low_precision_layernorm_last,
     warn_if_multiple_loss_interpolation,
 )
+"""The passes of an engine, first to last, unless it is given others."""
 
 
 def _stable_partition(items: Sequence[Any], is_early: Callable[[Any], bool]) -> list[Any]:

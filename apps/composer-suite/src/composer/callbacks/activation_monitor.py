@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from composer._arguments import check_flags, check_text_lists, to_time
+from composer.callbacks._at_hand import numbers_at_hand
 from composer_dist.wrapping import unwrap_model
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
@@ -45,9 +46,9 @@ class ActivationMonitor(Callback):
     | `max` | the largest value |
     | `kurtosis` | the fourth moment over the square of the second, 3 for a normal distribution |
 
-    The values stay on the device until a logger reads them. Of a module that is called several times, they are those
-    of the last call. The modules have hooks during the forward passes that are logged, for which compiled ones run as
-    they were written, and none in all others.
+    The values of an accelerator stay there until a logger reads them. Of a module that is called several times, they
+    are those of the last call. The modules have hooks during the forward passes that are logged, for which compiled
+    ones run as they were written, and none in all others.
 
     Args:
         interval: How often: a number of batches, or a time in batches or epochs.
@@ -110,7 +111,7 @@ class ActivationMonitor(Callback):
         if not self._is_watching:
             return
         self._last_logged = self._now(state)
-        metrics = self._metrics
+        metrics = numbers_at_hand(self._metrics)
         self._stop_watching()
         wandb = [place for place in logger.destinations if _is_wandb(place)] if self.only_log_wandb else []
         step = int(state.timestamp.batch)
@@ -124,11 +125,12 @@ class ActivationMonitor(Callback):
         self._stop_watching()
 
     def _now(self, state: State) -> int:
-        return int(state.timestamp.get(self.interval.unit))
+        now = state.timestamp
+        return now.batch.value if self.interval.unit is TimeUnit.BATCH else now.epoch.value
 
     def _is_due(self, state: State) -> bool:
         now = self._now(state)
-        return now % int(self.interval) == 0 and now != self._last_logged
+        return now % self.interval.value == 0 and now != self._last_logged
 
     def _stop_watching(self) -> None:
         for handle in self._handles:
@@ -184,7 +186,7 @@ def compute_kurtosis(value: Tensor) -> Tensor:
 
 
 def _kurtosis(value: Tensor, mean: Tensor) -> Tensor:
-    squares = (value - mean).square()
+    squares = (value - mean).square_()
     # The sum of their squares, without a tensor of those.
     fourth = torch.linalg.vector_norm(squares, dim=-1).square() / squares.shape[-1]
     return fourth / squares.mean(dim=-1).square()

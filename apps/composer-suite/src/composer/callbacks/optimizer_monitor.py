@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from composer._arguments import check_counts, check_flags
+from composer.callbacks._at_hand import numbers_at_hand
 from composer_dist import dist
+from composer_dist.wrapping import canonical_name
 from composer_events.callback import Callback
-from composer_fsdp.names import clean_name
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -26,8 +27,8 @@ _GRADIENT = f"{_NORM}/grad"
 class OptimizerMonitor(Callback):
     """Log the norm of the gradient, of each parameter (`l2_norm/grad/<name>`) and of all (`l2_norm/grad/global`).
 
-    The values stay on the device until a logger reads them, so nobody waits for them. Of a sharded model they are the
-    norms of the whole gradients, for one collective an interval.
+    The values of an accelerator stay there until a logger reads them, so nobody waits for them. Of a sharded model they
+    are the norms of the whole gradients, for one collective an interval.
 
     Args:
         log_optimizer_metrics: Whether to log what the optimizer knows, too, if it has
@@ -53,17 +54,17 @@ class OptimizerMonitor(Callback):
         if int(state.timestamp.batch) % self.batch_log_interval:
             return
         named = state.model.named_parameters()
-        parameters = {clean_name(name): each for name, each in named if each.grad is not None}
+        parameters = {canonical_name(name): each for name, each in named if each.grad is not None}
         metrics: dict[str, Any] = {}
         if self.log_optimizer_metrics:
             metrics = _optimizer_metrics(state.optimizers[0], parameters)
-        unknown = [name for name in parameters if f"{_GRADIENT}/{name}" not in metrics]
-        norms = _whole_norms([parameters[name].grad for name in unknown])
-        metrics |= {f"{_GRADIENT}/{name}": norm for name, norm in zip(unknown, norms, strict=True)}
+        gradients = {f"{_GRADIENT}/{name}": parameter.grad for name, parameter in parameters.items()}
+        unknown = [name for name in gradients if name not in metrics]
+        metrics |= zip(unknown, _whole_norms([gradients[name] for name in unknown]), strict=True)
         of_gradients = [torch.as_tensor(value) for name, value in metrics.items() if name.startswith(_GRADIENT)]
         if of_gradients:
             metrics[f"{_GRADIENT}/global"] = torch.linalg.vector_norm(torch.stack(of_gradients))
-        logger.log_metrics(metrics)
+        logger.log_metrics(numbers_at_hand(metrics))
 
 
 def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -95,11 +96,20 @@ def _whole_norms(tensors: list[Any]) -> list[Tensor]:
     for index, tensor in enumerate(tensors):
         mesh = getattr(tensor, "device_mesh", None)
         groups.setdefault((mesh, tensor.device, tensor.dtype), []).append(index)
-    for indices in groups.values():
-        stacked: Any = torch.stack([torch.linalg.vector_norm(tensors[index].detach()) for index in indices])
-        whole = stacked.full_tensor() if hasattr(stacked, "full_tensor") else stacked
-        norms.update(zip(indices, whole.unbind(), strict=True))
+    for (mesh, *_), indices in groups.items():
+        shards = [tensors[index].detach() for index in indices]
+        if mesh is None:
+            norms.update(zip(indices, _norms(shards), strict=True))
+            continue
+        stacked: Any = torch.stack([torch.linalg.vector_norm(shard) for shard in shards])
+        norms.update(zip(indices, stacked.full_tensor().unbind(), strict=True))
     return [norms[index] for index in range(len(tensors))]
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    # As torch's own clipping of gradients computes them: on an accelerator by one kernel for many tensors. The public
+    # `torch.nn.utils.get_total_norm` keeps only what they add up to.
+    return torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _num_shards(tensor: Any) -> int:

@@ -72,8 +72,12 @@ class RuntimeEstimator(Callback):
         fraction = self._elapsed_fraction(state)
         if fraction is None or fraction <= self._start_fraction:
             return
-        train_s = time.monotonic() - self._start_s - sum(each.total_s for each in self._evaluations.values())
-        remaining_s = train_s / (fraction - self._start_fraction) * (1 - fraction) + self._remaining_eval_s()
+        train_s = time.monotonic() - self._start_s
+        remaining_eval_s = 0.0
+        if self._evaluations:
+            train_s -= sum(each.total_s for each in self._evaluations.values())
+            remaining_eval_s = self._remaining_eval_s()
+        remaining_s = train_s / (fraction - self._start_fraction) * (1 - fraction) + remaining_eval_s
         logger.log_metrics({"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]})
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -99,16 +103,13 @@ class RuntimeEstimator(Callback):
         max_duration, now = state.max_duration, state.timestamp
         if max_duration is None:
             return None
-        if max_duration.unit is TimeUnit.EPOCH:
-            epochs = int(now.epoch)
-            if epochs:
-                mean_length = (int(now.batch) - int(now.batch_in_epoch)) / epochs
-            else:
-                mean_length = self._epoch_length
-            if mean_length:
-                return min(int(now.batch) / (max_duration.value * mean_length), 1.0)
         if max_duration.unit is TimeUnit.BATCH and max_duration.value:
             return now.batch.value / max_duration.value
+        if max_duration.unit is TimeUnit.EPOCH:
+            batch, epochs = now.batch.value, now.epoch.value
+            mean_length = (batch - now.batch_in_epoch.value) / epochs if epochs else self._epoch_length
+            if mean_length:
+                return min(batch / (max_duration.value * mean_length), 1.0)
         elapsed = state.get_elapsed_duration()
         return None if elapsed is None else float(elapsed.value)
 

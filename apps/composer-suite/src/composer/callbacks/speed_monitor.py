@@ -77,11 +77,13 @@ class SpeedMonitor(Callback):
         self.gpu_flops_available = gpu_flops_available
         self.total_eval_wct = 0.0
         self._seconds = SECONDS[time_unit]
+        self._world_size = 1
         self._model: torch.nn.Module | None = None
         self._flops_per_batch: Callable[[Any], float] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Look up what the device can compute."""
+        """Look up what the device can compute, and how many devices there are."""
+        self._world_size = dist.get_world_size()
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
 
@@ -89,13 +91,14 @@ class SpeedMonitor(Callback):
         """Log the speed over the window that ends with this batch."""
         now = state.timestamp
         train_s = now.total_wct.total_seconds()
-        self.history_samples.append(int(now.sample))
-        self.history_tokens.append(int(now.token))
+        self.history_samples.append(now.sample.value)
+        self.history_tokens.append(now.token.value)
         self.history_wct.append(train_s)
-        metrics: dict[str, Any] = {}
-        if len(self.history_wct) == self.history_wct.maxlen:
-            metrics |= self._throughput()
-        metrics |= self._flops(state)
+        metrics: dict[str, Any] = self._throughput() if len(self.history_wct) == self.history_wct.maxlen else {}
+        if self._model is not state.model:  # a module takes long to say that it lacks something
+            self._model, self._flops_per_batch = state.model, _flops_function(state.model)
+        if self._flops_per_batch is not None:
+            metrics |= self._flops(self._flops_per_batch(state.batch), state)
         metrics["time/train"] = train_s / self._seconds
         metrics["time/val"] = self.total_eval_wct / self._seconds
         metrics["time/total"] = (train_s + self.total_eval_wct) / self._seconds
@@ -124,33 +127,26 @@ class SpeedMonitor(Callback):
         tokens = self.history_tokens[-1] - self.history_tokens[0]
         if tokens > 0:
             rates["tokens_per_sec"] = tokens / seconds
-        return _named(rates)
+        return self._named(rates)
 
-    def _flops(self, state: State) -> dict[str, Any]:
-        if self._model is not state.model:  # a module takes long to say that it lacks something
-            self._model, self._flops_per_batch = state.model, _flops_function(state.model)
-        flops_per_batch = self._flops_per_batch
-        if flops_per_batch is None:
-            return {}
+    def _flops(self, of_batch: float, state: State) -> dict[str, Any]:
         so_far = self.history_flops[-1] if self.history_flops else 0.0
-        self.history_flops.append(so_far + _over_all_ranks(float(flops_per_batch(state.batch)), state))
+        self.history_flops.append(so_far + _over_all_ranks(float(of_batch), state))
         seconds = self.history_wct[-1] - self.history_wct[0]
         if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
             return {}
-        metrics = _named({"flops_per_sec": (self.history_flops[-1] - self.history_flops[0]) / seconds})
+        metrics = self._named({"flops_per_sec": (self.history_flops[-1] - self.history_flops[0]) / seconds})
         if self.gpu_flops_available:
             metrics["throughput/device/mfu"] = metrics["throughput/device/flops_per_sec"] / self.gpu_flops_available
         return metrics
 
-
-def _named(rates: dict[str, Any]) -> dict[str, Any]:
-    """Return rates of all ranks together under their log names, and beside each what is one device's share."""
-    world_size = dist.get_world_size()
-    named: dict[str, Any] = {}
-    for name, rate in rates.items():
-        named[f"throughput/{name}"] = rate
-        named[f"throughput/device/{name}"] = rate / world_size
-    return named
+    def _named(self, rates: dict[str, Any]) -> dict[str, Any]:
+        """Return rates of all ranks together under their log names, and beside each what is one device's share."""
+        named: dict[str, Any] = {}
+        for name, rate in rates.items():
+            named[f"throughput/{name}"] = rate
+            named[f"throughput/device/{name}"] = rate / self._world_size
+        return named
 
 
 def _flops_function(model: Any) -> Callable[[Any], float] | None:

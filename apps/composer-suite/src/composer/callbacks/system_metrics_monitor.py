@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from composer._arguments import check_flags
 from composer.callbacks._machine import GPU_KEYS, GPUReader, HostReader
+from composer.callbacks._steady_reader import SteadyReader
 from composer_dist import dist
 from composer_events.callback import Callback
 
@@ -33,9 +33,9 @@ class SystemMetricsMonitor(Callback):
     | `min_<key>_rank_<r>`, `max_<key>_rank_<r>` | the least and the most over all ranks, and whose it is |
 
     The keys of the last line are `gpu_percentage`, `memory_percentage`, `gpu_temperature_C` and `gpu_power_usage_W`, of
-    NVIDIA's GPUs. The rest is of this rank's computer. The machine is asked at most once a second, and its last answer
-    logged in between. With GPUs on several ranks there is a collective for each batch, between the CPUs. It needs the
-    extra `system`.
+    NVIDIA's GPUs. The rest is of this rank's computer. The machine is asked once a second, on a thread of its own, and
+    its latest answer logged: no batch waits for a driver or a disk. With GPUs on several ranks there is a collective
+    for each batch, between the CPUs. It needs the extra `system`.
 
     Args:
         log_all_data: Whether to log the GPUs of all ranks, as `<key>_rank_<r>`, instead of the least and the most.
@@ -48,12 +48,9 @@ class SystemMetricsMonitor(Callback):
     def __init__(self, log_all_data: bool = False) -> None:
         check_flags(log_all_data=log_all_data)
         self.log_all_data = log_all_data
-        self._host = HostReader()
-        has_nvidia = torch.cuda.is_available() and torch.version.hip is None
-        self._gpu = GPUReader() if has_nvidia else None
-        self._read_at_s: float | None = None
-        self._of_host: dict[str, float] = {}
-        self._of_gpu: dict[str, float] = {}
+        self._has_gpu = torch.cuda.is_available() and torch.version.hip is None
+        reading = _reading(HostReader(), GPUReader() if self._has_gpu else None)
+        self._machine = SteadyReader("The machine's load", reading, _FRESH_S)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Log, while training."""
@@ -67,16 +64,20 @@ class SystemMetricsMonitor(Callback):
         """Log, while predicting."""
         self._log(logger)
 
+    def close(self, state: State, logger: Logger) -> None:
+        """Ask no more."""
+        self._machine.close()
+
     def _log(self, logger: Logger) -> None:
-        now_s = time.monotonic()
-        if self._read_at_s is None or now_s - self._read_at_s >= _FRESH_S:
-            self._read_at_s = now_s
-            self._of_host = self._host.read()
-            self._of_gpu = self._gpu.read() if self._gpu is not None else {}
-        metrics = dict(self._of_host)
-        if self._gpu is not None:
-            metrics |= _named_by_rank(dist.all_gather_object(self._of_gpu), self.log_all_data)
+        of_host, of_gpu = self._machine.latest()
+        metrics = dict(of_host)
+        if self._has_gpu:
+            metrics |= _named_by_rank(dist.all_gather_object(of_gpu), self.log_all_data)
         logger.log_metrics(metrics)
+
+
+def _reading(host: HostReader, gpu: GPUReader | None) -> Callable[[], tuple[dict[str, float], dict[str, float]]]:
+    return lambda: (host.read(), {} if gpu is None else gpu.read())
 
 
 def _named_by_rank(of_ranks: Sequence[dict[str, float]], log_all_data: bool) -> dict[str, float]:

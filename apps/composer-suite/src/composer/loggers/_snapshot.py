@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Snapshot", "as_number", "detached_copy"]
+__all__ = ["Snapshot", "as_number", "copy_of_values"]
 
 _UNCHANGING = frozenset({bool, int, float, str, type(None)})
 _BYTES_OF_A_NUMBER = 128  # roughly what a name and a number take in Python
@@ -50,19 +50,25 @@ class Snapshot:
     def _take(self, value: Any) -> Any:
         self.size_bytes += _BYTES_OF_A_NUMBER + int(getattr(value, "nbytes", 0))
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-            return detached_copy(value)
+            return _detached_copy(value)
         self._arrivals.setdefault(value.device, torch.Event(value.device))
         return value.detach().to("cpu", non_blocking=True)  # into pinned memory, without which this would wait
 
 
-def detached_copy(value: Any) -> Any:
-    """Return a copy; one of a tensor stays on its device and keeps no graph alive."""
+def copy_of_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of values by name; those of tensors stay on their device and keep no graph alive."""
+    if _UNCHANGING.issuperset(map(type, values.values())):  # most are, and this looks at all of them at once
+        return dict(values)
+    return {name: _detached_copy(value) for name, value in values.items()}
+
+
+def _detached_copy(value: Any) -> Any:
     if type(value) in _UNCHANGING:
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if value.requires_grad else value.clone()
     if isinstance(value, dict) or type(value) in (list, tuple):
-        return _mapped(detached_copy, value)
+        return _mapped(_detached_copy, value)
     return copy.deepcopy(value)
 
 

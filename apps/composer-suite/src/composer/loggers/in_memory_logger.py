@@ -3,7 +3,7 @@
 import datetime
 from typing import TYPE_CHECKING, Any
 
-from composer.loggers._snapshot import detached_copy
+from composer.loggers._snapshot import copy_of_values
 from composer.loggers._tables import table_as_json
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
@@ -48,8 +48,7 @@ class InMemoryLogger(LoggerDestination):
         stamp = self.state.timestamp
         if stamp is not self._current[0]:
             self._current = stamp, stamp.copy()
-        copies = {name: detached_copy(value) for name, value in metrics.items()}
-        self._unsorted.append((self._current[1], copies))
+        self._unsorted.append((self._current[1], copy_of_values(metrics)))
 
     @property
     def data(self) -> dict[str, list[tuple[Timestamp, Any]]]:

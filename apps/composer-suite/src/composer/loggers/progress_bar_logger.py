@@ -20,7 +20,8 @@ from composer_time import Time, Timestamp, TimeUnit
 __all__ = ["ProgressBarLogger"]
 
 _LABEL_WIDTH = 15
-_REDRAWN_S = 0.2  # nobody reads faster, and drawing takes as long as a hundred callbacks
+_REDRAWN_S = 0.5  # nobody reads faster, and drawing takes as long as a hundred callbacks
+_MOST_KEPT = 256  # of what was logged, between two looks at it
 _FILE_WIDTH = 200  # characters; a file is as wide as it must be, and cut metrics would help nobody
 
 
@@ -167,6 +168,7 @@ class _Bar:
         self._unit = unit
         self._shown = shown
         self._values: dict[str, Any] = {}
+        self._logged: list[Mapping[str, Any]] = []
         self._position = self._count(start)
         is_terminal = hasattr(stream, "isatty") and stream.isatty()
         # In a notebook the bar is a widget, as wide as it likes; elsewhere it is 25 characters between the numbers.
@@ -184,11 +186,10 @@ class _Bar:
         )
 
     def keep(self, metrics: Mapping[str, Any]) -> None:
-        """Remember the values that belong to this bar."""
-        for name, value in metrics.items():
-            if name.startswith(self._shown) and not name.startswith("metrics/train"):
-                # The bar's title says already what is evaluated, and a line has room for little.
-                self._values[name.rpartition("/")[2] if name.startswith("metrics/") else name] = value
+        """Remember what was logged; what of it belongs to this bar is looked up for many at once."""
+        self._logged.append(dict(metrics))
+        if len(self._logged) >= _MOST_KEPT:
+            self._choose()
 
     def move(self, stamp: Timestamp) -> None:
         """Advance to where the timestamp is."""
@@ -203,12 +204,24 @@ class _Bar:
         self._show()
         self._bar.close()
 
+    def _choose(self) -> None:
+        """Take the values that belong to this bar, the latest of each."""
+        latest = {name: value for metrics in self._logged for name, value in metrics.items()}
+        self._logged.clear()
+        for name, value in latest.items():
+            if name.startswith(self._shown) and not name.startswith("metrics/train"):
+                # The bar's title says already what is evaluated, and a line has room for little.
+                self._values[name.rpartition("/")[2] if name.startswith("metrics/") else name] = value
+
     def _show(self) -> None:
+        self._choose()
         values = {name: float(value) for name, value in self._values.items() if _is_number(value)}
         self._bar.set_postfix(values, refresh=False)  # drawn with the next move; drawing now would draw twice
 
     def _count(self, stamp: Timestamp) -> int:
-        return int(stamp.batch_in_epoch if self.is_of_one_epoch else stamp.get(self._unit))
+        if self.is_of_one_epoch:
+            return stamp.batch_in_epoch.value
+        return stamp.batch.value if self._unit is TimeUnit.BATCH else stamp.get(self._unit).value
 
 
 def _is_number(value: Any) -> bool:

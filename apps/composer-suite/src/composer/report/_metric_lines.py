@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MetricLines"]
 
 _log = getLogger(__name__)
+_PLAIN = frozenset({bool, int, float})
 
 
 class MetricLines:
@@ -52,11 +53,14 @@ class MetricLines:
         if last is None or not last.has_room(stamp, step, metrics):
             last = _Line(stamp, step)
             self._pending.append(last)
+        if _PLAIN.issuperset(map(type, metrics.values())):  # most are, and many lines are made at once
+            last.known |= metrics
+            return
         on_devices: dict[str, Any] = {}
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 on_devices[name] = value
-            elif (number := _plain(value)) is not None:
+            elif (number := as_number(value)) is not None:
                 last.known[name] = number
         if on_devices:
             last.coming.append(Snapshot(on_devices))
@@ -98,7 +102,7 @@ class MetricLines:
 class _Line:
     stamp: Timestamp
     step: int | None
-    known: dict[str, float | str] = field(default_factory=dict[str, float | str])
+    known: dict[str, Any] = field(default_factory=dict[str, Any])
     coming: list[Snapshot] = field(default_factory=list[Snapshot])
 
     def has_room(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> bool:
@@ -114,13 +118,14 @@ class _Line:
             return True
 
     def as_json(self) -> dict[str, Any]:
-        values, stamp = self.known, self.stamp
+        known, stamp = self.known, self.stamp
         for snapshot in self.coming:
             try:
                 arrived = snapshot.read()
             except RuntimeError:  # of a device that has failed, which must not cost the other values
                 continue
-            values |= {name: number for name, value in arrived.items() if (number := _plain(value)) is not None}
+            known |= arrived
+        values = {name: number for name, value in known.items() if (number := _plain(value)) is not None}
         return {
             "batch": int(stamp.batch) if self.step is None else self.step,
             "epoch": int(stamp.epoch),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer._version import __version__
+from composer import _version
 from composer_dist import get_world_size
 from composer_events.formatting import format_name_with_dist
 
@@ -46,7 +46,7 @@ def saved_traces(state: State) -> list[str]:
 def environment(state: State) -> dict[str, Any]:
     """Return what the run runs on."""
     return {
-        "composer": __version__,
+        "composer": _version.__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.platform(),

@@ -37,7 +37,7 @@ _ALL_LINES: Final = 2**62
 _REST_S: Final = 1.0  # between two flushes: short epochs would spend their time on them
 # Lines are made many at a time: one alone, between two batches, takes several times as long.
 _MOST_PENDING: Final = 256
-# What it acts on; of all others only the time is noted.
+# What it acts on; of others the time is noted.
 _HEARD: Final = frozenset(
     {Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_END, Event.EPOCH_END, Event.FIT_END}
 )

@@ -11,12 +11,14 @@ from typing import Any
 
 from composer_dist.launch.cluster import CLUSTERS
 
-__all__ = ["FAILURE_TIMEOUT_S", "PLACEHOLDERS", "SIGNAL_TIMEOUT_S", "Options", "parse_options", "version"]
+__all__ = ["FAILURE_TIMEOUT_S", "PLACEHOLDERS", "RUNS", "SIGNAL_TIMEOUT_S", "Options", "parse_options", "version"]
 
 FAILURE_TIMEOUT_S = 8.0
 """How long ranks may take to end once another has failed: with what else is to be done, all is over within 10 s."""
 SIGNAL_TIMEOUT_S = 30.0
 """How long ranks may take to end after a signal, which may ask them for a last checkpoint."""
+RUNS = "runs"
+"""The folder that gets a folder for each run where nobody names another."""
 PLACEHOLDERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
 """What the names of output files may have in braces."""
 
@@ -48,6 +50,7 @@ class Options:
     log_dir: str | None
     log_filter: str | None
     runs: str | None
+    no_runs: bool
     max_restarts: int
     nnodes: str | None
     rdzv_backend: str
@@ -126,7 +129,9 @@ def _check(options: Options) -> None:
     for stream in ("stdout", "stderr"):
         _check_format(stream, getattr(options, stream))
     if options.runs == "":
-        raise ValueError("--runs='' names no folder. Give a name such as runs, or leave it out.")
+        raise ValueError("--runs='' names no folder. Give a name such as runs, or --no_runs for none.")
+    if options.runs is not None and options.no_runs:
+        raise ValueError(f"--runs={options.runs!r} and --no_runs exclude each other. Leave one of them out.")
     _check_signals(options.signals_to_handle)
     try:
         re.compile(options.log_filter or "")
@@ -311,8 +316,10 @@ def _add_output(add: _Add) -> None:
     add(
         "--runs",
         metavar="DIR",
-        help="where composer's Trainer leaves a folder for each run, as with $COMPOSER_RUNS: settings, metrics, times",
+        help="where composer's Trainer leaves a folder for each run: settings, metrics, times (default: "
+        f"$COMPOSER_RUNS, then {RUNS})",
     )
+    add("--no_runs", action="store_true", help="leave none, as with COMPOSER_RUNS= (set, and empty)")
 
 
 def _add_end(add: _Add) -> None:

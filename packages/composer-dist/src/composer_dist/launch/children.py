@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from composer_dist.launch.args import Options
+from composer_dist.launch.args import RUNS, Options
 from composer_dist.launch.topology import Topology
 
 __all__ = ["child_command", "child_environments", "common_environment", "hook_environment"]
@@ -40,8 +40,10 @@ def common_environment(nproc: int, options: Options, environ: Mapping[str, str])
         _log.info("OMP_NUM_THREADS=%s: the usable cores divided by the ranks.", common["OMP_NUM_THREADS"])
     if options.elastic_batch is not None:
         common["COMPOSER_ELASTIC_BATCH"] = options.elastic_batch
-    if options.runs is not None:
-        common["COMPOSER_RUNS"] = options.runs
+    if options.no_runs:
+        common["COMPOSER_RUNS"] = ""
+    elif options.runs is not None or "COMPOSER_RUNS" not in environ:  # set and empty says that none is wanted
+        common["COMPOSER_RUNS"] = options.runs or RUNS
     return common
 
 

@@ -70,7 +70,7 @@ def _plan(
         "topology": {
             name: {"value": getattr(topology, name), "source": source} for name, source in topology.sources.items()
         },
-        "env_sources": _sources(topology, environ, next(iter(envs.values()))),
+        "env_sources": _sources(options, topology, environ, next(iter(envs.values()))),
         "ranks": [
             {
                 "rank": int(env["RANK"]),
@@ -85,7 +85,9 @@ def _plan(
     }
 
 
-def _sources(topology: Topology, environ: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+def _sources(
+    options: Options, topology: Topology, environ: Mapping[str, str], env: Mapping[str, str]
+) -> dict[str, str]:
     """Return where each variable of a rank comes from."""
     of_topology = {
         "RANK": f"base_rank + LOCAL_RANK; base_rank from {topology.sources['base_rank']}",
@@ -96,7 +98,7 @@ def _sources(topology: Topology, environ: Mapping[str, str], env: Mapping[str, s
     others = {
         "OMP_NUM_THREADS": "usable processor cores / nproc",
         "COMPOSER_ELASTIC_BATCH": "--elastic_batch",
-        "COMPOSER_RUNS": "--runs",
+        "COMPOSER_RUNS": "--no_runs" if options.no_runs else "--runs" if options.runs else "the default of --runs",
         "TORCHELASTIC_MAX_RESTARTS": "--max_restarts",
     }
     own = {name: name for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}

@@ -1,0 +1,82 @@
+"""What is read on a thread of its own."""
+
+import gc
+import itertools
+import threading
+import time
+
+import pytest
+
+from composer.callbacks._steady_reader import SteadyReader
+
+
+def eventually(is_so, timeout_s=10.0):
+    end_s = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.002)
+    return is_so()
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "composer-reader"]
+
+
+def test_the_first_answer_is_there_at_once_and_later_ones_follow_by_themselves():
+    counter = itertools.count()
+    reader = SteadyReader("The counter", lambda: next(counter), interval_s=0.001)
+    assert reader.latest() == 0
+    assert eventually(lambda: reader.latest() >= 3)
+    reader.close()
+
+
+def test_a_reading_that_hangs_delays_nobody():
+    go_on, calls = threading.Event(), itertools.count()
+
+    def read():
+        number = next(calls)
+        if number:
+            go_on.wait(10)
+        return number
+
+    reader = SteadyReader("The disk", read, interval_s=0.001)
+    assert [reader.latest() for _ in range(100)] == [0] * 100
+    reader.close()
+    go_on.set()
+    assert eventually(lambda: not threads())
+
+
+def test_a_reading_that_fails_costs_one_line_and_the_last_answer_stays(caplog):
+    answers = iter([1, 2])
+    reader = SteadyReader("The machine", lambda: next(answers), interval_s=0.001)
+    assert reader.latest() == 1
+    assert eventually(lambda: not threads())
+    assert reader.latest() in (1, 2)
+    assert ["The machine can no longer be read" in record.getMessage() for record in caplog.records] == [True]
+    reader.close()
+
+
+def test_the_first_failure_is_the_callers():
+    def read():
+        raise OSError("no such device")
+
+    with pytest.raises(OSError, match="no such device"):
+        SteadyReader("The device", read, interval_s=1.0).latest()
+
+
+def test_no_thread_outlives_a_reader_that_nobody_closes():
+    reader = SteadyReader("The counter", lambda: 1, interval_s=0.001)
+    reader.latest()
+    assert threads()
+    del reader
+    gc.collect()
+    assert eventually(lambda: not threads())
+
+
+def test_after_close_it_begins_anew():
+    counter = itertools.count()
+    reader = SteadyReader("The counter", lambda: next(counter), interval_s=60.0)
+    reader.latest()
+    reader.close()
+    assert eventually(lambda: not threads())
+    assert reader.latest() > 0
+    reader.close()
