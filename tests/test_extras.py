@@ -43,6 +43,13 @@ def test_an_error_about_a_missing_library_names_an_extra_that_exists():
     assert not {(package, extra) for package, extra in asked if extra not in EXTRAS.get(package, {extra})}
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_error_about_a_missing_library_names_the_package_itself_or_one_that_it_needs(name):
+    needed = {re.match(r"[\w-]+", one).group() for one in PROJECTS[name].get("dependencies", ())}
+    asked = {package for file in sources(FOLDERS[name]) for package, _ in asked_extras(file)}
+    assert asked <= {name, *needed}
+
+
 def sources(folder):
     return (folder / "src").rglob("*.py")
 

@@ -128,7 +128,7 @@ def test_an_adapted_model_is_not_adapted_twice(make_model):
 def test_the_extra_that_brings_peft_is_named(make_model, monkeypatch):
     monkeypatch.setattr("composer_hf.model.peft_installed", False)
 
-    with pytest.raises(MissingConditionalImportError, match="composer-suite\\[peft\\]"):
+    with pytest.raises(MissingConditionalImportError, match="composer-hf\\[peft\\]"):
         HuggingFaceModel(make_model("gpt2"), peft_config=lora())
 
 

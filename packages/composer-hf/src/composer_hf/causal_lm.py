@@ -270,7 +270,7 @@ def _on_every_rank(build: Callable[[], Any], path: str) -> Any:
 
 def _with_saved_adapter(model: Any, path: str) -> Any:
     if importlib.util.find_spec("peft") is None:
-        raise MissingConditionalImportError("peft", "peft", distribution="composer-suite")
+        raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, path, is_trainable=True)
@@ -285,7 +285,7 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
             f"'LORA' and 'CAUSAL_LM'."
         )
     if importlib.util.find_spec("peft") is None:
-        raise MissingConditionalImportError("peft", "peft", distribution="composer-suite")
+        raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     from peft import LoraConfig
 
     del settings["peft_type"]

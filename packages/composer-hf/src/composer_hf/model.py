@@ -332,7 +332,7 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
     if peft_config is None:
         return model
     if not peft_installed:
-        raise MissingConditionalImportError("peft", "peft", distribution="composer-suite")
+        raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     if is_peft_model(model):
         warnings.warn(
             "PEFT model was passed in directly. Ignoring the provided PEFT config.", UserWarning, stacklevel=3

@@ -125,6 +125,7 @@ loss_registry: dict[str, Callable[..., Tensor]] = {
     "binary_cross_entropy_with_logits": binary_cross_entropy_with_logits,
     "soft_cross_entropy": soft_cross_entropy,
 }
+"""The losses of this module by their names."""
 
 
 class DiceLoss(torch.nn.Module):
