@@ -10,6 +10,11 @@ TRANSFORMERS_TESTS := packages/composer-hf/tests tests/hf tests/ckpt/test_round_
     tests/algorithms/test_alibi_transformers.py tests/algorithms/test_gated_linear_units.py
 unexport PYTHONDONTWRITEBYTECODE  # every launched rank would compile torch anew
 
+.DEFAULT_GOAL := train
+
+help:  ## Tell what can be made.
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "%-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
 train: .venv/.synced  ## Train the example network on the CPU, in two processes.
 	$(BIN)/composer -n 2 examples/train.py
 
@@ -68,4 +73,4 @@ define install
 	$(UV) pip install -q --python $(1)/bin/python --no-deps $(MEMBERS:%=-e ./%)
 endef
 
-.PHONY: train stdlib-gpt test test-transformers4 docs bench lint alone dist check-lock lock
+.PHONY: help train stdlib-gpt test test-transformers4 docs bench lint alone dist check-lock lock

@@ -126,3 +126,14 @@ def test_every_public_name_is_on_the_page_of_its_package(site, package):
     linked = {anchor for _, path, anchor in site.targets(name) if path != name}
     public = set(getattr(import_module(module), "__all__", [])) - {"__version__"}
     assert public <= {path.rpartition(".")[2] for path in described | linked}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_of_a_package_has_a_line_for_each_public_name(site, package):
+    (page,) = site.sources.glob(f"*/{package}/README.md")
+    _, *parts = re.split(r"^From \[?`([\w.]+)`.*:$", page.read_text(), flags=re.MULTILINE)
+    assert parts
+    for module, text in zip(parts[::2], parts[1::2], strict=True):
+        described = dict(re.findall(r"^\| \[`(\w+)`\]\[[\w.]+\] \| (.*) \|$", text, re.MULTILINE))
+        assert described.keys() == set(getattr(import_module(module), "__all__", [])) - {"__version__"}
+        assert not [name for name, line in described.items() if not line]

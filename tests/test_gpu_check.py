@@ -68,6 +68,19 @@ def test_a_case_that_does_not_exist_is_refused_with_those_there_are(check):
         check.choose(["precision.amp_fp8"], "cpu")
 
 
+def test_cases_none_of_which_makes_sense_on_a_cpu_are_refused_there(check):
+    with pytest.raises(SystemExit, match=r"precision\.amp_fp16 makes sense on a GPU alone"):
+        check.choose(["precision.amp_fp16"], "cpu")
+
+
+def test_a_library_that_is_missing_is_named_in_a_line(check, monkeypatch, capsys):
+    monkeypatch.setattr(check, "NEEDED", ("torch", "torch_vision_of_nobody"))
+    assert check.main(["--device", "cpu"]) == 2
+    assert capsys.readouterr().out == (
+        "torch_vision_of_nobody not installed: the check needs torch, torch_vision_of_nobody.\n"
+    )
+
+
 def test_every_case_is_a_function_of_the_device(check, root):
     for case in check.CASES:
         module, _, function = case.name.partition(".")

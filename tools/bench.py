@@ -220,8 +220,10 @@ def main(
     """Run the benchmarks, write the page and return the exit status."""
     parser = argparse.ArgumentParser(description="Run the benchmarks and write docs/benchmarks.md.")
     parser.add_argument("--minutes", type=float, default=15.0, help="after which nothing is begun any more")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[script.name for script in plan])
-    parser.add_argument("--output", type=Path, help="the page")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[script.name for script in plan], help="only these"
+    )
+    parser.add_argument("--output", type=Path, help="where the page goes")
     asked = parser.parse_args(arguments)
     deadline_s = time.monotonic() + 60 * asked.minutes
     outcomes: list[Outcome] = []

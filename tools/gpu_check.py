@@ -6,7 +6,8 @@ The machine needs this repository, Python 3.11 or newer, torch, torchvision, tor
 installed: the packages are found in the checkout, and their metadata is made up in a temporary folder. Each case runs
 in a process of its own with a time of its own, so that one that crashes or hangs costs only itself. First come those
 that measure nothing, a few at a time; then, one after the other, those that do. The exit status is 0 if every case
-passed or could not be run on this machine, 1 if one failed or there was no time for it, and 2 without a GPU.
+passed or could not be run on this machine, 1 if one failed or there was no time for it, and 2 without a GPU or one of
+these libraries.
 
 With `--device cpu` it runs what makes sense without a GPU, on tiny sizes: a check of the check.
 """
@@ -24,10 +25,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_cases.as_installed import ROOT, add_stand_ins, source_folders, write_metadata
 
+NEEDED = ("torch", "torchvision", "torchmetrics", "transformers")
 AT_ONCE = 4
 LEAST_S = 15.0  # a case that has less time is not begun: so long it takes to import everything
 RECIPE = "recipe.stdlib"
@@ -181,7 +184,7 @@ def describe(device: str, missing: Sequence[str]) -> str:
     """Return one line about machine and libraries."""
     import torch
 
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "torchmetrics", "transformers"))
+    versions = ", ".join(f"{name} {version(name)}" for name in NEEDED)
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
     stand_ins = f"; stand-ins for {' and '.join(missing)}, which are not installed" if missing else ""
     return f"{name}, Python {platform.python_version()}, {versions}{stand_ins}"
@@ -208,13 +211,18 @@ def choose(names: Sequence[str] | None, device: str) -> list[Case]:
     if unknown := [name for name in names or () if name not in known]:
         raise SystemExit(f"--only: {', '.join(unknown)} not among the cases, which are {', '.join(known)}.")
     chosen = [known[name] for name in names] if names else list(CASES)
-    return [case for case in chosen if device == "cuda" or case.on_cpu]
+    if left := [case for case in chosen if device == "cuda" or case.on_cpu]:
+        return left
+    raise SystemExit(f"--only: {', '.join(case.name for case in chosen)} makes sense on a GPU alone.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases, print the table and return the exit status."""
     start_s = time.monotonic()
     asked = _read(arguments)
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        print(f"{', '.join(missing)} not installed: the check needs {', '.join(NEEDED)}.")
+        return 2
     import torch  # here, so that --help costs nothing
 
     if asked.device == "cuda" and not torch.cuda.is_available():
@@ -248,7 +256,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check what needs a GPU, on a machine that has one.")
     parser.add_argument("--minutes", type=float, default=8.5, help="after which all is over")
     parser.add_argument("--recipe-minutes", type=float, default=3.0, help="of these, for the recipe")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a check of the check")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these cases, such as precision.amp_bf16")
     return parser.parse_args(arguments)
 

@@ -193,7 +193,7 @@ def setup() -> None:
 def main() -> int:
     """Run one of the four commands and return its exit status."""
     parser = argparse.ArgumentParser(description="Keep uv.lock free of addresses.")
-    parser.add_argument("command", choices=["strip", "clean", "check", "setup"])
+    parser.add_argument("command", choices=["strip", "clean", "check", "setup"], help="as the top of this file says")
     parser.add_argument("--uv", default="uv", help="the uv that resolves again for check")
     arguments = parser.parse_args()
     try:

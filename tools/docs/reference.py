@@ -52,13 +52,12 @@ MODULES = {
 
 
 def reference(distribution: str) -> str:
-    """Return the part of a package's page that its docstrings fill."""
+    """Return the part of a package's page that its docstrings fill: all public names in a line each, then its own."""
     package, *modules = MODULES[distribution]
-    lines = [f"## Reference of `{package}`", ""]
-    if modules:
-        pages = ", ".join(f"[`{module}`]({module}.md)" for module in modules)
-        lines += [f"Modules with a page of their own: {pages}.", ""]
-    return "\n".join([*lines, *_entries(package, level=3)])
+    lines = ["## Public names", "", f"From `{package}`:", "", *_overview(package)]
+    for module in modules:
+        lines += [f"From [`{module}`]({module}.md):", "", *_overview(module)]
+    return "\n".join([*lines, f"## Reference of `{package}`", "", *_entries(package, level=3)])
 
 
 def module_page(module: str) -> str:
@@ -66,6 +65,55 @@ def module_page(module: str) -> str:
     title = module.partition(".")[2]  # short, for the navigation
     introduction = [f"# {title}", "", f"`{module}`", "", ast.get_docstring(_source(module)) or "", ""]
     return "\n".join([*introduction, *_entries(module, level=2)])
+
+
+def _overview(module: str) -> Iterator[str]:
+    """Yield a table of a module's public names, each with the first line of its docstring."""
+    names = [name for name in _public_names(module) if name != "__version__"]
+    if not names:
+        return
+    yield from ["| name | |", "|---|---|"]
+    for name in names:
+        said = _first_line(_owner(module, name), name).replace("|", "\\|")
+        yield f"| [`{name}`][{_address(module, name)}] | {said} |"
+    yield ""
+
+
+def _first_line(owner: str, name: str) -> str:
+    """Return the first line of the docstring of what a module defines, or is."""
+    if _file(f"{owner}.{name}").exists():
+        docstring = ast.get_docstring(_source(f"{owner}.{name}"))
+    else:
+        docstring = next(filter(None, map(_docstring, _definitions(owner, name))), None)
+    return (docstring or "").partition("\n")[0]
+
+
+def _definitions(owner: str, name: str) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
+    """Yield the statements that define a name, each with the one behind it, in which a docstring may stand."""
+    body = _source(owner).body
+    for statement, behind in zip(body, [*body[1:], None], strict=True):
+        defined = [getattr(statement, "name", None)]
+        for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
+            defined.append(getattr(target, "id", None))
+        if name in defined:
+            yield statement, behind
+
+
+def _docstring(definition: tuple[ast.stmt, ast.stmt | None]) -> str | None:
+    statement, behind = definition
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return ast.get_docstring(statement)
+    if isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant) and isinstance(behind.value.value, str):
+        return behind.value.value
+    return None
+
+
+def _address(module: str, name: str) -> str:
+    """Return under which name the reference shows what a module offers."""
+    owner = _owner(module, name)
+    is_below = owner.partition(".")[0] != module.partition(".")[0]
+    hidden = _file(f"{module}.{name}").exists()  # by the module of that name, which would be shown
+    return f"{owner if is_below or hidden else module}.{name}"
 
 
 def _entries(module: str, level: int) -> Iterator[str]:
@@ -77,8 +125,7 @@ def _entries(module: str, level: int) -> Iterator[str]:
         if name == "__version__":
             yield from ["`__version__` is the version of the package that is installed.", ""]
         elif owner.partition(".")[0] == family:
-            hidden = _file(f"{module}.{name}").exists()  # by the module of that name, which would be shown
-            yield from [f"::: {owner if hidden else module}.{name}", f"    options: {{heading_level: {level}}}", ""]
+            yield from [f"::: {_address(module, name)}", f"    options: {{heading_level: {level}}}", ""]
         else:
             others.append(f"- `{name}`: [`{owner}.{name}`][{owner}.{name}]")
     if others:

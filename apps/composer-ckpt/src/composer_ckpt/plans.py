@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from composer_checkpoint.tensors import StoredTensor
@@ -96,8 +95,3 @@ def casts(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor])
             change = f"{dtype_name(before[name].dtype)} -> {dtype_name(tensor.dtype)}"
             found[change] = found.get(change, 0) + 1
     return found
-
-
-def is_file_name(target: str, *endings: str) -> bool:
-    """Say whether a path ends like a file of a kind."""
-    return Path(target).name.endswith(endings)

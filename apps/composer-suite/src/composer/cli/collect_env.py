@@ -1,5 +1,6 @@
 """Prints what a report of a fault should say about the machine and the versions installed on it."""
 
+import argparse
 import sys
 from importlib.metadata import distributions
 
@@ -20,6 +21,7 @@ def describe_environment() -> str:
 
 def main() -> int:
     """Print the description, and return 0."""
+    argparse.ArgumentParser(description="Print what a report of a fault should say about this machine.").parse_args()
     sys.stdout.write(f"{describe_environment()}\n")
     return 0
 
