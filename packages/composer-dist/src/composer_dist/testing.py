@@ -6,12 +6,14 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -27,6 +29,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist
 _PRELOADED_AFTER = ["torchmetrics"]
 _GOODBYE_S = 5.0  # how long a rank may take to end, once it has nothing more to say
 _STACKS_S = 1.0  # how long before it is killed a rank tells where its threads are
+_TELL = signal.SIGUSR2  # has a process write where its threads are
 _AFTERMATH_S = 0.3  # how long the others' complaints are waited for, once a rank has failed
 
 
@@ -157,11 +160,24 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
 
 
 def _stacks(rank: _Rank) -> str:
-    """Return where a rank's threads were, if it lived to tell."""
+    """Return where a rank's threads were, if it lived to tell, and then those of the processes that it forked."""
+    for forked in _children_of(rank.process.pid):
+        with suppress(OSError):
+            os.kill(forked, _TELL)
+    time.sleep(_AFTERMATH_S)
     try:
         return rank.stacks.read_text(errors="replace")
     except OSError:
         return "nowhere that it told of\n"
+
+
+def _children_of(pid: int | None) -> list[int]:
+    """Return the processes that a process has started, where the system tells."""
+    listed: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            listed += map(int, children.read_text().split())
+    return listed
 
 
 def _answer(rank: _Rank) -> _Answer:
@@ -195,9 +211,10 @@ def _run(settings: _Settings, call: _Call, writer: Connection) -> None:
     import torch.distributed as tdist
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # A thread of C writes them, whoever holds Python's lock.
-    stacks = settings.stacks.open("w")
+    # A thread of C writes them, whoever holds Python's lock. What this rank forks, such as workers, can be asked.
+    stacks = settings.stacks.open("a")
     faulthandler.dump_traceback_later(max(settings.timeout_s - _STACKS_S, settings.timeout_s / 2), file=stacks)
+    faulthandler.register(_TELL, file=stacks)
     try:
         torch.set_num_threads(1)
         # Processes that the body starts do so in Python's default way, not the one in which this rank was started.

@@ -51,7 +51,8 @@ class Report:
         cut: dict[str, Any] = {"trainer/device_train_microbatch_size": self._state.device_train_microbatch_size}
         if self._state.grad_accum is not None:
             cut["trainer/grad_accum"] = self._state.grad_accum
-        self._logger.log_metrics(cut | self._state.total_loss_dict)
+        self._logger.log_metrics(cut)
+        self._logger.log_metrics(self._state.total_loss_dict)
 
     def train_metrics(self) -> None:
         """Compute and log the metrics of the latest batch, if anybody on any rank takes them."""
