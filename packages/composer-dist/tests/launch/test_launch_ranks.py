@@ -382,6 +382,14 @@ def test_what_a_failed_rank_left_running_is_killed(launch, script, running, deta
     assert not running("time.sleep(61.25)")
 
 
+def test_what_tidies_up_after_a_rank_that_ended_well_is_let_do_so(launch, script, tmp_path):
+    tidy = f"import pathlib, time; time.sleep(0.3); pathlib.Path({str(tmp_path / 'tidy')!r}).touch()"
+    status, _, err = launch("-n", 1, script(f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {tidy!r}])"))
+    assert status == 0
+    assert (tmp_path / "tidy").exists()
+    assert "killed" not in err
+
+
 def test_a_suspended_rank_is_named_and_ends_the_run(launch, script):
     suspend = script("if rank == '1': os.kill(os.getpid(), 19)\ntime.sleep(60)")
     status, out, err = launch("-n", 2, "--stopped_timeout", 2, suspend)

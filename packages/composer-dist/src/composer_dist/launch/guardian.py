@@ -20,6 +20,7 @@ __all__ = ["LAUNCH_ID", "Guardian", "is_within", "new_launch_id", "process_state
 LAUNCH_ID = "COMPOSER_LAUNCH_ID"
 """The variable by which the processes of a launch are found, wherever they went."""
 _SWEEP_S = 5.0
+_LINGER_S = 1.0  # what tidies up after a process that ended well, such as Python's resource tracker, ends after it
 
 
 class Guardian:
@@ -54,8 +55,11 @@ class Guardian:
         """Kill what is left of the launch, and return whom that hit.
 
         Args:
-            spare_detached: Leave processes alone that went into sessions of their own, as services do.
+            spare_detached: Leave processes alone that went into sessions of their own, as services do, and give the
+                others a moment to end by themselves. Nothing has failed then.
         """
+        if spare_detached:
+            _wait_for(self._groups, _LINGER_S)
         killed = sweep(self._groups, None if spare_detached else self.launch_id)
         self._groups.clear()  # before long their numbers may be somebody else's
         self._tell("\n")
@@ -135,6 +139,13 @@ def process_state(pid: int) -> str | None:
     """Return the letter by which Linux names a process's state, such as `'T'` for stopped, or `None`."""
     fields = _stat(pid)
     return fields[0] if fields else None
+
+
+def _wait_for(groups: set[int], timeout_s: float) -> None:
+    """Wait until the processes of some groups have ended by themselves, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while any(_members(groups, None)) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
