@@ -150,7 +150,8 @@ def test_the_loop_of_events_trains_with_the_mixup_of_the_library(
 
 
 def test_the_mixup_of_the_tour_works_in_the_trainer(model, dataloader, mixup_of_the_tour):
-    loop = {"train_dataloader": dataloader, "optimizers": optimizer_of(model), "max_duration": "2ep"}
+    # By chance a batch may also be blended with nothing.
+    loop = {"train_dataloader": dataloader, "optimizers": optimizer_of(model), "max_duration": "2ep", "seed": 17}
     blended = []
     model.register_forward_pre_hook(lambda _, batch: blended.append(batch[0][0]))
     with Trainer(model=model, algorithms=mixup_of_the_tour(), device="cpu", progress_bar=False, **loop) as trainer:

@@ -17,8 +17,11 @@ def eventually(is_so, timeout_s=10.0):
     return is_so()
 
 
+@pytest.fixture
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "composer-reader"]
+    """Tell the threads that read and did not do so before the test."""
+    before = set(threading.enumerate())
+    return lambda: [each for each in threading.enumerate() if each.name == "composer-reader" and each not in before]
 
 
 def test_the_first_answer_is_there_at_once_and_later_ones_follow_by_themselves():
@@ -29,7 +32,7 @@ def test_the_first_answer_is_there_at_once_and_later_ones_follow_by_themselves()
     reader.close()
 
 
-def test_a_reading_that_hangs_delays_nobody():
+def test_a_reading_that_hangs_delays_nobody(threads):
     go_on, calls = threading.Event(), itertools.count()
 
     def read():
@@ -45,7 +48,7 @@ def test_a_reading_that_hangs_delays_nobody():
     assert eventually(lambda: not threads())
 
 
-def test_a_reading_that_fails_costs_one_line_and_the_last_answer_stays(caplog):
+def test_a_reading_that_fails_costs_one_line_and_the_last_answer_stays(threads, caplog):
     answers = iter([1, 2])
     reader = SteadyReader("The machine", lambda: next(answers), interval_s=0.001)
     assert reader.latest() == 1
@@ -63,7 +66,7 @@ def test_the_first_failure_is_the_callers():
         SteadyReader("The device", read, interval_s=1.0).latest()
 
 
-def test_no_thread_outlives_a_reader_that_nobody_closes():
+def test_no_thread_outlives_a_reader_that_nobody_closes(threads):
     reader = SteadyReader("The counter", lambda: 1, interval_s=0.001)
     reader.latest()
     assert threads()
@@ -72,7 +75,7 @@ def test_no_thread_outlives_a_reader_that_nobody_closes():
     assert eventually(lambda: not threads())
 
 
-def test_after_close_it_begins_anew():
+def test_after_close_it_begins_anew(threads):
     counter = itertools.count()
     reader = SteadyReader("The counter", lambda: next(counter), interval_s=60.0)
     reader.latest()

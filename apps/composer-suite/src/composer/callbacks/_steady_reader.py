@@ -36,12 +36,14 @@ class SteadyReader(Generic[T]):
 
     def latest(self) -> T:
         """Return the latest reading; the thread begins with the first question."""
-        if self._readings is None:
-            self._readings = readings = _Readings(self._read())
-            # It knows nothing of this object, and so does not keep alive what nobody closes.
-            arguments = (self._what, self._read, self._interval_s, readings)
-            threading.Thread(target=_keep_reading, args=arguments, name="composer-reader", daemon=True).start()
-        return self._readings.latest
+        if self._readings is not None:
+            return self._readings.latest
+        first = self._read()
+        self._readings = readings = _Readings(first)
+        # It knows nothing of this object, and so does not keep alive what nobody closes.
+        arguments = (self._what, self._read, self._interval_s, readings)
+        threading.Thread(target=_keep_reading, args=arguments, name="composer-reader", daemon=True).start()
+        return first
 
     def close(self) -> None:
         """End the thread. The next question begins anew."""
