@@ -1,6 +1,7 @@
 """The checkpoints that stay in a store, and those that go."""
 
 import os
+import threading
 import uuid
 from types import SimpleNamespace
 
@@ -106,17 +107,23 @@ def test_a_checkpoint_cannot_have_other_objects_deleted_than_those_of_the_run(lo
 
 
 def test_nothing_is_deleted_whose_replacement_has_not_arrived(loop, bucket, monkeypatch):
-    real = FsspecObjectStore.upload_object
+    real, saved_the_fourth = FsspecObjectStore.upload_object, threading.Event()
 
-    def lose_the_third(self, object_name, filename, callback=None, **kwargs):
-        if "ba3" in object_name:
+    def lose_those_after_the_second(self, object_name, filename, callback=None, **kwargs):
+        if "ba3" in object_name or "ba4" in object_name:
+            saved_the_fourth.wait(60.0)
             raise PermissionError("the quota is used up")
         real(self, object_name, filename, callback, **kwargs)
 
-    monkeypatch.setattr(FsspecObjectStore, "upload_object", lose_the_third)
-    run = loop([saver_to(bucket, remote_num_checkpoints_to_keep=1)], max_duration="3ba")
+    monkeypatch.setattr(FsspecObjectStore, "upload_object", lose_those_after_the_second)
+    first = loop([saver_to(bucket, remote_num_checkpoints_to_keep=1)], max_duration="2ba")
+    first.fit()
+    first.engine.close()
+    second = loop([saver_to(bucket, remote_num_checkpoints_to_keep=1)], max_duration="4ba")
+    load_checkpoint(f"{bucket}/run/latest.pt.symlink", second.state, None, progress_bar=False)
     with pytest.raises(OSError, match="quota"):
-        run.fit()
+        second.fit(lambda state: saved_the_fourth.set() if state.timestamp.batch == 4 else None)
+    second.engine.close()
     assert in_store(bucket) == files(2)
 
 
