@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate  # it has no public name
+from torch.distributed.device_mesh import init_device_mesh
 
 from composer import Trainer
 from composer.algorithms import SAM
@@ -148,9 +150,15 @@ def test_weights_that_one_rank_has_ruined_are_saved_by_none(tmp_path, ruined_ran
     assert sorted(path.name for path in folder.glob("ep*.pt")) == ["ep0-ba1-rank0.pt"]
 
 
-def train_weights_of_its_own(settings):
+def replicate_all(network):
+    replicate(network, mesh=init_device_mesh("cpu", (2,)))
+
+
+def train_weights_of_its_own(settings, share):
     """Train weights that the other rank has no part of, and let rank 1 find a bad gradient of its own."""
     network = make_network()
+    if share is not None:
+        share(network)
     with Trainer(
         model=ComposerModel.from_module(network, Fault("gradient", 1)),
         train_dataloader=make_batches(dist.get_global_rank()),
@@ -167,15 +175,16 @@ def train_weights_of_its_own(settings):
 
 
 SHARDINGS = {
-    "shards": {},
-    "whole weights": {"sharding_strategy": "NO_SHARD"},
-    "weights of its own": {"process_group": "self"},
+    "shards": ({}, None),
+    "whole weights": ({"sharding_strategy": "NO_SHARD"}, None),
+    "weights of its own": ({"process_group": "self"}, None),
+    "what its owner has replicated": ({"auto_wrap": False}, replicate_all),
 }
 
 
-@pytest.mark.parametrize("settings", SHARDINGS.values(), ids=SHARDINGS)
-def test_no_rank_steps_where_one_rank_has_the_bad_part_of_a_gradient(tmp_path, settings):
-    assert run_ranks(train_weights_of_its_own, settings, store=tmp_path / "store") == [([BAD], BAD)] * 2
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_no_rank_steps_where_one_rank_has_the_bad_part_of_a_gradient(tmp_path, sharding):
+    assert run_ranks(train_weights_of_its_own, *sharding, store=tmp_path / "store") == [([BAD], BAD)] * 2
 
 
 class Steep(nn.Module):

@@ -26,6 +26,8 @@ def make(**arguments):
 CASES = [  # what each rank gives, and what of its refusal all are told
     ({1: {"max_duration": "2 weeks"}}, ["rank 1: ValueError: ", "2 weeks"]),
     ({0: {"parallelism_config": {"fsdp": {"shardng_strategy": "FULL_SHARD"}}}}, ["rank 0: TypeError", "mean 'shardi"]),
+    ({1: {"max_duraton": "1ba"}}, ["rank 1: TypeError: ", "mean 'max_duration'"]),
+    ({0: {"grad_clip_norm": "much"}}, ["rank 0: ValueError: grad_clip_norm='much'"]),
     ({1: {"device": "toaster"}}, ["rank 1: ValueError", "'toaster'"]),
     (
         {0: {"dist_timeout": -1}, 1: {"seed": -1}},

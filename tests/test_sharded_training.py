@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric
 
 from composer import Trainer
@@ -20,6 +21,7 @@ from composer.algorithms import GradientClipping
 from composer.models import ComposerGPT, ComposerModel
 from composer.utils import FSDP2Config, FSDPConfig
 from composer_dist import dist
+from composer_dist.devices import Device
 from composer_dist.testing import run_ranks
 
 # Two ranks add up the same numbers in another order.
@@ -191,13 +193,28 @@ def test_metrics_made_on_the_meta_device_are_refused_by_name():
         Trainer(model=model, eval_dataloader=[(torch.ones(4, 5), torch.zeros(4))], device="cpu")
 
 
+class Collectives(TorchDispatchMode):
+    """Counts what the ranks send. (Torch's own `CommDebugMode` fails on sharded modules in torch 2.11.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # what it does with its parts is seen
+        if func.namespace == "c10d":
+            self.counts[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def collectives_of_a_step(run):
     """Return what a run of four steps more has needed."""
     counts = []
     for num_steps in (4, 8):
-        with CommDebugMode() as mode:
+        with Collectives() as mode:
             run(num_steps)
-        counts.append(Counter({str(name): count for name, count in mode.get_comm_counts().items()}))
+        counts.append(mode.counts)
     return {name: count / 4 for name, count in (counts[1] - counts[0]).items()}
 
 
@@ -297,3 +314,23 @@ def test_the_size_of_a_microbatch_is_found_out_with_the_broad_settings_only():
 
     with pytest.raises(ValueError, match="Auto microbatching is not supported outside of FSDP1"):
         plan_sharding(ParallelismConfig(fsdp2=FSDP2Config()), Precision.FP32, is_auto=True)
+
+
+class TakenForGPU(Device):
+    """The CPU; memory runs out on a GPU only."""
+
+    name = "gpu"
+    dist_backend = "gloo"
+    torch_device = torch.device("cpu")
+
+    def module_to_device(self, module):
+        return module
+
+    def tensor_to_device(self, tensor):
+        return tensor
+
+
+def test_the_size_is_not_found_out_with_a_torch_that_cannot_repeat_a_step(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)  # torch 2.11 has none
+    with pytest.raises(ValueError, match=r"FSDPModule\.reset_iter_state"):
+        make(device=TakenForGPU(), device_train_microbatch_size="auto", parallelism_config={"fsdp": {}})

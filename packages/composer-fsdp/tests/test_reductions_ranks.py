@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composer_dist import dist, get_device
 from composer_dist.testing import run_ranks
@@ -126,6 +129,30 @@ def look_at_each():
 def test_reductions_that_cannot_tell_all_ranks_do_not_claim_to(tmp_path):
     expected = {"replicated": None, "own": None, "float16": False}
     assert run_ranks(look_at_each, store=tmp_path / "store") == [expected] * 2
+
+
+def look_at_what_no_plan_has_sharded():
+    mesh = init_device_mesh("cpu", (2,))
+    plan = make_plan(ParallelismConfig(fsdp=FSDPConfig(auto_wrap=False)), precision="fp32", world_size=2)
+    said = {}
+    for name, is_split in {"split": True, "split and sharded": True, "sharded": False}.items():
+        model = nn.Module()
+        model.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        if is_split:
+            parallelize_module(model.net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        if "sharded" in name:
+            fully_shard(model.net[2], mesh=mesh)
+        if name == "sharded":
+            fully_shard(model.net, mesh=mesh)
+        strategy = FSDP(CPU, plan)
+        strategy.prepare(model, [])
+        said[name] = strategy.watch_reductions() is not None
+    return said
+
+
+def test_tensors_that_somebody_has_split_and_no_unit_reduces_are_not_spoken_of(tmp_path):
+    expected = {"split": False, "split and sharded": False, "sharded": True}
+    assert run_ranks(look_at_what_no_plan_has_sharded, store=tmp_path / "store") == [expected] * 2
 
 
 class Counting:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_dist import DDP, SingleDevice, Strategy, dist, get_device, seed_all
@@ -278,9 +279,18 @@ def repeat_after(stage):
     return max((plain[name] - repeated[name]).abs().max().item() for name in plain)
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has no FSDPModule.reset_iter_state")
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_a_step_that_one_rank_gives_up_is_repeated_by_all(stage, tmp_path):
     assert run_ranks(repeat_after, stage, store=tmp_path / "store") == [0.0, 0.0]
+
+
+def test_no_step_is_begun_that_torch_could_not_repeat(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)  # torch 2.11 has none
+    strategy = FSDP(CPU, make_plan(FSDPConfig(), world_size=1))
+    for begin in (strategy.check_repeatable, strategy.attempt(lambda: None).__enter__):
+        with pytest.raises(ValueError, match=r"no FSDPModule\.reset_iter_state\. Use a newer torch, or give"):
+            begin()
 
 
 def scaled_step():

@@ -47,21 +47,40 @@ def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch |
 
     Returns:
         What finds them, or `None` where a reduction does not speak to all ranks: of weights that only some of them
-        share, that are replicated besides, or of which several ranks hold one tensor together.
+        share, that are replicated, or of which several ranks hold one tensor together.
     """
-    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    if dist.get_world_size() == 1 or any(m.ndim > 1 or m.size() != dist.get_world_size() for m in meshes):
+    if dist.get_world_size() == 1:
+        return None
+    groups = {unit: _groups_of(unit) for unit in model.modules() if isinstance(unit, FSDPModule)}
+    # Whoever has sharded a model without a plan may have split or replicated tensors that no unit reduces.
+    reduced = {each.sharded_param for group in groups.values() for part in group for each in part.fsdp_params}
+    sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    if not sharded <= reduced or not all(map(_is_everybodys, sharded)) or any(len(g) > 1 for g in groups.values()):
         return None
     watch = ReductionWatch(device)
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            # What it reduces with, which may be somebody's own; torch has a public way to set it, and none to ask.
-            group: Any = unit._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                reduce = group._reduce_scatter_comm
-                inner = reduce.inner if isinstance(reduce, _WatchedReduction) else reduce
-                unit.set_custom_reduce_scatter(_WatchedReduction(inner, watch))  # pyright: ignore[reportArgumentType]  # has all that is asked for
+    for unit, group in groups.items():
+        for part in group:
+            reduce = part._reduce_scatter_comm
+            inner = reduce.inner if isinstance(reduce, _WatchedReduction) else reduce
+            unit.set_custom_reduce_scatter(_WatchedReduction(inner, watch))  # pyright: ignore[reportArgumentType]  # has all that is asked for
     return watch
+
+
+def _groups_of(unit: FSDPModule) -> list[Any]:
+    """Return what a unit reduces together, one group for each mesh.
+
+    It knows with what it reduces, which may be somebody's own; torch has a public way to set it, and none to ask.
+    """
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11, which has one mesh a unit
+
+
+def _is_everybodys(parameter: DTensor) -> bool:
+    """Say whether each rank has one part of a parameter, of which no other rank has anything."""
+    mesh = parameter.device_mesh
+    return mesh.ndim == 1 and mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard()
 
 
 class _WatchedReduction:

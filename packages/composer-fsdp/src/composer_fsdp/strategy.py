@@ -154,6 +154,18 @@ class FSDP(SingleDevice):
         if is_last and self.sharded.whole and not self._postpones:
             average_gradients(self.sharded.whole)
 
+    def check_repeatable(self) -> None:
+        """Refuse to give up a step and repeat it, if it is known that this cannot be done.
+
+        Raises:
+            ValueError: If torch is too old to forget a pass that was broken off.
+        """
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ValueError(
+                f"a step of sharded weights cannot be repeated with torch {torch.__version__}, which has no "
+                f"FSDPModule.reset_iter_state. Use a newer torch, or give the size of a microbatch as a number."
+            )
+
     @contextmanager
     def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
         """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
@@ -164,11 +176,7 @@ class FSDP(SingleDevice):
         Raises:
             ValueError: If torch is too old to forget a pass that was broken off.
         """
-        if not hasattr(FSDPModule, "reset_iter_state"):
-            raise ValueError(
-                f"a step of sharded weights cannot be repeated with torch {torch.__version__}, which has no "
-                f"FSDPModule.reset_iter_state. Use a newer torch, or give the size of a microbatch as a number."
-            )
+        self.check_repeatable()
         self._postpones = True
         if self._first_batch is not None:
             self._first_batch.forget()  # what an attempt saw that was given up may be cut otherwise

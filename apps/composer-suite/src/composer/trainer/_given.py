@@ -8,6 +8,7 @@ from typing import Any
 
 from composer.trainer._argument_kinds import to_plain
 from composer.trainer._older_names import WITHOUT_NEWER_NAME, translate
+from composer.trainer._refusals import share_refusal
 
 __all__ = ["Given"]
 
@@ -23,13 +24,18 @@ class Given(SimpleNamespace):
     Raises:
         TypeError: If `older_names` holds a name that never was one.
         ValueError: If an argument is given under an older and under today's name.
+        RankDisagreementError: If so, and other ranks do not find the same.
     """
 
     def __init__(self, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         own = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
         super().__init__(**own, **WITHOUT_NEWER_NAME)
         self._defaults = {**defaults, **WITHOUT_NEWER_NAME}
-        translate(self, arguments["older_names"])
+        try:
+            translate(self, arguments["older_names"])
+        except Exception as refusal:
+            share_refusal(refusal, self)
+            raise
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Return the arguments with their names."""

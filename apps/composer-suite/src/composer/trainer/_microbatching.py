@@ -5,6 +5,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from composer.trainer import _sharding as sharding
 from composer.trainer._caller import level_of_user
 from composer_dist.ddp import DDP
 from composer_dist.devices import Device
@@ -116,6 +117,7 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
             f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
             "averaged apart from the backward pass, past the hook. Leave the hook out, or give the size as a number."
         )
+    sharding.refuse_unrepeatable(strategy)
     if is_deepspeed:
         raise ValueError(
             "device_train_microbatch_size='auto' does not go with deepspeed_config: DeepSpeed's engine cannot repeat "

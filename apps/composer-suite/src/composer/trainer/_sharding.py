@@ -27,6 +27,7 @@ __all__ = [
     "plan_sharding",
     "read_parallelism",
     "refuse_late_surgery",
+    "refuse_unrepeatable",
     "share_mesh",
     "watch_reductions",
 ]
@@ -149,6 +150,16 @@ def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
     Every rank must call this.
     """
     return cast("FSDP", strategy).watch_reductions() if hasattr(strategy, "plan") else None
+
+
+def refuse_unrepeatable(strategy: Strategy) -> None:
+    """Refuse a sharded model whose steps cannot be repeated.
+
+    Raises:
+        ValueError: If torch is too old for it.
+    """
+    if hasattr(strategy, "plan"):
+        cast("FSDP", strategy).check_repeatable()
 
 
 def share_mesh(strategy: Strategy, state: State) -> None:

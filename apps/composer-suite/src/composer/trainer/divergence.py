@@ -15,7 +15,8 @@ class OnDivergence:
 
     The batch is found before the optimizer steps, on all ranks alike, and the weights, the optimizer's state and the
     model's buffers (such as running means) stay those before it. Time goes on with a batch that was skipped. Where
-    algorithms act on gradients, their norm counts too: one that overflows would be clipped to no gradient at all.
+    algorithms act on gradients, their norm counts too: one that overflows would be clipped to no gradient at all. So
+    does the norm of what one rank adds to a sharded gradient.
 
     Weights that the step itself makes not finite, such as by dividing by 0, end the run whatever `action` says: they
     are found by the next batch, before they are saved, and at the end.
