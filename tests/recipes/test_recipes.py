@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
 from torchvision.datasets import VisionDataset
+from transformers import PreTrainedTokenizerFast
 
 from composer import Callback, Trainer
 from composer.models import HuggingFaceModel
@@ -118,8 +121,11 @@ def test_no_module_of_the_standard_library_is_both_trained_on_and_held_out(recip
     data = recipe("stdlib_data")
     train, held_out = data.load_stdlib()
     text = train.windows.numpy().tobytes()
-    assert b"def namedtuple(" not in text  # of collections, which is held out
-    assert b"class TestCase(" in text  # of unittest, which is not
+    for number, paths in enumerate(data.find_modules().values()):
+        source = max((path.read_bytes() for path in paths), key=len)
+        if source.isascii() and len(source) > 1000:
+            middle = source[len(source) // 2 :][:400]
+            assert (middle in text) is (number % 10 != 9)
     assert len(held_out) == data.NUM_HELD_OUT
     assert int(train.windows.max()) < data.VOCABULARY
 
@@ -237,12 +243,24 @@ def test_presets_of_resnet_train(recipe, name, number):
 def test_the_preset_of_bert_trains(recipe):
     preset = recipe("presets").MosaicBERT(max_sequence_length=16, vocabulary=100)
     bert = preset.make_model(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    words = {"[PAD]": 0, "[UNK]": 1, "[MASK]": 2} | {f"word{index}": index for index in range(3, 100)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "[UNK]")),
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        mask_token="[MASK]",
+    )
+    collate = preset.make_collator(tokenizer)
+    torch.manual_seed(0)
+    texts = [{"input_ids": list(range(start, start + 16))} for start in range(3, 67)]
+    labels = collate(texts)["labels"]
+    share = (labels != -100).double().mean().item()
+    deviation = (preset.masking_rate * (1 - preset.masking_rate) / labels.numel()) ** 0.5
+    assert share == pytest.approx(preset.masking_rate, abs=4 * deviation)
     model = HuggingFaceModel(bert, use_logits=True)
-    tokens = torch.arange(32).view(2, 16)
-    batch = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens]
     with Trainer(
         model,
-        train_dataloader=DataLoader(batch, batch_size=2),
+        train_dataloader=DataLoader(texts, batch_size=32, collate_fn=collate),
         max_duration="2ep",
         algorithms=preset.make_algorithms(),
         optimizers=torch.optim.SGD(model.parameters(), lr=0.1),

@@ -81,6 +81,7 @@ def md5_of(data):
 
 
 @pytest.mark.usefixtures("cifar10")
+@pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter:DeprecationWarning")  # torchvision on 3.12
 @pytest.mark.filterwarnings(r"ignore:.*cutmix_batch:DeprecationWarning")
 def test_a_network_is_trained_on_images_that_are_augmented_one_by_one_and_in_batches(run):
     network = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))

@@ -35,6 +35,7 @@ def load_exported(path):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch.export.load of torch 2.11
 @pytest.mark.parametrize(("save_format", "load"), [("torchscript", torch.jit.load), ("export", load_exported)])
 def test_the_exported_model_computes_what_the_model_does(trained, batch, expected, tmp_path, save_format, load):
     path = tmp_path / "deeper" / "model.bin"
