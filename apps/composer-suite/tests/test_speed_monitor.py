@@ -12,7 +12,7 @@ from composer.callbacks import SpeedMonitor
 from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, find_device, get_gpu_flops_available
 from composer.core import Precision, State
 from composer.loggers import Logger, LoggerDestination
-from composer.models import ComposerModel
+from composer.models import ComposerClassifier, ComposerModel
 
 SAMPLES = 24
 BATCH_SIZE = 2
@@ -119,6 +119,23 @@ def test_evaluation_counts_as_time_but_not_as_training():
 def test_a_model_whose_flops_are_no_function_is_refused():
     with pytest.raises(TypeError, match=r"flops_per_batch=3\.0 of MisdeclaredModel must be a function"):
         train(MisdeclaredModel(), SpeedMonitor())
+
+
+def test_flops_are_those_of_the_users_own_model_also_where_that_has_a_module():
+    class CountingClassifier(ComposerClassifier):
+        def flops_per_batch(self, batch):
+            return 6 * 8 * len(batch[0])
+
+    kept = train(CountingClassifier(torch.nn.Linear(3, 2), num_classes=2), SpeedMonitor(window_size=2))
+    assert len(kept.of("throughput/flops_per_sec")) == SAMPLES // BATCH_SIZE - 2
+
+
+@pytest.mark.parametrize("flops", [None, "many"])
+def test_flops_that_are_no_number_are_refused(flops):
+    model = CountingModel()
+    model.flops_per_batch = lambda batch: flops
+    with pytest.raises(TypeError, match=f"flops_per_batch returned {flops!r} for a batch"):
+        at(SpeedMonitor(), seconds=1, model=model)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [({"time_unit": "weeks"}, "'weeks'"), ({"window_size": 0}, "=0 ")])

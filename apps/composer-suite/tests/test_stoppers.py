@@ -7,7 +7,7 @@ from torchmetrics import Metric
 
 from composer import Trainer
 from composer.callbacks import EarlyStopper, ThresholdStopper
-from composer.core import Evaluator
+from composer.core import Callback, Evaluator
 from composer.models import ComposerModel
 
 BATCHES = 3  # in an epoch
@@ -49,6 +49,14 @@ class Model(ComposerModel):
 
     def update_metric(self, batch, outputs, metric):
         metric.update(outputs, batch[1])
+
+
+class BatchesSeen(Callback):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def batch_start(self, state, logger):
+        self.seen.append(int(state.timestamp.batch))
 
 
 def epochs_trained(stopper, values, name="Quality", max_duration="20ep"):
@@ -103,6 +111,21 @@ def test_training_stops_once_the_threshold_is_passed_and_not_at_it():
 def test_a_metric_that_does_not_exist_is_named_with_the_nearest():
     with pytest.raises(ValueError, match=r"no metric 'Qualty'.*Did you mean 'Quality'"):
         epochs_trained(ThresholdStopper("Qualty", "held-out", 0.5), [0.1])
+
+
+@pytest.mark.parametrize("stopper", [EarlyStopper, lambda *names: ThresholdStopper(*names, 0.5)])
+def test_a_stopper_looks_for_its_metric_before_anything_is_trained_on(stopper):
+    seen = []
+    watch = BatchesSeen(seen)
+    with pytest.raises(ValueError, match="no metric 'Qualty'"):
+        epochs_trained([stopper("Qualty", "held-out"), watch], [0.1])
+    assert seen == []
+
+
+@pytest.mark.parametrize("stopper", [EarlyStopper, lambda *names: ThresholdStopper(*names, 0.5)])
+def test_a_label_that_no_dataloader_has_is_a_warning(stopper):
+    with pytest.warns(UserWarning, match=r"dataloader_label='held-uot' is none.*'train', 'held-out'"):
+        assert epochs_trained(stopper("Quality", "held-uot"), [0.1], max_duration="1ep").epoch == 1
 
 
 @pytest.mark.parametrize("stopper", [EarlyStopper, lambda *names, comp: ThresholdStopper(*names, 0.5, comp=comp)])

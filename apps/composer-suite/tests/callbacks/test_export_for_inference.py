@@ -20,6 +20,7 @@ class Keeper(LoggerDestination):
         self.files[remote_file_name] = file_path.read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch.export.load of torch 2.11
 def test_the_trained_model_is_exported_with_the_first_batch_as_its_sample(make_trainer, make_loader, tmp_path):
     path = tmp_path / "model.pt2"
     trainer = make_trainer(
@@ -31,6 +32,11 @@ def test_the_trained_model_is_exported_with_the_first_batch_as_its_sample(make_t
     exported = torch.export.load(path).module()
     batch = next(iter(make_loader(8, 4)))
     torch.testing.assert_close(exported(batch), trainer.state.model(batch))
+
+
+def test_what_is_no_store_is_refused_before_anything_is_trained():
+    with pytest.raises(TypeError, match=r"save_object_store='s3://plums' must be an ObjectStore"):
+        ExportForInferenceCallback("torchscript", "model.pt", save_object_store="s3://plums")
 
 
 def test_formats_that_need_no_sample_keep_none(make_trainer, tmp_path):

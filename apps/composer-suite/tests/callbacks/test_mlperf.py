@@ -155,6 +155,12 @@ def test_words_that_mlperf_does_not_know_are_refused(settings):
         MLPerfCallback(".", 0, **settings)
 
 
+@pytest.mark.parametrize("command", ["", []])
+def test_a_command_that_is_none_is_refused(tmp_path, command):
+    with pytest.raises(ValueError, match=r"cache_clear_cmd=.* is no command"):
+        MLPerfCallback(str(tmp_path), 0, cache_clear_cmd=command)
+
+
 def test_a_package_that_is_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlperf_logging", None)
     monkeypatch.setitem(sys.modules, "mlperf_logging.mllog", None)

@@ -10,7 +10,7 @@ import pytest
 from composer.callbacks._steady_reader import SteadyReader
 
 
-def eventually(is_so, timeout_s=10.0):
+def eventually(is_so, timeout_s=120.0):
     end_s = time.monotonic() + timeout_s
     while not is_so() and time.monotonic() < end_s:
         time.sleep(0.002)
@@ -38,7 +38,7 @@ def test_a_reading_that_hangs_delays_nobody(threads):
     def read():
         number = next(calls)
         if number:
-            go_on.wait(10)
+            go_on.wait()
         return number
 
     reader = SteadyReader("The disk", read, interval_s=0.001)

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from urllib.parse import parse_qs
@@ -28,7 +27,7 @@ class Slack:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-                slack.may_answer.wait(30)
+                slack.may_answer.wait()
                 status = slack.answers.pop(0) if slack.answers else 200
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -160,11 +159,11 @@ def test_a_slack_that_is_away_costs_one_warning_and_no_step(make_trainer, make_l
 def test_a_slack_that_hangs_is_waited_for_at_the_end_only_and_only_so_long(make_trainer, make_logger, slack):
     slack.may_answer.clear()
     trainer = make_trainer(max_duration="20ba", loggers=make_logger(patience_s=0.5))
-    began = time.monotonic()
     with pytest.warns(RuntimeWarning, match=r"SlackLogger is not done after 0.5 s: the last 20 calls") as warned:
         trainer.fit()
     trainer.close()
-    assert time.monotonic() - began < 15  # far less than the half minute of the first answer
+    assert slack.messages == []  # it has answered nobody, and nobody waits for it any more
+    assert trainer.state.timestamp.batch == 20
     assert len(warned) == 1
 
 
@@ -193,6 +192,13 @@ def test_what_finds_no_room_is_dropped_with_one_warning(begun, make_logger, slac
     engine.close()
     assert len(warned) == 1
     assert [text_of(message)[0] for message in slack.messages] == ["step 0", "step 1", "step 2"]  # without gaps
+
+
+def test_what_is_larger_than_all_the_room_is_taken_where_nothing_waits(begun, make_logger, slack):
+    engine = begun(make_logger(["."], max_logs_per_message=1))
+    engine.logger.log_metrics({"large": torch.zeros(20 * 2**20)}, step=3)  # 80 MiB, and there are 64
+    engine.close()
+    assert [text_of(message)[0] for message in slack.messages] == ["step 3"]
 
 
 def test_what_is_missing_is_said(caplog, monkeypatch):

@@ -37,7 +37,7 @@ def records(tmp_path):
 
     def read():
         (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not of_kind(found := parse(path.read_bytes()), "exit"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -214,6 +214,28 @@ def test_files_become_artifacts_with_the_time_that_they_are_of(make_trainer, rec
     (artifact,) = of_kind(records(), "artifact")
     assert (artifact.name, artifact.type, sorted(artifact.aliases)) == ("plum.model.pt", "model", ["ep0-ba1", "latest"])
     assert json.loads(artifact.metadata)["timestamp/batch"] == 1
+
+
+@pytest.mark.parametrize("trouble", ["down", "refuses"])
+def test_no_copy_of_a_file_stays_behind_that_wandb_does_not_take(begun, make_logger, tmp_path, monkeypatch, trouble):
+    def raise_error(*arguments, **settings):
+        raise OSError("no room")
+
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    monkeypatch.setattr("wandb.init" if trouble == "down" else "wandb.Artifact.add_file", raise_error)
+    (tmp_path / "model.pt").write_bytes(b"weights")
+
+    def log_files():
+        engine = begun(make_logger(log_artifacts=True))
+        for name in ("ep1.pt", "ep2.pt"):
+            engine.logger.upload_file(name, tmp_path / "model.pt")
+        engine.close()
+
+    with pytest.warns(RuntimeWarning, match="OSError: no room"):
+        log_files()
+    assert list(scratch.glob("composer-*")) == []
 
 
 def test_files_are_not_kept_unless_that_is_asked_for(begun):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from threading import Semaphore
 
 import pytest
 import torch
@@ -203,9 +204,16 @@ def test_what_belongs_to_a_profiler_says_so_where_there_is_none(callback):
 
 def test_the_machines_load_is_in_the_trace_in_units_that_its_names_say(tmp_path):
     psutil = pytest.importorskip("psutil")
-    handler = JSONTraceHandler(folder=str(tmp_path))
+    readings = Semaphore(0)
+
+    class Handler(JSONTraceHandler):
+        def process_counter_event(self, name, *event):
+            super().process_counter_event(name, *event)
+            if name == "cpu":
+                readings.release()
+
     profiler = spans_only(
-        handler,
+        Handler(folder=str(tmp_path)),
         sys_prof_cpu=True,
         sys_prof_memory=True,
         sys_prof_disk=True,
@@ -216,8 +224,8 @@ def test_the_machines_load_is_in_the_trace_in_units_that_its_names_say(tmp_path)
     class WaitsForCounters(Callback):
         def batch_start(self, state, logger):
             if int(state.timestamp.batch_in_epoch) == 2:
-                while handler._queue.qsize() < 200:  # the other thread fills it
-                    pass
+                for _ in range(3):  # where a third reading has begun, a second one is whole
+                    assert readings.acquire(timeout=120)
 
     with make_trainer(profiler, callbacks=WaitsForCounters(), max_duration="1ep") as trainer:
         trainer.fit()
@@ -228,3 +236,60 @@ def test_the_machines_load_is_in_the_trace_in_units_that_its_names_say(tmp_path)
     assert all(args["kb_sent"] >= 0 for name, args in counters.items() if name.endswith("kb_sent"))
     for disk in psutil.disk_io_counters(perdisk=True):
         assert counters[f"disk/{disk}/read_bytes"].keys() == {"read_kib"}
+
+
+def test_what_a_machine_hides_costs_one_warning_and_no_other_reading(tmp_path, caplog, monkeypatch):
+    psutil = pytest.importorskip("psutil")
+    refusals, readings = Semaphore(0), Semaphore(0)
+
+    def refuse(*, perdisk):
+        refusals.release()
+        raise PermissionError("/proc/diskstats")
+
+    class Handler(JSONTraceHandler):
+        def process_counter_event(self, name, *event):
+            super().process_counter_event(name, *event)
+            readings.release()
+
+    class WaitsForCounters(Callback):
+        def batch_start(self, state, logger):
+            if int(state.timestamp.batch) == 2:
+                for _ in range(4):
+                    assert readings.acquire(timeout=120)
+
+    monkeypatch.setattr(psutil, "disk_io_counters", refuse)
+    settings = {"sys_prof_cpu": True, "sys_prof_disk": True, "sys_prof_stats_thread_interval_seconds": 0.001}
+    profiler = spans_only(Handler(folder=str(tmp_path)), **settings)
+    with make_trainer(profiler, callbacks=WaitsForCounters(), max_duration="1ep") as trainer:
+        trainer.fit()
+    assert refusals.acquire(blocking=False)
+    assert not refusals.acquire(blocking=False)
+    said = [record.getMessage() for record in caplog.records if "SystemProfiler" in record.getMessage()]
+    assert said == ["The SystemProfiler leaves out what cannot be read: PermissionError: /proc/diskstats"]
+
+
+def test_counters_of_ones_own_leave_a_trace_that_viewers_can_read(tmp_path):
+    class Counts(Callback):
+        def batch_start(self, state, logger):
+            values = {"tensor": torch.tensor(0.5), "whole": 2, "odd": float("nan"), "text": "no number"}
+            state.profiler.marker("mine").counter(values)
+            state.profiler.marker("nothing").counter({"odd": float("inf")})
+
+    with make_trainer(
+        spans_only(JSONTraceHandler(folder=str(tmp_path))), callbacks=Counts(), max_duration="1ep"
+    ) as trainer:
+        trainer.fit()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    trace = json.loads((tmp_path / "merged_trace.json").read_text(), parse_constant=refuse)
+    counters = [(event["name"], event["args"]) for event in trace if event["ph"] == "C"]
+    assert counters == [("mine", {"tensor": 0.5, "whole": 2})] * 3
+
+
+def test_training_that_ends_before_a_cycle_does_says_why_there_is_no_trace(tmp_path, caplog):
+    with make_trainer(spans_only(JSONTraceHandler(folder=str(tmp_path))), max_duration="2ba") as trainer:
+        trainer.fit()
+    assert list(tmp_path.iterdir()) == []
+    assert "training has ended before a cycle of the schedule did" in caplog.text

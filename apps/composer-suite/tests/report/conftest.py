@@ -9,6 +9,8 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
+BOUND_S = 120
+
 
 class Browser:
     """One page of a Chromium, by the DevTools protocol over a pair of pipes."""
@@ -52,17 +54,21 @@ class Browser:
     def open(self, path):
         """Open a file and wait until the page says that it is ready."""
         self.call("Page.navigate", url=path.as_uri())
-        self.run(
-            "new Promise(done => {"
-            "  const look = () => document.body?.dataset.ready ? done(1) : setTimeout(look, 50); look();"
-            "})"
-        )
+        self.wait_until("document.body?.dataset.ready")
 
     def run(self, script):
         """Return the value of a script, awaited if it is a promise."""
         result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def wait_until(self, condition):
+        """Wait for what the page does in its own time, however slow the machine is; not for ever."""
+        is_so = self.run(
+            f"new Promise(done => {{ const end = Date.now() + {1000 * BOUND_S}; const look = () =>"
+            f"  {condition} ? done(true) : Date.now() > end ? done(false) : setTimeout(look, 20); look(); }})"
+        )
+        assert is_so, condition
 
     def complaints(self):
         """Return what went wrong in the page, and the addresses that it asked for beyond its own file."""

@@ -49,7 +49,7 @@ def test_the_data_lies_in_the_page_and_nothing_else_is_asked_for(page):
 def test_a_browser_shows_the_page_without_complaint_and_without_a_network(page, browser):
     browser.open(page)
     assert browser.run("document.querySelector('h1').textContent") == "2 runs"
-    assert browser.run("document.querySelectorAll('.chart .main-svg').length") > 0
+    browser.wait_until("document.querySelectorAll('.chart .main-svg').length > 0")
     assert browser.run("document.querySelector('tbody .failed').textContent") == "failed"
     assert browser.run("document.querySelector('pre').textContent") == f"Traceback: {EVIL}"
     assert browser.run("document.querySelectorAll('img').length") == 0
@@ -57,27 +57,27 @@ def test_a_browser_shows_the_page_without_complaint_and_without_a_network(page, 
 
 
 CHART = "document.querySelector('[data-chart=\"loss/train/total\"]')"
+IS_DRAWN = f"{CHART}?.querySelector('.nsewdrag')"  # charts are drawn once they come into sight, and anew on a change
 
 
 def test_runs_lie_over_each_other_and_can_be_taken_away(page, browser):
     browser.open(page)
     names = f"{CHART}.data.filter(trace => trace.mode === 'lines').map(trace => trace.name)"
+    browser.wait_until(IS_DRAWN)
     assert browser.run(names)[1] == "second"
     browser.run("document.querySelector('[data-run=\"0\"]').click()")
-    scrolled = "new Promise(done => setTimeout(() => done(1), 300))"
-    browser.run(scrolled)
+    browser.wait_until(IS_DRAWN)
     assert browser.run(names) == ["second"]
 
 
 def test_curves_can_be_smoothed_made_logarithmic_and_shown_over_time(page, browser):
     browser.open(page)
-    wait = "new Promise(done => setTimeout(() => done(1), 300))"
     browser.run(
         "for (const [id, value, event] of [['smoothing', 0.5, 'input'], ['axis', 'time_s', 'change']]) {"
         "  const control = document.getElementById(id); control.value = value; control.dispatchEvent(new Event(event));"
         "} document.getElementById('log').click()"
     )
-    browser.run(wait)
+    browser.wait_until(IS_DRAWN)
     assert browser.run(f"{CHART}.layout.yaxis.type") == "log"
     assert browser.run(f"{CHART}.data[1].x.slice(0, 3)") == [0, 0.5, 1]
     # A mean of all before, by 0.5 for each step back, over the weights that there are: 2, then (2 * 0.5 + 1) / 1.5.
@@ -87,6 +87,7 @@ def test_curves_can_be_smoothed_made_logarithmic_and_shown_over_time(page, brows
 
 def test_zooming_into_a_chart_changes_what_it_shows(page, browser):
     browser.open(page)
+    browser.wait_until(IS_DRAWN)
     browser.run(f"{CHART}.scrollIntoView()")
     before = browser.run(f"{CHART}.layout.xaxis.range")
     box = browser.run(
@@ -97,7 +98,7 @@ def test_zooming_into_a_chart_changes_what_it_shows(page, browser):
     for kind, share in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseMoved", 0.75), ("mouseReleased", 0.75)):
         place = {"x": left + share * width, "y": top + height / 2}
         browser.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **place)
-    browser.run("new Promise(done => setTimeout(() => done(1), 300))")
+    browser.wait_until(f"{CHART}.layout.xaxis.range[0] !== {before[0]}")
     first, last = browser.run(f"{CHART}.layout.xaxis.range")
     # The middle half of what was shown, give or take a pixel at either side.
     pixel = (before[1] - before[0]) / width
@@ -119,6 +120,7 @@ def test_a_run_that_diverged_marks_every_point_that_is_no_number_and_draws_fast(
     times = {"started": "2026-01-01T00:00:00+00:00", "updated": "2026-01-03T03:04:05+00:00"}
     (run / "status.json").write_text(json.dumps({"status": "running", **times}))
     browser.open(write_page([run], tmp_path / "page.html"))
+    browser.wait_until(IS_DRAWN)
     # One line in the chart says where it began; a line for each of thousands would take a browser minutes.
     assert browser.run(f"{CHART}.layout.shapes.map(shape => [shape.x0, shape.label.text])") == [[50, "nan"]]
     marks = browser.run(f"{CHART}.data.find(trace => trace.mode === 'markers').x")

@@ -220,6 +220,16 @@ def test_a_line_that_was_cut_off_is_counted_and_left_out(tmp_path):
     assert (run.num_bad_lines, run.status) == (1, {})
 
 
+def test_files_that_something_else_has_spoilt_are_no_reason_to_show_nothing(tmp_path):
+    train(tmp_path, callbacks=Logs(torch.ones(8)))
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"batch": NaN, "metrics": {"own/value": 1}}\n\xff\x00\n')
+    (tmp_path / "run" / "status.json").write_text('{"checkpoints": 3, "traces": [4]}')
+    run = read_run(tmp_path / "run")
+    assert (run.num_bad_lines, run.checkpoints, run.traces) == (2, [], [])
+    assert run.curves["own/value"].values == [1.0] * 8
+
+
 def test_what_is_not_finite_is_marked(tmp_path):
     train(tmp_path, callbacks=Logs([1.0, math.nan, math.inf, 4.0, 5.0, 6.0, 7.0, 8.0]))
     curve = describe_runs([tmp_path / "run"])["runs"][0]["curves"]["own/value"]

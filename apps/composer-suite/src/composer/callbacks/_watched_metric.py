@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -46,6 +47,26 @@ def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison
     return _NAMED[comp.lower()]
 
 
+def check_watched(state: State, monitor: str, dataloader_label: str) -> None:
+    """Look at the beginning for what is to be watched, before any time is spent on training.
+
+    Raises:
+        ValueError: If the dataloader is known and has no such metric.
+    """
+    labels = [evaluator.label for evaluator in state.evaluators]
+    if dataloader_label == "train" and state.train_metrics:
+        _metric(state.train_metrics, monitor, dataloader_label)
+    elif dataloader_label in labels and dataloader_label in state.eval_metrics:
+        _metric(state.eval_metrics[dataloader_label], monitor, dataloader_label)
+    elif dataloader_label not in ("train", state.dataloader_label, *labels):
+        warnings.warn(
+            f"dataloader_label={dataloader_label!r} is none of the dataloaders' labels, "
+            f"{', '.join(map(repr, [state.dataloader_label or 'train', *labels]))}, so {monitor!r} stops nothing. Name "
+            f"one of them.",
+            stacklevel=3,
+        )
+
+
 def compute_metric(state: State, monitor: str, dataloader_label: str) -> torch.Tensor:
     """Return the value of a metric.
 
@@ -56,6 +77,10 @@ def compute_metric(state: State, monitor: str, dataloader_label: str) -> torch.T
         metrics: Any = state.train_metrics
     else:
         metrics = state.eval_metrics.get(dataloader_label, {})
+    return torch.as_tensor(_metric(metrics, monitor, dataloader_label).compute())
+
+
+def _metric(metrics: Mapping[str, Any], monitor: str, dataloader_label: str) -> Any:
     if monitor not in metrics:
         near = difflib.get_close_matches(monitor, list(metrics), n=1, cutoff=0.0)
         hint = f"Did you mean {near[0]!r}?" if near else "Name the label of an evaluator that has metrics."
@@ -63,4 +88,4 @@ def compute_metric(state: State, monitor: str, dataloader_label: str) -> torch.T
             f"There is no metric {monitor!r} of the dataloader labelled {dataloader_label!r}, which has "
             f"{sorted(metrics)}. {hint}"
         )
-    return torch.as_tensor(metrics[monitor].compute())
+    return metrics[monitor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from composer._arguments import check_numbers, check_texts, to_time
-from composer.callbacks._watched_metric import Comparison, choose_comparison, compute_metric
+from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
 
@@ -32,7 +32,8 @@ class EarlyStopper(Callback):
 
     Raises:
         TypeError: If an argument is of another kind.
-        ValueError: If `comp` is another word or `patience` has another unit; when training, if there is no such metric.
+        ValueError: If `comp` is another word or `patience` has another unit; when training begins, if there is no such
+            metric.
 
     Example:
         >>> stopper = EarlyStopper('MulticlassAccuracy', 'eval', patience='3ep')
@@ -60,6 +61,10 @@ class EarlyStopper(Callback):
             raise ValueError(f"patience={patience!r} must be in epochs or batches, such as '3ep' or '500ba'.")
         self.best: Any = None
         self.best_occurred: Time[int] | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Look whether there will be such a metric."""
+        check_watched(state, self.monitor, self.dataloader_label)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of an evaluator."""

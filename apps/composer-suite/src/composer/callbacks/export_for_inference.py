@@ -54,6 +54,10 @@ class ExportForInferenceCallback(Callback):
         output_names: Sequence[str] | None = None,
     ) -> None:
         check_places(save_path=save_path)
+        if save_object_store is not None and not callable(getattr(save_object_store, "upload_object", None)):
+            raise TypeError(
+                f"save_object_store={save_object_store!r} must be an ObjectStore, such as S3ObjectStore('b'), or None."
+            )
         check_text_lists(input_names=input_names, output_names=output_names)
         for transform in ensure_tuple(transforms):
             check_functions(transforms=transform)

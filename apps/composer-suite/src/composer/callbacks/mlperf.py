@@ -108,6 +108,8 @@ class MLPerfCallback(Callback):
             check_text_lists(cache_clear_cmd=cache_clear_cmd)
         if host_processors_per_node is not None:
             check_counts(host_processors_per_node=host_processors_per_node)
+        if cache_clear_cmd is not None and not cache_clear_cmd:
+            raise ValueError(f"cache_clear_cmd={cache_clear_cmd!r} is no command. Give one, or None.")
         self._mllog, self._constants = _import_mllog()
         self.mllogger: Any = self._mllog.get_mllogger()
         self.root_folder = root_folder

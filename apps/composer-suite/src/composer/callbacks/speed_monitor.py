@@ -11,6 +11,7 @@ import torch
 from composer._arguments import check_counts, check_numbers
 from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, get_gpu_flops_available
 from composer_dist import dist
+from composer_dist.wrapping import unwrap_model
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class SpeedMonitor(Callback):
     Raises:
         ValueError: If the window is no positive number or the unit is another word.
         TypeError: If an argument is of another kind; at the first batch, if the model's `flops_per_batch` is no
-            function.
+            function or returns no number.
 
     Example:
         >>> monitor = SpeedMonitor(window_size=100)
@@ -67,6 +68,7 @@ class SpeedMonitor(Callback):
         self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours"
     ) -> None:
         check_counts(window_size=window_size)
+        window_size = int(window_size)  # NumPy's whole numbers are no length of a deque
         check_time_unit(time_unit)
         if gpu_flops_available is not None:
             check_numbers(0, gpu_flops_available=gpu_flops_available)
@@ -98,7 +100,7 @@ class SpeedMonitor(Callback):
         if self._model is not state.model:  # a module takes long to say that it lacks something
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
         if self._flops_per_batch is not None:
-            metrics |= self._flops(self._flops_per_batch(state.batch), state)
+            metrics |= self._flops(_checked_flops(self._flops_per_batch(state.batch)), state)
         metrics["time/train"] = train_s / self._seconds
         metrics["time/val"] = self.total_eval_wct / self._seconds
         metrics["time/total"] = (train_s + self.total_eval_wct) / self._seconds
@@ -131,7 +133,7 @@ class SpeedMonitor(Callback):
 
     def _flops(self, of_batch: float, state: State) -> dict[str, Any]:
         so_far = self.history_flops[-1] if self.history_flops else 0.0
-        self.history_flops.append(so_far + _over_all_ranks(float(of_batch), state))
+        self.history_flops.append(so_far + _over_all_ranks(of_batch, state))
         seconds = self.history_wct[-1] - self.history_wct[0]
         if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
             return {}
@@ -151,13 +153,23 @@ class SpeedMonitor(Callback):
 
 def _flops_function(model: Any) -> Callable[[Any], float] | None:
     """Return the function of the user's model that says what a batch costs, if it has one."""
-    flops_per_batch: Any = getattr(getattr(model, "module", model), "flops_per_batch", None)
+    model = unwrap_model(model)
+    flops_per_batch: Any = getattr(model, "flops_per_batch", None)
     if flops_per_batch is not None and not callable(flops_per_batch):
         raise TypeError(
             f"flops_per_batch={flops_per_batch!r} of {type(model).__name__} must be a function of a batch that returns "
             "its number of floating-point operations."
         )
     return cast("Callable[[Any], float] | None", flops_per_batch)
+
+
+def _checked_flops(flops: Any) -> float:
+    try:
+        return float(flops)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"flops_per_batch returned {flops!r} for a batch, and must return its number of floating-point operations."
+        ) from error
 
 
 def _over_all_ranks(flops: float, state: State) -> Any:

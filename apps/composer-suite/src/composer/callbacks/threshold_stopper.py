@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from composer._arguments import check_flags, check_numbers, check_texts
-from composer.callbacks._watched_metric import Comparison, choose_comparison, compute_metric
+from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ThresholdStopper(Callback):
 
     Raises:
         TypeError: If an argument is of another kind.
-        ValueError: If `comp` is another word; when training, if there is no such metric.
+        ValueError: If `comp` is another word; when training begins, if there is no such metric.
 
     Example:
         >>> stopper = ThresholdStopper('MulticlassAccuracy', 'eval', 0.99)
@@ -54,6 +54,10 @@ class ThresholdStopper(Callback):
         self.threshold = threshold
         self.comp = choose_comparison(comp, monitor)
         self.stop_on_batch = stop_on_batch
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Look whether there will be such a metric."""
+        check_watched(state, self.monitor, self.dataloader_label)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of an evaluator."""

@@ -14,6 +14,8 @@ __all__ = ["Batch", "RunSettings", "begin_run", "end_run"]
 _MOST_METRICS = 1000
 _MOST_PARAMS = 100
 
+_INVALID = "INVALID_PARAMETER_VALUE"  # what MLflow calls a name that it does not take
+
 # By environment variable: how MLflow's client asks once, and not for minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
@@ -40,12 +42,15 @@ class Batch:
     def __init__(self, client: Any, run_id: str, buffer_seconds: float) -> None:
         self._client, self._run_id, self._buffer_seconds = client, run_id, buffer_seconds
         self._metrics: list[Any] = []
+        self._refused: set[str] = set()
         self._since = 0.0
 
     def add(self, name: str, value: float, timestamp_ms: int, step: int) -> None:
         """Let a value wait."""
         from mlflow.entities import Metric  # loaded already, with the client
 
+        if name in self._refused:
+            return
         if not self._metrics:
             self._since = time.monotonic()
         self._metrics.append(Metric(name, value, timestamp_ms, step))
@@ -57,10 +62,40 @@ class Batch:
             self.send()
 
     def send(self) -> None:
-        """Send what waits."""
+        """Send what waits.
+
+        Raises:
+            MlflowException: The first error, after all others are sent: a metric whose name MLflow does not take must
+                not cost the others of its request. It is left out from then on.
+        """
+        from mlflow.exceptions import MlflowException  # loaded already, with the client
+
         metrics, self._metrics = self._metrics, []
+        errors: list[Exception] = []
         for start in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MOST_METRICS])
+            part = metrics[start : start + _MOST_METRICS]
+            try:
+                self._client.log_batch(self._run_id, metrics=part)
+            except MlflowException as error:
+                if error.error_code != _INVALID:
+                    raise
+                errors += self._send_by_name(part)
+        if errors:
+            raise errors[0]
+
+    def _send_by_name(self, metrics: list[Any]) -> list[Exception]:
+        from mlflow.exceptions import MlflowException  # loaded already, with the client
+
+        errors: list[Exception] = []
+        for name in dict.fromkeys(metric.key for metric in metrics):
+            try:
+                self._client.log_batch(self._run_id, metrics=[metric for metric in metrics if metric.key == name])
+            except MlflowException as error:
+                if error.error_code != _INVALID:
+                    raise
+                self._refused.add(name)
+                errors.append(error)
+        return errors
 
     def send_params(self, params: Mapping[str, Any]) -> None:
         """Send settings.

@@ -29,7 +29,7 @@ class Outbox:
 
     - What waits is bounded by its size in memory. When there is no room, what is handed over is dropped, so that what
       went before stays without gaps; calls that are kept, such as hyperparameters and the end of the run, are never
-      dropped.
+      dropped, nor is one that finds nothing before it, however large it is.
     - A call that raises costs itself alone; such calls are counted, and those after the first are lines of Python's log
       at the level DEBUG.
     - A service in trouble costs one `RuntimeWarning`, the first one that there is reason for. What is to be said later,
@@ -37,7 +37,7 @@ class Outbox:
     - `drain` and `close` wait for what is left, but no longer than `patience_s`, and then say how much that is. The
       thread is a daemon: a service that hangs keeps no process alive.
 
-    Before `open`, calls are kept and not made. After `close` it can be opened again.
+    Before `open` or `begin`, calls are kept and not made. After `close` it can be opened again.
 
     Args:
         service: Who the warnings are about.
@@ -52,8 +52,13 @@ class Outbox:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a thread that makes the calls: after `open`, until `close`."""
+        """Whether there is a thread that makes the calls: after `open` or `begin`, until `close`."""
         return self._line.thread is not None
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the first call has failed, so that no other is made."""
+        return self._line.is_down
 
     @property
     def num_errors(self) -> int:
@@ -64,6 +69,11 @@ class Outbox:
     def num_dropped(self) -> int:
         """How many calls were dropped."""
         return self._line.num_dropped
+
+    def begin(self) -> None:
+        """Begin with the calls that are kept, where the service needs no first one."""
+        self._start(self._line)
+        atexit.register(self.drain)
 
     def open(self, connect: Callable[[], TResult], *raised: type[Exception]) -> TResult | None:
         """Make the first call, wait for it, and begin with those that are kept.
@@ -78,8 +88,7 @@ class Outbox:
         """
         line, answer = self._line, Future[TResult]()
         line.waiting.appendleft((lambda: _connect(line, connect, answer), 0))
-        line.thread = threading.Thread(target=self._work, args=(line,), name=f"composer-{self.service}", daemon=True)
-        line.thread.start()
+        self._start(line)
         wait([answer], self.patience_s)
         # Registered after what the service's client has registered, hence called before that client goes.
         atexit.register(self.drain)
@@ -106,7 +115,8 @@ class Outbox:
         """
         line = self._line
         with line.changed:
-            if not line.is_down and (is_kept or line.size_bytes + size_bytes <= self.capacity_bytes):
+            has_room = not line.size_bytes or line.size_bytes + size_bytes <= self.capacity_bytes
+            if not line.is_down and (is_kept or has_room):
                 line.waiting.append((call, size_bytes))
                 line.size_bytes += size_bytes
                 line.changed.notify_all()
@@ -160,6 +170,10 @@ class Outbox:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
+
+    def _start(self, line: "_Line") -> None:
+        line.thread = threading.Thread(target=self._work, args=(line,), name=f"composer-{self.service}", daemon=True)
+        line.thread.start()
 
     def _work(self, line: "_Line") -> None:
         while True:

@@ -4,14 +4,13 @@ import os
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from shutil import copyfile, rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 from composer.loggers._images import LoggedImages
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
 from composer.loggers._snapshot import Snapshot
+from composer.loggers._staged_file import StagedFile
 from composer_dist import get_global_rank
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
@@ -159,18 +158,21 @@ class NeptuneLogger(LoggerDestination):
         """Keep a file, if that is wanted. Links to other files are left out."""
         if not self.can_upload_files() or file_path.is_symlink() or remote_file_name.endswith(".symlink"):
             return
-        staged = Path(mkdtemp(prefix="composer-neptune-"))
-        copyfile(file_path, staged / file_path.name)
+        if self._outbox.is_down:
+            return
+        staged = StagedFile(file_path, "neptune")
 
         def send() -> None:
-            if not overwrite and self.neptune_run.exists(f"{self._base_namespace}/{remote_file_name}"):
-                warnings.warn(
-                    f"Neptune has a file {remote_file_name!r} already, and overwrite is false: it stays as it is.",
-                    stacklevel=2,
-                )
-            else:
-                self.base_handler[remote_file_name].upload(str(staged / file_path.name), wait=True)
-            rmtree(staged, ignore_errors=True)
+            try:
+                if overwrite or not self.neptune_run.exists(f"{self._base_namespace}/{remote_file_name}"):
+                    self.base_handler[remote_file_name].upload(str(staged.path), wait=True)
+                    return
+            finally:
+                staged.remove()
+            warnings.warn(
+                f"Neptune has a file {remote_file_name!r} already, and overwrite is false: it stays as it is.",
+                stacklevel=2,
+            )
 
         self._outbox.post(send, is_kept=True)
 

@@ -102,7 +102,7 @@ class SlackLogger(LoggerDestination):
 
     def init(self, state: State, logger: Logger) -> None:
         """Begin to send, once there is something to send."""
-        self._outbox.open(lambda: True)
+        self._outbox.begin()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Post at the interval, if it counts batches."""

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import copyfile, rmtree
 from typing import Any
 
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from composer.loggers._optional import require
 from composer.loggers._outbox import Outbox
 from composer.loggers._ranks import open_on_ranks
 from composer.loggers._snapshot import Snapshot
+from composer.loggers._staged_file import StagedFile
 from composer_dist import get_global_rank, get_world_size
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
@@ -185,21 +185,22 @@ class WandBLogger(LoggerDestination):
         The alias `latest` goes to it, and one such as `ep3-ba120` says when it was.
         """
         del overwrite  # W&B keeps all versions
-        if not (self._enabled and self._log_artifacts):
+        if not (self._enabled and self._log_artifacts) or self._outbox.is_down:
             return
         name = _artifact_name(remote_file_name)
         stamps = _stamps(state)
         aliases = ["latest", f"ep{int(state.timestamp.epoch)}-ba{int(state.timestamp.batch)}"]
-        staged = Path(tempfile.mkdtemp(prefix="composer-wandb-"))
-        copyfile(file_path, staged / file_path.name)
+        staged = StagedFile(file_path, "wandb")
 
         def send() -> None:
             wandb = _wandb()
             kind = file_path.suffix.removeprefix(".")
-            artifact = wandb.Artifact(name=name, type="model" if kind == "pt" else kind or "file", metadata=stamps)
-            artifact.add_file(str(staged / file_path.name), name=file_path.name)  # copies it once more
-            wandb.log_artifact(artifact, aliases=aliases)
-            rmtree(staged, ignore_errors=True)
+            try:
+                artifact = wandb.Artifact(name=name, type="model" if kind == "pt" else kind or "file", metadata=stamps)
+                artifact.add_file(str(staged.path), name=file_path.name)  # copies it once more
+                wandb.log_artifact(artifact, aliases=aliases)
+            finally:
+                staged.remove()
 
         self._outbox.post(send, is_kept=True)
 

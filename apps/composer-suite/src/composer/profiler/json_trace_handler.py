@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from composer._arguments import check_counts, check_flags, check_places, check_texts
+from composer.loggers._snapshot import as_number
 from composer.profiler._trace_files import prepare_folder, prune
 from composer.profiler.json_trace_merger import merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from composer_time import Timestamp
 
 __all__ = ["JSONTraceHandler"]
+
+_log = logging.getLogger(__name__)
 
 
 class JSONTraceHandler(TraceHandler):
@@ -122,6 +127,15 @@ class JSONTraceHandler(TraceHandler):
         self.saved_traces.append(os.fspath(path))
         prune(self.saved_traces, self.num_traces_to_keep)
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Say so if training was too short for a trace."""
+        if not self.saved_traces and not self._queue.empty():
+            _log.warning(
+                "There is no trace in %s: training has ended before a cycle of the schedule did. Train longer, or give "
+                "cyclic_schedule() fewer batches.",
+                self._folder(state),
+            )
+
     def process_duration_event(
         self,
         name: str,
@@ -149,8 +163,10 @@ class JSONTraceHandler(TraceHandler):
         wall_clock_time_ns: int,
         values: Mapping[str, int | float],
     ) -> None:
-        """Take numbers that change over time."""
-        self._record(name, categories, "C", wall_clock_time_ns, args=dict(values))
+        """Take numbers that change over time; JSON has none that are not finite, and viewers draw nothing else."""
+        finite = {key: number for key, value in values.items() if (number := _finite(value)) is not None}
+        if finite:
+            self._record(name, categories, "C", wall_clock_time_ns, args=finite)
 
     def process_chrome_json_trace_file(self, filepath: str) -> None:
         """Add the events of a trace that somebody else wrote to this rank's own.
@@ -231,3 +247,8 @@ class JSONTraceHandler(TraceHandler):
         path = self._folder(state) / format_name_with_dist(self.merged_trace_filename, state.run_name)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+
+def _finite(value: Any) -> float | None:
+    number = value if type(value) is int else as_number(value)
+    return number if number is not None and math.isfinite(number) else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer._arguments import check_flags, check_seconds
+from composer.loggers._trouble import warn_of_trouble
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class SystemProfiler(Callback):
             KiB or ms since the machine began.
         profile_net: Record what goes over the network: `network/<interface>/...`, in KiB since the last reading.
         stats_thread_interval_seconds: How often, in seconds.
+
+    What cannot be read is left out, with one warning.
 
     Raises:
         ImportError: If psutil is not installed, when training begins.
@@ -105,11 +108,20 @@ class SystemProfiler(Callback):
         if self.profile_disk:
             readers.append(lambda: _read_disks(psutil, profiler))
         if self.profile_net:
-            before: dict[str, Any] = psutil.net_io_counters(pernic=True)
+            before: dict[str, Any] = {}  # the first reading is of no time, too
             readers.append(lambda: _read_network(psutil, profiler, before))
-        while not self._ends.wait(self.stats_thread_interval_seconds):
-            for read in readers:
-                read()
+        while readers and not self._ends.wait(self.stats_thread_interval_seconds):
+            readers = [read for read in readers if _succeeds(read)]
+
+
+def _succeeds(read: Callable[[], None]) -> bool:
+    """Read, and return whether that is worth another try: what a machine hides, it hides the next time, too."""
+    try:
+        read()
+    except Exception as error:  # training is not about the machine it runs on
+        warn_of_trouble(f"The SystemProfiler leaves out what cannot be read: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def _read_processors(psutil: Any, profiler: Profiler) -> None:

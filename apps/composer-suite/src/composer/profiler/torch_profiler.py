@@ -127,7 +127,7 @@ class TorchProfiler(Callback):
                 return TorchAction.NONE
             return _ACTIONS[state.profiler.schedule(state)]
 
-        self.profiler = torch.profiler.profile(
+        profiler = torch.profiler.profile(
             schedule=follow,
             on_trace_ready=lambda _: self._save(state, logger),
             record_shapes=self.record_shapes,
@@ -135,7 +135,8 @@ class TorchProfiler(Callback):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
         )
-        self.profiler.__enter__()
+        profiler.__enter__()
+        self.profiler = profiler  # one that failed to begin cannot be ended: torch 2.11 crashes
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Do with the batch what the schedule says, if it was not foreseen: epochs begin anew."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
         times=read_json(folder / TIMES),
         checkpoints=[
             _checkpoint(_now_at(path, status.get("folder"), folder), verify=verify)
-            for path in status.get("checkpoints", [])
+            for path in _texts(status.get("checkpoints"))
         ],
         traces=_traces(folder, status),
         num_bad_lines=num_bad_lines,
@@ -103,9 +104,13 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
 def _traces(folder: Path, status: Mapping[str, Any]) -> list[str]:
     """Return the traces in the folder, and those elsewhere that are still there."""
     inside = sorted(str(path) for path in folder.glob("traces/*.json*"))
-    told = [_now_at(path, status.get("folder"), folder) for path in status.get("traces", [])]
+    told = [_now_at(path, status.get("folder"), folder) for path in _texts(status.get("traces"))]
     known = {os.path.abspath(path) for path in inside}
     return inside + [path for path in told if os.path.exists(path) and os.path.abspath(path) not in known]
+
+
+def _texts(value: Any) -> list[str]:
+    return [text for text in cast("list[Any]", value) if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -126,6 +131,8 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
             try:
                 record = json.loads(line)
                 where = {axis: float(record.get(axis, 0)) for axis in AXES}
+                if not all(map(math.isfinite, where.values())):
+                    raise ValueError(f"{where} is no time in training")
                 values = {str(name): float(value) for name, value in record["metrics"].items()}
             except (ValueError, TypeError, KeyError, AttributeError):
                 num_bad += 1
