@@ -32,7 +32,7 @@ class Unreliable(MemoryFileSystem):
     may_go_on = threading.Event()
 
     def put_file(self, lpath, rpath, **kwargs):
-        assert type(self).may_go_on.wait(10)
+        assert type(self).may_go_on.wait(60)
         if type(self).resets_left > 0 and ".credentials" not in rpath:
             type(self).resets_left -= 1
             raise ConnectionResetError("the store hung up")

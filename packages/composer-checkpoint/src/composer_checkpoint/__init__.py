@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.errors import NewerCheckpointError as NewerCheckpointError
     from composer_checkpoint.errors import NoCheckpointError as NoCheckpointError
     from composer_checkpoint.errors import StorageError as StorageError
+    from composer_checkpoint.errors import UnfittingOptimizerError as UnfittingOptimizerError
     from composer_checkpoint.errors import UnfittingWeightsError as UnfittingWeightsError
     from composer_checkpoint.errors import UnsafeCheckpointError as UnsafeCheckpointError
     from composer_checkpoint.files import load_file as load_file
@@ -112,6 +113,7 @@ _HOME = {
     "UnsafeCheckpointError": "composer_checkpoint.errors",
     "IncompatibleCheckpointError": "composer_checkpoint.errors",
     "NewerCheckpointError": "composer_checkpoint.errors",
+    "UnfittingOptimizerError": "composer_checkpoint.errors",
     "UnfittingWeightsError": "composer_checkpoint.errors",
     "StorageError": "composer_checkpoint.errors",
     "NoCheckpointError": "composer_checkpoint.errors",
@@ -175,6 +177,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "IncompatibleCheckpointError",
     "NewerCheckpointError",
+    "UnfittingOptimizerError",
     "UnfittingWeightsError",
     "StorageError",
     "NoCheckpointError",

@@ -6,8 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
-from datetime import timedelta
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ A = TypeVar("A")
 PATIENCE = 3
 """How many times as long as one rank may work the others wait for it: it may come late, and rank 0 works after it."""
 
-_SOON = timedelta(seconds=10)  # the store's answer
+_SOON_S = 5.0  # the store's answer
 
 # How often the ranks of a group have met. All of them count alike, since they meet in the same order.
 _meetings: "defaultdict[str, int]" = defaultdict(int)
@@ -59,7 +58,8 @@ def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, 
     """Return what the ranks of a group tell each other, or raise on all that are here if others do not come.
 
     A dead rank is noticed by the collective, at once. Of those that only hang nothing is heard, so each rank leaves a
-    note at the group's store when it comes. Every rank must call this.
+    note at the group's store when it comes. The store may hang as well, since some process keeps it, and is not waited
+    for any longer. Every rank must call this.
 
     Args:
         talk: The collective.
@@ -73,15 +73,20 @@ def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, 
     store = group.get_group_store()
     number = _meetings[group.group_name] = _meetings[group.group_name] + 1
     name = f"composer-save-{number}"
-    store.set(f"{name}-{rank}", "here")
-    if store.check([f"{name}-over"]):
-        raise StorageError(
-            f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and given up. "
-            f"Look into the log for what held it up."
-        )
-    reply = _in_thread(talk, timeout_s, lambda: _who_is_missing(store, name, timeout_s, group.size()))
-    store.delete_key(f"{name}-{rank}")  # all have come
-    return reply
+
+    def come() -> A:
+        store.set(f"{name}-{rank}", "here")
+        if store.check([f"{name}-over"]):
+            raise StorageError(
+                f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and given "
+                f"up. Look into the log for what held it up."
+            )
+        reply = talk()
+        with suppress(RuntimeError):  # all have come, and who keeps the store may be gone already
+            store.delete_key(f"{name}-{rank}")
+        return reply
+
+    return _in_thread(come, timeout_s, lambda: _who_is_missing(store, name, timeout_s, group.size()))
 
 
 def _in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
@@ -107,12 +112,18 @@ def _in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], st
 
 
 def _who_is_missing(store: Any, name: str, timeout_s: float, world_size: int) -> str:
-    try:
-        store.set_timeout(_SOON)
+    def ask() -> list[int]:
         missing = [other for other in range(world_size) if not store.check([f"{name}-{other}"])]
         store.set(f"{name}-over", "")
-    except RuntimeError as error:  # who keeps the store is gone, or hangs
-        return f"the ranks have not met within {timeout_s!r} s to save a checkpoint, and their store is silent: {error}"
+        return missing
+
+    silence = f"the ranks have not met within {timeout_s!r} s to save a checkpoint, and their store is silent"
+    try:
+        missing = _in_thread(ask, _SOON_S, lambda: f"{silence}: no answer in {_SOON_S} s")
+    except StorageError as error:  # who keeps the store hangs
+        return f"{error}. Look after the process that keeps it: rank 0, or the launcher of its node."
+    except RuntimeError as error:  # it is gone
+        return f"{silence}: {error}"
     return (
         f"ranks {missing} of {world_size} have not come to save a checkpoint, while others waited for {timeout_s!r} s, "
         f"{PATIENCE} times save_timeout_in_seconds: they hang. The checkpoint before is untouched. Look at their logs."

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from composer_checkpoint.errors import UnfittingWeightsError
+from composer_checkpoint._pickle_calls import shown
+from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingWeightsError
 from composer_checkpoint.modular._names import names_in_model
 from composer_dist.wrapping import canonical_name, unwrap_model
 
@@ -35,17 +36,18 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         leaves_out: Whether weights of another shape are left out, rather than an error.
 
     Raises:
+        IncompatibleCheckpointError: If there are no names with weights.
         UnfittingWeightsError: If not one weight is the model's, or not all fit.
     """
     weights = saved.get("model")
     if state.deepspeed_enabled:
         return  # its engine compares them
-    if (
-        not isinstance(weights, dict)
-        or not weights
-        or saved.get("algorithms")
-        or not isinstance(state.model, nn.Module)
-    ):
+    if weights and not isinstance(weights, dict):
+        raise IncompatibleCheckpointError(
+            f"{path} is no training state: its state/model is {shown(weights)}, and should be a dict of weights. Load "
+            f"another checkpoint."
+        )
+    if not weights or saved.get("algorithms") or not isinstance(state.model, nn.Module):
         return
     values = unwrap_model(state.model).state_dict()
     own = {_plain(name): values[name_here] for name, name_here in names_in_model(state.model).items()}
@@ -110,8 +112,10 @@ def _compare(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> _Fit:
 
 
 def _difference(theirs: Any, own: Any) -> str | None:
-    if not isinstance(theirs, torch.Tensor) or not isinstance(own, torch.Tensor) or nn.parameter.is_lazy(own):
+    if not isinstance(own, torch.Tensor) or nn.parameter.is_lazy(own):
         return None
+    if not isinstance(theirs, torch.Tensor):
+        return f"{type(theirs).__name__} in the checkpoint, a tensor in the model"
     shape = () if own.dim() == 0 and theirs.shape == (1,) else tuple(theirs.shape)  # as torch before 0.4 had scalars
     if shape != tuple(own.shape):
         return f"{tuple(theirs.shape)} in the checkpoint, {tuple(own.shape)} in the model"

@@ -8,6 +8,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "IncompatibleCheckpointError",
     "NewerCheckpointError",
+    "UnfittingOptimizerError",
     "UnfittingWeightsError",
     "StorageError",
     "NoCheckpointError",
@@ -23,7 +24,8 @@ class CheckpointError(Exception):
     """A checkpoint could not be saved or loaded. All other errors of this package are kinds of it."""
 
     def __str__(self) -> str:
-        message = super().__str__()
+        # A KeyError would show a message as a key, in quotes.
+        message = Exception.__str__(self) if isinstance(self, KeyError) else super().__str__()
         if len(message) <= _MAX_MESSAGE_CHARS:
             return message
         half = _MAX_MESSAGE_CHARS // 2
@@ -48,6 +50,10 @@ class NewerCheckpointError(IncompatibleCheckpointError):
 
 class UnfittingWeightsError(IncompatibleCheckpointError, RuntimeError):
     """The weights are not those of the model, as far as it says so before any is changed."""
+
+
+class UnfittingOptimizerError(IncompatibleCheckpointError, KeyError):
+    """The optimizer's state is of other parameters than are optimized now; nothing was changed."""
 
 
 class StorageError(CheckpointError, OSError):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from composer_checkpoint._arguments import check_flags, check_places
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.loader import load_checkpoint
+from composer_dist.wrapping import unwrap_model
 from composer_events.callback import Callback
 from composer_events.event import Event
 
@@ -44,6 +45,8 @@ class LoadCheckpoint(Callback):
         self.load_path = os.fspath(load_path)
         if not self.load_path:
             raise ValueError("load_path='' names no checkpoint. Pass a path or an address.")
+        if not isinstance(event, str | Event):
+            raise TypeError(f"event={event!r} is no event. Pass one such as Event.BEFORE_LOAD, or its name.")
         self.load_weights_only = load_weights_only
         self.strict_model_weights = strict_model_weights
         self.ignore_keys = ignore_keys
@@ -56,7 +59,7 @@ class LoadCheckpoint(Callback):
 
     def _load(self, state: "State", logger: "Logger") -> None:
         # A model that saves its adapter alone is loaded whole from a checkpoint of before the adapter.
-        model: Any = getattr(state.model, "module", state.model)
+        model: Any = unwrap_model(state.model)
         saves_adapter_alone = getattr(model, "should_save_peft_only", None)
         load_path = state.load_path
         if saves_adapter_alone is not None:

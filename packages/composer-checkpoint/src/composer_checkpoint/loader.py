@@ -4,7 +4,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
 from composer_checkpoint._model_fit import refuse_another_model
+from composer_checkpoint._state_fit import refuse_unfitting_state
 from composer_checkpoint.data_position import DataPosition, leave_epoch
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.fetching import get_file
@@ -91,8 +92,9 @@ def load_checkpoint(
             dataset.
         UnfittingWeightsError: If weights do not fit the model, which is a `RuntimeError`; nothing was changed.
         RuntimeError: If the ranks have loaded different checkpoints.
-        KeyError: If the optimizer has a parameter that the saved one had not, or the other way round. An optimizer of
-            another class is only warned about, and begins anew.
+        UnfittingOptimizerError: If the optimizer has a parameter that the saved one had not, or the other way round,
+            which is a `KeyError`; nothing was changed. An optimizer of another class is only warned about, and begins
+            anew.
     """
     check_ignore_keys("load_ignore_keys", ignore_keys)
     run_name, path = state.run_name, os.fspath(path)
@@ -112,6 +114,7 @@ def load_checkpoint(
                 begin_epoch_again(saved)
             refuse_other_data(saved, state, local_path)
             _restore_clocks(saved)
+            Ranks().together(lambda: refuse_unfitting_state(state, saved, local_path))
         _put_into(state, saved, logger, load_weights_only, strict, exclude_algorithms, algorithm_passes)
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
@@ -294,10 +297,10 @@ def _restore_clocks(saved: dict[str, Any]) -> None:
     timestamps = saved.get("timestamp")
     for timestamp in [timestamps, *timestamps.values()] if isinstance(timestamps, dict) else []:
         if isinstance(timestamp, dict):
-            seconds = {name: value for name, value in timestamp.items() if name.endswith("_wct")}
-            timestamp.update(
-                {name: timedelta(seconds=value) for name, value in seconds.items() if isinstance(value, int | float)}
-            )
+            for name, value in timestamp.items():
+                if str(name).endswith("_wct") and isinstance(value, int | float):
+                    with suppress(OverflowError, ValueError):  # no length of time, and refused as such
+                        timestamp[name] = timedelta(seconds=value)
 
 
 def _leave_epoch_of_other_batches(state: "State", saved: dict[str, Any]) -> None:
