@@ -338,7 +338,13 @@ def test_a_callback_loads_one_more_checkpoint_at_its_event(loop, trained, path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("load_path", None), ("load_weights_only", "no"), ("strict_model_weights", "no"), ("ignore_keys", 5), ("event", 5)],
+    [
+        ("load_path", None),
+        ("load_weights_only", "no"),
+        ("strict_model_weights", "no"),
+        ("ignore_keys", 5),
+        ("event", 5),
+    ],
 )
 def test_an_argument_of_the_wrong_kind_is_named_when_the_callback_is_made(name, value):
     with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(value))} .*([Pp]ass|give)"):
