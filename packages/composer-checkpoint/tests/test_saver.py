@@ -187,10 +187,13 @@ def test_a_program_that_is_missing_is_an_error_before_training(saver, monkeypatc
         ({"keep": {"every": "often"}}, r"save_keep=\{'every': 'often'\} cannot be used: every='often'"),
         ({"keep": {"best": ("loss", "min", 0)}}, "does not say which checkpoints are best"),
         ({"remote_file_name": ""}, "remote_file_name='' is empty"),
-        ({"num_concurrent_uploads": 0}, "num_concurrent_uploads=0 is no count"),
-        ({"remote_num_checkpoints_to_keep": -2}, "remote_num_checkpoints_to_keep=-2 is no count"),
-        ({"upload_timeout_in_seconds": float("nan")}, "upload_timeout_in_seconds=nan is no time to wait"),
-        ({"save_timeout_in_seconds": float("inf")}, "save_timeout_in_seconds=inf is no time to wait.*or None"),
+        ({"num_concurrent_uploads": 0}, "num_concurrent_uploads=0 must be 1 or more"),
+        ({"remote_num_checkpoints_to_keep": -2}, "remote_num_checkpoints_to_keep=-2 must be -1 or more"),
+        (
+            {"upload_timeout_in_seconds": float("nan")},
+            "upload_timeout_in_seconds=nan must be a finite number of seconds",
+        ),
+        ({"save_timeout_in_seconds": float("inf")}, "save_timeout_in_seconds=inf must be a finite.*or None"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_at_once(saver, settings, text):
@@ -221,7 +224,7 @@ def test_settings_that_cannot_be_meant_are_refused_at_once(saver, settings, text
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named_when_the_saver_is_made(name, value):
-    with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(value))} .*([Pp]ass|give|Accepted)"):
+    with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(value))} .*([Pp]ass|give|Accepted|must be)"):
         CheckpointSaver(**{name: value})
 
 

@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from composer_checkpoint._arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_time
 from composer_checkpoint.ignore_keys import check_ignore_keys
 from composer_checkpoint.save_names import check_templates
+from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_time
 from composer_time import Time, TimeUnit
 
 __all__ = ["check_saver_arguments", "to_interval"]
@@ -34,7 +34,7 @@ def check_saver_arguments(given: Mapping[str, Any]) -> None:
     latest = given["latest_filename"]
     if latest is not None:
         check_places(latest_filename=latest)
-    check_flags(**some("overwrite", "weights_only", "async_save"))
+    check_flags(may_be_none=True, **some("overwrite", "weights_only", "async_save"))
     check_counts(**some("num_concurrent_uploads"))
     check_counts(-1, **some("remote_num_checkpoints_to_keep"))
     check_seconds(**some("upload_timeout_in_seconds"))

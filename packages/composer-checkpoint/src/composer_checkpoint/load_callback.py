@@ -3,10 +3,10 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from composer_checkpoint._arguments import check_flags, check_places
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.loader import load_checkpoint
 from composer_dist.wrapping import unwrap_model
+from composer_events.arguments import check_flags, check_places
 from composer_events.callback import Callback
 from composer_events.event import Event
 
@@ -40,7 +40,7 @@ class LoadCheckpoint(Callback):
         event: str | Event = Event.BEFORE_LOAD,
     ) -> None:
         check_places(load_path=load_path)
-        check_flags(load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
+        check_flags(may_be_none=True, load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
         check_ignore_keys("ignore_keys", ignore_keys)
         self.load_path = os.fspath(load_path)
         if not self.load_path:

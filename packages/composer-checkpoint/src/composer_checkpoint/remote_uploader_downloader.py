@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from composer_checkpoint._arguments import check_counts, check_flags, check_mappings, check_places, check_texts
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stores.addresses import parse_uri
@@ -18,6 +17,7 @@ from composer_checkpoint.stores.base import ObjectStore, Progress
 from composer_checkpoint.stores.mlflow import MLFlowObjectStore
 from composer_checkpoint.stores.opening import CREDENTIALS_PROBE, arguments_of, check_scheme, validate_credentials
 from composer_checkpoint.upload import RemoteUploader
+from composer_events.arguments import check_counts, check_flags, check_mappings, check_places, check_texts
 from composer_events.formatting import format_name_with_dist, partial_format
 from composer_events.logger_destination import LoggerDestination
 
@@ -87,7 +87,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         check_texts(bucket_uri=bucket_uri, file_path_format_string=file_path_format_string)
         check_mappings(backend_kwargs=backend_kwargs)
         check_counts(num_concurrent_uploads=num_concurrent_uploads, num_attempts=num_attempts)
-        check_flags(use_procs=use_procs)
+        check_flags(may_be_none=True, use_procs=use_procs)
         if upload_staging_folder is not None:
             check_places(upload_staging_folder=upload_staging_folder)
         parsed = parse_uri(bucket_uri)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from composer_checkpoint._arguments import to_time
+from composer_events.arguments import to_time
 from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_checkpoint._arguments import check_counts
 from composer_checkpoint._arrival import RemoteFilesExistingCheckStatus, await_objects
 from composer_checkpoint._staged_copies import StagedCopies
 from composer_checkpoint._upload_process import upload_in_process
@@ -21,6 +20,7 @@ from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import open_store, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
+from composer_events.arguments import check_counts
 
 __all__ = ["RemoteFilesExistingCheckStatus", "RemoteUploader"]
 

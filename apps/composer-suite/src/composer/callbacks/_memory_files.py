@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from composer._arguments import check_flags, check_places, check_texts
 from composer_checkpoint.conflicts import ensure_folder_is_empty
 from composer_checkpoint.remote_uploader_downloader import (
     RemoteUploaderDownloader,
     maybe_create_remote_uploader_downloader_from_uri,
 )
 from composer_checkpoint.stores.addresses import parse_uri
+from composer_events.arguments import check_flags, check_places, check_texts
 from composer_events.formatting import format_name_with_dist_and_time
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from composer._arguments import check_functions, check_texts
+from composer_events.arguments import check_functions, check_texts
 
 if TYPE_CHECKING:
     from composer_events.state import State

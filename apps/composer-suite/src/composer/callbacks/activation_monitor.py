@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from composer._arguments import check_flags, check_text_lists, to_time
 from composer.callbacks._at_hand import numbers_at_hand
 from composer_dist.wrapping import unwrap_model
+from composer_events.arguments import check_flags, check_text_lists, to_time
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
 

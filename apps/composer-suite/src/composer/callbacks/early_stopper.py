@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from composer._arguments import check_numbers, check_texts, to_time
 from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
+from composer_events.arguments import check_numbers, check_texts, to_time
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer._arguments import check_counts, check_text_lists, to_time
 from composer_dist import dist
 from composer_dist.precision import get_precision_context
 from composer_dist.reproducibility import seed_context
 from composer_dist.wrapping import unwrap_model
+from composer_events.arguments import check_counts, check_text_lists, to_time
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from composer._arguments import check_counts, check_flags, check_texts, to_time
+from composer_events.arguments import check_counts, check_flags, check_texts, to_time
 from composer_events.callback import Callback
 from composer_models.targets import infer_target_type
 from composer_time import Time, TimeUnit

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from composer._arguments import check_counts, check_mappings
 from composer_dist import dist
+from composer_events.arguments import check_counts, check_mappings
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import logging
 import pickle
 from typing import TYPE_CHECKING
 
-from composer._arguments import check_counts, check_places, to_time
 from composer.callbacks import _cuda_memory
 from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
 from composer.callbacks._memory_pages import timeline_page
+from composer_events.arguments import check_counts, check_places, to_time
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
 

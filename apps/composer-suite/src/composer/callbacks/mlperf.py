@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from composer._arguments import (
+from composer.callbacks._system_description import get_system_description
+from composer_dist import dist
+from composer_events.arguments import (
     check_counts,
     check_flags,
     check_numbers,
@@ -23,8 +25,6 @@ from composer._arguments import (
     check_text_lists,
     check_texts,
 )
-from composer.callbacks._system_description import get_system_description
-from composer_dist import dist
 from composer_events.callback import Callback
 from composer_models import MissingConditionalImportError
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 # Of this module only what turns a snapshot into lines is used; its pictures and pages need a network.
 from torch.cuda import _memory_viz
 
-from composer._arguments import check_counts, check_places
 from composer.callbacks import _cuda_memory
 from composer.callbacks._flamegraph import draw_flamegraph
 from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
 from composer.callbacks._memory_pages import segment_page, timeline_page
+from composer_events.arguments import check_counts, check_places
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from composer._arguments import check_counts, check_flags
 from composer.callbacks._at_hand import numbers_at_hand
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name
+from composer_events.arguments import check_counts, check_flags
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:

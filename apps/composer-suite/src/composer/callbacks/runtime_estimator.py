@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer._arguments import check_counts
 from composer.callbacks.speed_monitor import SECONDS, check_time_unit
+from composer_events.arguments import check_counts
 from composer_events.callback import Callback
 from composer_time import TimeUnit
 

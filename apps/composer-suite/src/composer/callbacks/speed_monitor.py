@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from composer._arguments import check_counts, check_numbers
 from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, get_gpu_flops_available
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
+from composer_events.arguments import check_counts, check_numbers
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:

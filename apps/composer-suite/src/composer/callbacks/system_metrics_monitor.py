@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from composer._arguments import check_flags
 from composer.callbacks._machine import GPU_KEYS, GPUReader, HostReader
 from composer.callbacks._steady_reader import SteadyReader
 from composer_dist import dist
+from composer_events.arguments import check_flags
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from composer._arguments import check_flags, check_numbers, check_texts
 from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
+from composer_events.arguments import check_flags, check_numbers, check_texts
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from composer._arguments import check_seconds
 from composer.loggers._trouble import warn_of_trouble
+from composer_events.arguments import check_seconds
 
 __all__ = ["PATIENCE_S", "Outbox"]
 
@@ -46,7 +46,7 @@ class Outbox:
     """
 
     def __init__(self, service: str, *, patience_s: float = PATIENCE_S, capacity_bytes: int = _CAPACITY_BYTES) -> None:
-        check_seconds(patience_s=patience_s)
+        check_seconds(may_be_zero=True, patience_s=patience_s)
         self.service, self.patience_s, self.capacity_bytes = service, patience_s, capacity_bytes
         self._line = _Line()
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from composer._arguments import check_flags, check_mappings, check_texts
 from composer.loggers._images import LoggedImages
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
 from composer.loggers._snapshot import Snapshot
 from composer_dist import get_global_rank
+from composer_events.arguments import check_flags, check_mappings, check_texts
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State

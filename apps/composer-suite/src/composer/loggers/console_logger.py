@@ -4,12 +4,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from composer._arguments import check_flags, to_time
 from composer.loggers._config_block import format_config
 from composer.loggers._streams import to_stream
 from composer.loggers._tables import table_as_json, table_as_text
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
+from composer_events.arguments import check_flags, to_time
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination

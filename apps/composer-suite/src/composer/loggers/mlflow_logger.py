@@ -7,15 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer._arguments import (
-    check_counts,
-    check_flags,
-    check_mappings,
-    check_places,
-    check_seconds,
-    check_text_lists,
-    check_texts,
-)
 from composer.loggers._images import LoggedImages
 from composer.loggers._mlflow_models import MLFlowModels
 from composer.loggers._mlflow_run import Batch, RunSettings, begin_run, end_run
@@ -25,6 +16,15 @@ from composer.loggers._ranks import open_on_ranks
 from composer.loggers._snapshot import Snapshot, as_number
 from composer.loggers._uncaught import UncaughtErrors
 from composer_dist import get_global_rank
+from composer_events.arguments import (
+    check_counts,
+    check_flags,
+    check_mappings,
+    check_places,
+    check_seconds,
+    check_text_lists,
+    check_texts,
+)
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
@@ -107,7 +107,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         mlflow = require("mlflow", extra="mlflow")
         check_counts(flush_interval=flush_interval)
         check_counts(0, log_duplicated_metric_every_n_steps=log_duplicated_metric_every_n_steps)
-        check_seconds(logging_buffer_seconds=logging_buffer_seconds)
+        check_seconds(may_be_zero=True, logging_buffer_seconds=logging_buffer_seconds)
         check_mappings(tags=tags, rename_metrics=rename_metrics)
         check_text_lists(ignore_metrics=ignore_metrics, ignore_hyperparameters=ignore_hyperparameters)
         check_flags(rank_zero_only=rank_zero_only, synchronous=synchronous)

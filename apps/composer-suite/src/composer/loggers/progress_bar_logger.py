@@ -6,11 +6,11 @@ from typing import Any, TextIO
 
 import tqdm.auto
 
-from composer._arguments import check_flags
 from composer.loggers._config_block import format_config
 from composer.loggers._streams import to_stream
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
+from composer_events.arguments import check_flags
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination

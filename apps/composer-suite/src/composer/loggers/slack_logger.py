@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer._arguments import check_counts, check_functions, check_text_lists, check_texts, to_time
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
 from composer.loggers._snapshot import Snapshot
+from composer_events.arguments import check_counts, check_functions, check_text_lists, check_texts, to_time
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from composer._arguments import check_counts, check_flags, check_places
 from composer.loggers._images import LoggedImages
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
 from composer.loggers._snapshot import Snapshot, as_number
 from composer_dist import get_global_rank
+from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger

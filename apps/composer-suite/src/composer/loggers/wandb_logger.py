@@ -12,7 +12,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from composer._arguments import check_flags, check_mappings, check_text_lists, check_texts
 from composer.loggers._images import LoggedImages
 from composer.loggers._optional import require
 from composer.loggers._outbox import Outbox
@@ -20,6 +19,7 @@ from composer.loggers._ranks import open_on_ranks
 from composer.loggers._snapshot import Snapshot
 from composer.loggers._staged_file import StagedFile
 from composer_dist import get_global_rank, get_world_size
+from composer_events.arguments import check_flags, check_mappings, check_text_lists, check_texts
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State

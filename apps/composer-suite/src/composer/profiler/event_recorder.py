@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer._arguments import check_counts
 from composer.profiler.trace_handler import TraceHandler
+from composer_events.arguments import check_counts
 
 if TYPE_CHECKING:
     from composer_time import Timestamp

@@ -12,12 +12,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from composer._arguments import check_counts, check_flags, check_places, check_texts
 from composer.loggers._snapshot import as_number
 from composer.profiler._trace_files import prepare_folder, prune
 from composer.profiler.json_trace_merger import merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
 from composer_dist import dist
+from composer_events.arguments import check_counts, check_flags, check_places, check_texts
 from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time
 from composer_events.profiler_action import ProfilerAction
 

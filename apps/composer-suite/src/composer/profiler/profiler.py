@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer._arguments import check_flags, check_texts
 from composer.profiler.json_trace_handler import JSONTraceHandler
 from composer.profiler.marker import Marker
 from composer.profiler.system_profiler import SystemProfiler
 from composer.profiler.torch_profiler import TorchProfiler
 from composer.profiler.trace_handler import TraceHandler
 from composer_checkpoint.uris import parse_uri
+from composer_events.arguments import check_flags, check_texts
 from composer_events.callback import Callback
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.profiler_action import ProfilerAction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from composer._arguments import check_counts
+from composer_events.arguments import check_counts
 from composer_events.profiler_action import ProfilerAction
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer._arguments import check_flags, check_seconds
 from composer.loggers._trouble import warn_of_trouble
+from composer_events.arguments import check_flags, check_seconds
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SystemProfiler(Callback):
         check_flags(
             profile_cpu=profile_cpu, profile_memory=profile_memory, profile_disk=profile_disk, profile_net=profile_net
         )
-        check_seconds(stats_thread_interval_seconds=stats_thread_interval_seconds)
+        check_seconds(may_be_zero=True, stats_thread_interval_seconds=stats_thread_interval_seconds)
         if stats_thread_interval_seconds == 0:
             raise ValueError(
                 f"stats_thread_interval_seconds={stats_thread_interval_seconds!r} is no time to wait between two "

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerAction as TorchAction
 
-from composer._arguments import check_counts, check_flags, check_places, check_texts
 from composer.profiler._trace_files import open_name, prepare_folder, prune
 from composer.profiler.utils import export_memory_timeline_html
 from composer_dist import dist
+from composer_events.arguments import check_counts, check_flags, check_places, check_texts
 from composer_events.callback import Callback
 from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time
 from composer_events.profiler_action import ProfilerAction

@@ -11,7 +11,6 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from composer._arguments import check_counts, check_flags, check_places
 from composer.loggers._trouble import warn_of_trouble
 from composer.report._acting import Acting
 from composer.report._endings import fatal_error
@@ -22,6 +21,7 @@ from composer.report._run_folder import make_folder
 from composer.report._step_time import StepTime
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, read_json
 from composer_dist import get_global_rank
+from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.event import Event
 from composer_events.logger_destination import LoggerDestination
 
