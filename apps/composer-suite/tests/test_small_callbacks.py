@@ -181,9 +181,15 @@ def test_allocated_memory_is_logged_in_gigabytes():
     assert kept.of("memory/current_allocated_mem_max") == kept.of("memory/current_allocated_mem")
 
 
-@pytest.mark.parametrize("keys", [{"num_ooms": 1}, {1: "num_ooms"}])
-def test_names_of_memory_that_are_no_texts_are_refused(keys):
-    with pytest.raises(TypeError, match=r"memory_keys=.*and both must be texts"):
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"num_ooms": 1}, r"memory_keys\['num_ooms'\]=1 must be a text"),
+        ({1: "num_ooms"}, r"memory_keys=\{1: 'num_ooms'\} must be a dict whose keys are texts"),
+    ],
+)
+def test_names_of_memory_that_are_no_texts_are_refused(keys, text):
+    with pytest.raises(TypeError, match=text):
         MemoryMonitor(memory_keys=keys)
 
 

@@ -74,7 +74,7 @@ def publish_checkpoint(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     checkpoint = Path(folder) / "ep1.pt"
         ...     _ = checkpoint.write_bytes(b"weights")
-        ...     store = FsspecObjectStore("memory://docs")
+        ...     store = FsspecObjectStore("memory://docs-publishing")
         ...     publish_checkpoint(checkpoint, store, "run/ep1.pt", pointer="run/latest.pt", overwrite=True)
         >>> store.list_objects("run/")
         ['run/ep1.pt', 'run/latest.pt.symlink']

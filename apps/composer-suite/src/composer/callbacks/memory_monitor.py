@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from composer_dist import dist
-from composer_events.arguments import check_counts, check_mappings
+from composer_events.arguments import check_counts, check_mappings, check_texts
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -57,12 +57,8 @@ class MemoryMonitor(Callback):
         check_mappings(memory_keys=memory_keys)
         if dist_aggregate_batch_interval is not None:
             check_counts(dist_aggregate_batch_interval=dist_aggregate_batch_interval)
-        for key, name in (memory_keys or {}).items():
-            if not (isinstance(key, str) and isinstance(name, str)):
-                raise TypeError(
-                    f"memory_keys={memory_keys!r} has {key!r} with {name!r}, and both must be texts: what "
-                    "torch.accelerator.memory_stats() calls it, and what the log does."
-                )
+        names: dict[str, Any] = {f"memory_keys[{key!r}]": name for key, name in (memory_keys or {}).items()}
+        check_texts(**names)
         self.memory_keys = dict(_NAMES if memory_keys is None else memory_keys)
         self.dist_aggregate_batch_interval = dist_aggregate_batch_interval
 
