@@ -293,3 +293,9 @@ def test_training_that_ends_before_a_cycle_does_says_why_there_is_no_trace(tmp_p
         trainer.fit()
     assert list(tmp_path.iterdir()) == []
     assert "training has ended before a cycle of the schedule did" in caplog.text
+
+
+@pytest.mark.parametrize("interval_s", [0, -1.0])
+def test_a_machine_that_would_be_read_without_pause_is_refused(interval_s):
+    with pytest.raises(ValueError, match="stats_thread_interval_seconds=.* more than 0"):
+        SystemProfiler(stats_thread_interval_seconds=interval_s)

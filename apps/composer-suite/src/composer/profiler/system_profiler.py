@@ -26,7 +26,8 @@ _KIB = 1 << 10
 class SystemProfiler(Callback):
     """Reads the machine's load in a thread of its own, and adds it to the trace as counters.
 
-    The package psutil does the reading: `pip install 'composer-suite[system]'`.
+    The package psutil does the reading: `pip install 'composer-suite[system]'`. What cannot be read is left out, with
+    one warning.
 
     Args:
         profile_cpu: Record how busy the processors are: counter `cpu`, in percent.
@@ -36,8 +37,6 @@ class SystemProfiler(Callback):
             KiB or ms since the machine began.
         profile_net: Record what goes over the network: `network/<interface>/...`, in KiB since the last reading.
         stats_thread_interval_seconds: How often, in seconds.
-
-    What cannot be read is left out, with one warning.
 
     Raises:
         ImportError: If psutil is not installed, when training begins.
@@ -57,7 +56,7 @@ class SystemProfiler(Callback):
         check_flags(
             profile_cpu=profile_cpu, profile_memory=profile_memory, profile_disk=profile_disk, profile_net=profile_net
         )
-        check_seconds(may_be_zero=True, stats_thread_interval_seconds=stats_thread_interval_seconds)
+        check_seconds(stats_thread_interval_seconds=stats_thread_interval_seconds)
         if stats_thread_interval_seconds == 0:
             raise ValueError(
                 f"stats_thread_interval_seconds={stats_thread_interval_seconds!r} is no time to wait between two "
