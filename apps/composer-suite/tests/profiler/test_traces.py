@@ -297,5 +297,5 @@ def test_training_that_ends_before_a_cycle_does_says_why_there_is_no_trace(tmp_p
 
 @pytest.mark.parametrize("interval_s", [0, -1.0])
 def test_a_machine_that_would_be_read_without_pause_is_refused(interval_s):
-    with pytest.raises(ValueError, match="stats_thread_interval_seconds=.* more than 0"):
+    with pytest.raises(ValueError, match=r"stats_thread_interval_seconds=.* more than 0"):
         SystemProfiler(stats_thread_interval_seconds=interval_s)
