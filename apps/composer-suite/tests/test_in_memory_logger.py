@@ -1,6 +1,7 @@
 """What was logged stays at hand, with its time."""
 
 import pytest
+import torch
 
 from composer.core import Callback
 from composer.loggers import InMemoryLogger
@@ -44,6 +45,31 @@ def test_values_are_kept_as_they_were(make_trainer):
     logger = InMemoryLogger()
     make_trainer(max_duration="2ba", loggers=logger, callbacks=LogAndChange()).fit()
     assert [value for _, value in logger.data["mine"]] == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(0.1),
+        torch.tensor(0.1, dtype=torch.bfloat16),
+        torch.tensor(2**62 + 1),
+        torch.tensor(True),
+        torch.tensor(1.5, requires_grad=True),
+        torch.tensor([0.25]),
+        torch.eye(2, dtype=torch.float64),
+    ],
+    ids=lambda value: f"{value.dtype}-{value.ndim}".removeprefix("torch."),
+)
+def test_tensors_stay_tensors_whatever_becomes_of_them(make_trainer, value):
+    trainer = make_trainer(loggers=InMemoryLogger())
+    before = value.detach().clone()
+    trainer.logger.log_metrics({"value": value})
+    with torch.no_grad():
+        value.zero_()
+    kept = trainer.logger.destinations[0].most_recent_values["value"]
+    assert isinstance(kept, torch.Tensor)
+    assert torch.equal(kept, before)
+    assert (kept.dtype, kept.shape, kept.requires_grad) == (before.dtype, before.shape, False)
 
 
 def test_tables_are_kept_as_json(logger):

@@ -65,6 +65,7 @@ class Logger:
             verb: tuple(place for place in self._destinations if overrides(place, LoggerDestination, verb))
             for verb in _VERBS
         }
+        self._log_metrics = self._takers["log_metrics"]  # asked many times in each batch
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         """Log the settings of the run.
@@ -82,8 +83,9 @@ class Logger:
             metrics: By name. Tensors may stay on their device: a destination that reads them moves them.
             step: The count of batches that they belong to; by default the state's.
         """
-        if takers := self._takers["log_metrics"]:
-            step = self._current_batch() if step is None else step
+        if takers := self._log_metrics:
+            if step is None:
+                step = self._state.timestamp.batch.value
             for destination in takers:
                 destination.log_metrics(metrics, step)
 

@@ -96,7 +96,8 @@ class ActivationMonitor(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Begin to watch, if it is time."""
-        if not self._is_due(state):
+        now = self._now(state)
+        if now % self.interval.value or now == self._last_logged:
             return
         self._stop_watching()  # a forward pass that failed may have left something
         self._is_watching = True
@@ -127,10 +128,6 @@ class ActivationMonitor(Callback):
     def _now(self, state: State) -> int:
         now = state.timestamp
         return now.batch.value if self.interval.unit is TimeUnit.BATCH else now.epoch.value
-
-    def _is_due(self, state: State) -> bool:
-        now = self._now(state)
-        return now % self.interval.value == 0 and now != self._last_logged
 
     def _stop_watching(self) -> None:
         for handle in self._handles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +62,11 @@ class OptimizerMonitor(Callback):
         gradients = {f"{_GRADIENT}/{name}": parameter.grad for name, parameter in parameters.items()}
         unknown = [name for name in gradients if name not in metrics]
         metrics |= zip(unknown, _whole_norms([gradients[name] for name in unknown]), strict=True)
-        of_gradients = [torch.as_tensor(value) for name, value in metrics.items() if name.startswith(_GRADIENT)]
+        metrics = numbers_at_hand(metrics)
+        of_gradients = [value for name, value in metrics.items() if name.startswith(_GRADIENT)]
         if of_gradients:
-            metrics[f"{_GRADIENT}/global"] = torch.linalg.vector_norm(torch.stack(of_gradients))
-        logger.log_metrics(numbers_at_hand(metrics))
+            metrics[f"{_GRADIENT}/global"] = _norm_of(of_gradients)
+        logger.log_metrics(metrics)
 
 
 def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -110,6 +112,13 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     # As torch's own clipping of gradients computes them: on an accelerator by one kernel for many tensors. The public
     # `torch.nn.utils.get_total_norm` keeps only what they add up to.
     return torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _norm_of(norms: list[Any]) -> Any:
+    """Return the norm of what has these norms, as a number where all of them are."""
+    if not any(isinstance(norm, Tensor) for norm in norms):
+        return math.sqrt(sum(norm * norm for norm in norms))
+    return torch.linalg.vector_norm(torch.stack([torch.as_tensor(norm) for norm in norms]))
 
 
 def _num_shards(tensor: Any) -> int:

@@ -103,13 +103,14 @@ class RuntimeEstimator(Callback):
         max_duration, now = state.max_duration, state.timestamp
         if max_duration is None:
             return None
-        if max_duration.unit is TimeUnit.BATCH and max_duration.value:
-            return now.batch.value / max_duration.value
-        if max_duration.unit is TimeUnit.EPOCH:
+        unit, length = max_duration.unit, max_duration.value
+        if unit is TimeUnit.BATCH and length:
+            return now.batch.value / length
+        if unit is TimeUnit.EPOCH:
             batch, epochs = now.batch.value, now.epoch.value
             mean_length = (batch - now.batch_in_epoch.value) / epochs if epochs else self._epoch_length
             if mean_length:
-                return min(batch / (max_duration.value * mean_length), 1.0)
+                return min(batch / (length * mean_length), 1.0)
         elapsed = state.get_elapsed_duration()
         return None if elapsed is None else float(elapsed.value)
 

@@ -122,14 +122,19 @@ class SpeedMonitor(Callback):
         seconds = self.history_wct[-1] - self.history_wct[0]
         if seconds <= 0:
             return {}  # a clock that did not move says nothing of the speed
-        rates = {
-            "batches_per_sec": (len(self.history_wct) - 1) / seconds,
-            "samples_per_sec": (self.history_samples[-1] - self.history_samples[0]) / seconds,
+        batches = (len(self.history_wct) - 1) / seconds
+        samples = (self.history_samples[-1] - self.history_samples[0]) / seconds
+        metrics = {
+            "throughput/batches_per_sec": batches,
+            "throughput/samples_per_sec": samples,
+            "throughput/device/batches_per_sec": batches / self._world_size,
+            "throughput/device/samples_per_sec": samples / self._world_size,
         }
-        tokens = self.history_tokens[-1] - self.history_tokens[0]
+        tokens = (self.history_tokens[-1] - self.history_tokens[0]) / seconds
         if tokens > 0:
-            rates["tokens_per_sec"] = tokens / seconds
-        return self._named(rates)
+            metrics["throughput/tokens_per_sec"] = tokens
+            metrics["throughput/device/tokens_per_sec"] = tokens / self._world_size
+        return metrics
 
     def _flops(self, of_batch: float, state: State) -> dict[str, Any]:
         so_far = self.history_flops[-1] if self.history_flops else 0.0
@@ -137,18 +142,11 @@ class SpeedMonitor(Callback):
         seconds = self.history_wct[-1] - self.history_wct[0]
         if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
             return {}
-        metrics = self._named({"flops_per_sec": (self.history_flops[-1] - self.history_flops[0]) / seconds})
+        flops = (self.history_flops[-1] - self.history_flops[0]) / seconds
+        metrics = {"throughput/flops_per_sec": flops, "throughput/device/flops_per_sec": flops / self._world_size}
         if self.gpu_flops_available:
-            metrics["throughput/device/mfu"] = metrics["throughput/device/flops_per_sec"] / self.gpu_flops_available
+            metrics["throughput/device/mfu"] = flops / self._world_size / self.gpu_flops_available
         return metrics
-
-    def _named(self, rates: dict[str, Any]) -> dict[str, Any]:
-        """Return rates of all ranks together under their log names, and beside each what is one device's share."""
-        named: dict[str, Any] = {}
-        for name, rate in rates.items():
-            named[f"throughput/{name}"] = rate
-            named[f"throughput/device/{name}"] = rate / self._world_size
-        return named
 
 
 def _flops_function(model: Any) -> Callable[[Any], float] | None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Snapshot", "as_number", "copy_of_values"]
+__all__ = ["UNCHANGING", "Snapshot", "as_number", "detached_copy"]
 
-_UNCHANGING = frozenset({bool, int, float, str, type(None)})
+UNCHANGING = frozenset({bool, int, float, str, type(None)})
 _BYTES_OF_A_NUMBER = 128  # roughly what a name and a number take in Python
 
 
@@ -50,25 +50,19 @@ class Snapshot:
     def _take(self, value: Any) -> Any:
         self.size_bytes += _BYTES_OF_A_NUMBER + int(getattr(value, "nbytes", 0))
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-            return _detached_copy(value)
+            return detached_copy(value)
         self._arrivals.setdefault(value.device, torch.Event(value.device))
         return value.detach().to("cpu", non_blocking=True)  # into pinned memory, without which this would wait
 
 
-def copy_of_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of values by name; those of tensors stay on their device and keep no graph alive."""
-    if _UNCHANGING.issuperset(map(type, values.values())):  # most are, and this looks at all of them at once
-        return dict(values)
-    return {name: _detached_copy(value) for name, value in values.items()}
-
-
-def _detached_copy(value: Any) -> Any:
-    if type(value) in _UNCHANGING:
+def detached_copy(value: Any) -> Any:
+    """Return a copy of a value; that of a tensor stays on its device and keeps no graph alive."""
+    if type(value) in UNCHANGING:
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.requires_grad else value.clone()
     if isinstance(value, dict) or type(value) in (list, tuple):
-        return _mapped(_detached_copy, value)
+        return _mapped(detached_copy, value)
     return copy.deepcopy(value)
 
 

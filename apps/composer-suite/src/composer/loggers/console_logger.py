@@ -156,8 +156,7 @@ class ConsoleLogger(LoggerDestination):
         self._write(progress + (":" if progress and data else "") + "".join(lines))
 
     def _show_at(self, unit: TimeUnit, count: int, state: State) -> None:
-        is_first = self._last_batch is None
-        if self.log_interval.unit == unit and (is_first or count % self.log_interval.value == 0):
+        if self.log_interval.unit is unit and (count % self.log_interval.value == 0 or self._last_batch is None):
             self._show_training(state)
 
     def _show_training(self, state: State) -> None:

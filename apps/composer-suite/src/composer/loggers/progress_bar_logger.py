@@ -56,9 +56,10 @@ class ProgressBarLogger(LoggerDestination):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep the values that a bar shows; they are read when it is drawn anew."""
-        for bar in (self._train, self._eval):
-            if bar is not None:
-                bar.keep(metrics)
+        if self._train is not None:
+            self._train.keep(metrics)
+        if self._eval is not None:
+            self._eval.keep(metrics)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         """Write which algorithms acted, if that is wanted."""
