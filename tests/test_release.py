@@ -1,7 +1,10 @@
 import datetime
+import re
 import tomllib
+from graphlib import TopologicalSorter
 
 import pytest
+from packaging.requirements import Requirement
 
 DAY = datetime.date(2030, 1, 2)
 
@@ -60,12 +63,49 @@ def test_what_cannot_be_released_is_refused(release, workspace, name, version, s
         release.edits(workspace, name, version, DAY)
 
 
+def test_the_command_says_in_a_sentence_what_it_refuses(release, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["release.py", "composer-time", "new"])
+    assert release.main() == 1
+    assert "'new' is no version" in capsys.readouterr().err
+
+
 def test_a_changelog_that_has_nothing_to_tell_is_refused(release, workspace):
     (workspace / "packages" / "low" / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (2029-01-01)\n")
     with pytest.raises(release.Refused, match="nothing to release"):
         release.edits(workspace, "low", "0.2.0", DAY)
 
 
-def test_every_package_of_this_workspace_could_be_released(release, root):
+def test_every_changelog_of_this_workspace_begins_with_what_is_to_be_released_or_with_the_present_version(
+    release, root
+):
     for name, table in release.members(root).items():
-        assert release.edits(root, name, table["version"], DAY)
+        log = next(root.glob(f"*/{name}/CHANGELOG.md")).read_text()
+        version, state = re.search(r"^## (\S+) \((.*)\)$", log, re.MULTILINE).groups()
+        if state == "unreleased":
+            assert release.edits(root, name, version, DAY)
+        else:
+            assert version == table["version"]
+
+
+def test_all_packages_of_this_workspace_can_be_released_from_the_bottom_up(release, root, tmp_path):
+    for file in [*root.glob("*/*/pyproject.toml"), *root.glob("*/*/CHANGELOG.md")]:
+        (tmp_path / file.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file.relative_to(root)).write_text(unreleased(file.read_text()))
+    for name in bottom_up(release.members(tmp_path)):
+        for path, text in release.edits(tmp_path, name, "7.0.0", DAY).items():
+            path.write_text(text)
+    projects = release.members(tmp_path)
+    assert {table["version"] for table in projects.values()} == {"7.0.0"}
+    asked = {str(one.specifier) for table in projects.values() for one in release.siblings(table, projects)}
+    assert asked == {"<8.0,>=7.0"}
+
+
+def unreleased(text):
+    """A changelog as it is before a release; other texts as they are."""
+    return re.sub(r"^(# Changelog\n\n## \S+) .*$", r"\1 (unreleased)", text, flags=re.MULTILINE)
+
+
+def bottom_up(projects):
+    """The names of packages, each behind those that it asks for."""
+    asks = {name: {Requirement(one).name for one in table["dependencies"]} for name, table in projects.items()}
+    return TopologicalSorter({name: needed & projects.keys() for name, needed in asks.items()}).static_order()

@@ -39,7 +39,10 @@ def edits(root: Path, name: str, text: str, today: datetime.date) -> dict[Path, 
     old, new = Version(projects[name]["version"]), _version(text)
     log, heading = (folder / "CHANGELOG.md").read_text(), re.compile(r"^## \S+ \(unreleased\)$", re.MULTILINE)
     if len(heading.findall(log)) != 1:
-        raise Refused(f"{folder.name}/CHANGELOG.md has no heading '## ... (unreleased)', so nothing to release.")
+        raise Refused(
+            f"{folder.name}/CHANGELOG.md has no heading '## ... (unreleased)', so nothing to release. Write one at its "
+            f"top, such as '## {new} (unreleased)', with a line for what is different."
+        )
     if new < old or (new == old and f"## {old} (unreleased)" not in log):
         raise Refused(f"{text} is not newer than {old}, the present version of {name}.")
     changed = {
@@ -78,12 +81,12 @@ def main() -> int:
     parser.add_argument("name", help="a distribution, such as composer-time")
     parser.add_argument("version", help="its new version, such as 0.2.0")
     asked = parser.parse_args()
-    moved = list(dependents(members(), asked.name, Version(asked.version))) if asked.name in members() else []
     try:
         changed = edits(ROOT, asked.name, asked.version, datetime.datetime.now(datetime.UTC).date())
     except Refused as error:
         print(error, file=sys.stderr)
         return 1
+    moved = list(dependents(members(), asked.name, Version(asked.version)))
     for path, text in changed.items():
         path.write_text(text)
         print(f"wrote {path.relative_to(ROOT)}")

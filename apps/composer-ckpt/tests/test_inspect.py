@@ -51,8 +51,21 @@ def test_text_is_a_tree_with_sizes_and_facts(content, run, tmp_path):
     save_file(content, tmp_path / "ep2.pt")
     code, out, _ = run("inspect", tmp_path / "ep2.pt")
     assert code == 0
-    for words in ("epoch 2, batch 20", "MixUp(alpha=0.2)", "world size: 8", "├── ", "[4, 3]", "tied", "parameters"):
+    for words in ("epoch 2, batch 20", "MixUp(alpha=0.2)", "world size: 8", "├── ", "[4, 3]", "tied", "1 parameters"):
         assert words in out
+
+
+def test_the_parameters_of_an_optimizer_are_those_that_it_trains(run_json, tmp_path):
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1)  # which keeps nothing about them
+    save_file({"state": {"model": {}, "optimizers": {"SGD": optimizer.state_dict()}}}, tmp_path / "ep1.pt")
+    _, told = run_json("inspect", tmp_path / "ep1.pt")
+    assert told["optimizers"] == [{"name": "SGD", "groups": 1, "params": 2}]
+
+
+def test_the_text_counts_numbers_of_all_tensors_not_only_parameters(content, run, tmp_path):
+    save_file(content, tmp_path / "ep2.pt")
+    _, out, _ = run("inspect", tmp_path / "ep2.pt")
+    assert "8 tensors, 43 numbers" in out  # 12 + 5 + 1 of the model, 12 + 1 of the optimizer, 12 of generators
 
 
 def test_stats_are_those_of_the_elements(run_json, tmp_path):

@@ -918,6 +918,24 @@ def test_submodules_are_reached_through_the_package_alone():
     assert in_a_fresh_interpreter(code) == "init (1,)"
 
 
+def test_every_module_is_an_attribute_of_the_package():
+    code = (
+        "import composer, pkgutil; modules = {one.name for one in pkgutil.iter_modules(composer.__path__)}; "
+        "print([name for name in modules if not name.startswith('_') and not hasattr(composer, name)])"
+    )
+    assert in_a_fresh_interpreter(code) == "[]"
+
+
+@pytest.mark.parametrize("name", ["composer.models.HuggingFaceModel", "composer.callbacks.HuggingFaceCheckpointer"])
+def test_without_composer_hf_its_names_say_which_extra_brings_it(name):
+    module, _, name = name.rpartition(".")
+    code = (
+        "import sys; sys.modules['composer_hf'] = None  # as if it were not there\n"
+        f"try:\n    from {module} import {name}\nexcept ImportError as error:\n    print(error)"
+    )
+    assert "pip install 'composer-suite[hf]'" in in_a_fresh_interpreter(code)
+
+
 def test_a_loaded_name_is_kept_in_the_module():
     import composer.core
 

@@ -145,14 +145,10 @@ def _algorithm(item: Any) -> dict[str, Any]:
 def _optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name, optimizer in _dict(state.get("optimizers")).items():
-        groups = _dict(optimizer).get("param_groups")
-        found.append(
-            {
-                "name": str(name),
-                "groups": len(groups) if isinstance(groups, list) else 0,
-                "params": len(_dict(_dict(optimizer).get("state"))),
-            }
-        )
+        groups = _list(_dict(optimizer).get("param_groups"))
+        # Of what it trains, not of what it has a state for: SGD without momentum keeps none.
+        trained = sum(len(_list(_dict(group).get("params"))) for group in groups)
+        found.append({"name": str(name), "groups": len(groups), "params": trained})
     return found
 
 
@@ -197,7 +193,7 @@ def _text(data: Mapping[str, Any], everything: bool) -> str:
     shares = ", ".join(f"{format_size(size)} {dtype}" for dtype, size in sorted(totals["by_dtype"].items()))
     lines += [
         "",
-        f"{totals['tensors']} tensors, {totals['params']:,} parameters, {format_size(totals['bytes'])} ({shares})",
+        f"{totals['tensors']} tensors, {totals['params']:,} numbers, {format_size(totals['bytes'])} ({shares})",
     ]
     return "\n".join(lines)
 
@@ -239,6 +235,10 @@ def _model(hugging_face: Mapping[str, Any] | None) -> str | None:
 
 def _dict(value: Any) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _plain(value: Any) -> Any:

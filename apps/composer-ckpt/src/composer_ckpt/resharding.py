@@ -61,7 +61,7 @@ def _reshard(local: str, options: argparse.Namespace) -> Result:
         plan = _plan(source, kind, options)
         if not options.dry_run:
             with progress_bar("writing", total, quiet=options.quiet) as progress:
-                _write(source, kind, place, plan, options, progress)
+                _write(source, kind, place, options, progress)
     data = {"source": options.source, "target": options.target, "format": kind, "files": plan, "bytes": total}
     verb = "would write" if options.dry_run else "wrote"
     text = f"{verb} {len(source.tensors)} tensors, {format_size(total)}, in {len(plan)} files to {options.target}"
@@ -84,9 +84,7 @@ def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]
     return plan_shards(own, options.max_shard_size or _DEFAULT_SHARD_BYTES)
 
 
-def _write(
-    source: TensorSource, kind: str, place: Path, plan: list[str], options: argparse.Namespace, progress: Any
-) -> None:
+def _write(source: TensorSource, kind: str, place: Path, options: argparse.Namespace, progress: Any) -> None:
     info = {} if source.manifest is None else {k: v for k, v in source.manifest.info.items() if k != "encoded"}
     match kind:
         case "dcp":

@@ -73,6 +73,7 @@ __getattr__, __dir__ = lazy_face(
         "models",
         "optim",
         "profiler",
+        "report",
         "trainer",
         "utils",
     ],

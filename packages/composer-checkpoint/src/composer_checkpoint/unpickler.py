@@ -126,7 +126,7 @@ def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> 
 def refuse_global(name: str) -> NoReturn:
     """Raise the error that names what a pickle asked for."""
     raise UnsafeCheckpointError(
-        f"the file asks for {name}, and that global not in allowlist is refused; nothing of the file was run. If you "
+        f"the file asks for {name} (global not in allowlist), which is refused; nothing of the file was run. If you "
         f"trust who wrote it, load it with trusted=True and save it again."
     )
 

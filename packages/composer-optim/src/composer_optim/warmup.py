@@ -8,6 +8,7 @@ which the shape begins to move: after a shortened ramp the factor waits at its p
 
 import logging
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from composer_optim._shapes import checked_power, cosine, fraction_done, linear, polynomial
@@ -66,7 +67,7 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
         return self._steps(state, ssr)
 
 
-class _ShapeAfterWarmup(ComposerScheduler):
+class _ShapeAfterWarmup(ComposerScheduler, ABC):
     """Hold what the schedulers below have in common: a ramp, and a shape that lasts until `t_max`."""
 
     def __init__(self, t_warmup: str | Time, t_max: str | Time, scale_warmup: bool) -> None:
@@ -89,9 +90,9 @@ class _ShapeAfterWarmup(ComposerScheduler):
         # A shape without any time to move in stays where the ramp ended.
         return self._shape(fraction_done(now, t_warmup.value, t_max.value) if t_max.value > t_warmup.value else 0.0)
 
+    @abstractmethod
     def _shape(self, done: float) -> float:
         """Return the factor after `done`, in [0, 1], of the way from the end of the warm-up to `t_max`."""
-        raise NotImplementedError
 
     def _check(self, t_warmup: Time, t_max: Time, state: SchedulerState, ssr: float) -> None:
         """Refuse lengths that do not fit each other or the training."""

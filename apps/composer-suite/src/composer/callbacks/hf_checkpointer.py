@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from composer_models import MissingConditionalImportError
 
 if find_spec("composer_hf") is None:
-    raise MissingConditionalImportError("nlp", "composer-hf", None)
+    raise MissingConditionalImportError("hf", "composer-hf", None)
 
 from composer_hf.checkpointer import HuggingFaceCheckpointer
 

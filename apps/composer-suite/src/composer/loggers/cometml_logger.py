@@ -65,7 +65,8 @@ class CometMLLogger(LoggerDestination):
         check_mappings(exp_kwargs=exp_kwargs)
         check_flags(log_code=log_code, log_graph=log_graph, rank_zero_only=rank_zero_only)
         check_texts(workspace=workspace, project_name=project_name, name=name, may_be_none=True)
-        self.name, self.rank_zero_only = name, rank_zero_only
+        self.name: str | None = name
+        self.rank_zero_only = rank_zero_only
         self._enabled = not rank_zero_only or get_global_rank() == 0
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self.experiment: Any = None

@@ -105,6 +105,13 @@ class Profiler(Callback):
             torch_prof_memory_remote_file_name=torch_prof_memory_remote_file_name,
             may_be_none=True,
         )
+        has_timeline = torch_prof_memory_filename is not None
+        if has_timeline and not (torch_prof_record_shapes and torch_prof_profile_memory and torch_prof_with_stack):
+            raise ValueError(
+                f"torch_prof_memory_filename={torch_prof_memory_filename!r} asks for a timeline of memory, which is "
+                "made of shapes, memory and stacks. Pass torch_prof_record_shapes=True, torch_prof_profile_memory=True "
+                "and torch_prof_with_stack=True, too."
+            )
         self.schedule = schedule
         self.trace_handlers = trace_handlers
         self.resumption_batch_idx = 0
@@ -112,10 +119,7 @@ class Profiler(Callback):
         self._state: State | None = None
         self._markers: dict[str, Marker] = {}
         self._callbacks: list[Callback] = []
-        for handler in self.trace_handlers:
-            if isinstance(handler, JSONTraceHandler):
-                handler.remote_file_name = self._note_remote(handler.remote_file_name)
-                handler.merged_trace_remote_file_name = self._note_remote(handler.merged_trace_remote_file_name)
+        self._note_remotes_of_handlers()
         if sys_prof_cpu or sys_prof_memory or sys_prof_disk or sys_prof_net:
             self._callbacks.append(
                 SystemProfiler(
@@ -126,16 +130,7 @@ class Profiler(Callback):
                     stats_thread_interval_seconds=sys_prof_stats_thread_interval_seconds,
                 )
             )
-        if torch_prof_memory_filename is not None and not (
-            torch_prof_with_stack and torch_prof_record_shapes and torch_prof_profile_memory
-        ):
-            raise ValueError(
-                f"torch_prof_memory_filename={torch_prof_memory_filename!r} asks for a timeline of memory, which is "
-                "made of shapes, memory and stacks. Pass torch_prof_record_shapes=True, torch_prof_profile_memory=True "
-                "and torch_prof_with_stack=True, too."
-            )
         if torch_prof_record_shapes or torch_prof_profile_memory or torch_prof_with_stack or torch_prof_with_flops:
-            keeps_memory = torch_prof_memory_filename is not None
             self._callbacks.append(
                 TorchProfiler(
                     folder=torch_prof_folder,
@@ -143,7 +138,7 @@ class Profiler(Callback):
                     remote_file_name=self._note_remote(torch_prof_remote_file_name),
                     memory_filename=torch_prof_memory_filename,
                     memory_remote_file_name=(
-                        self._note_remote(torch_prof_memory_remote_file_name) if keeps_memory else None
+                        self._note_remote(torch_prof_memory_remote_file_name) if has_timeline else None
                     ),
                     overwrite=torch_prof_overwrite,
                     use_gzip=torch_prof_use_gzip,
@@ -246,6 +241,12 @@ class Profiler(Callback):
         """
         for handler in self._trace_handlers:
             handler.process_chrome_json_trace_file(filepath)
+
+    def _note_remotes_of_handlers(self) -> None:
+        for handler in self.trace_handlers:
+            if isinstance(handler, JSONTraceHandler):
+                handler.remote_file_name = self._note_remote(handler.remote_file_name)
+                handler.merged_trace_remote_file_name = self._note_remote(handler.merged_trace_remote_file_name)
 
     def _note_remote(self, name: Any) -> Any:
         """Remember where a file is going to be kept, and return its name there."""

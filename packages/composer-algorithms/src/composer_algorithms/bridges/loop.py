@@ -103,7 +103,8 @@ class AlgorithmLoop(LoopEvaluation):
         self.state.max_duration = max_duration
         self._events.init()
         optimizers = self._events.wrap_optimizers(list(self.state.optimizers))
-        self.optimizers, dataloader = self._prepared(optimizers, dataloader)
+        optimizers, dataloader = self._prepared(optimizers, dataloader)
+        self.optimizers: list[Any] = optimizers
         self._epochs = Epochs(self._events, dataloader, num_microbatches)
         if scaler is not None and any(map(needs_closure, self.optimizers)):
             raise ValueError(
