@@ -2,6 +2,7 @@
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,12 @@ def test_an_alpha_near_0_makes_the_box_the_whole_image_or_nothing_equally_often(
     areas = [cutmix_batch(x, y, alpha=1e-5, uniform_sampling=True, generator=generator)[2] for _ in range(400)]
     nothing = sum(area == 1 for area in areas) / 400
     assert abs(nothing - 0.5) < 5 * (0.25 / 400) ** 0.5
+
+
+def test_a_box_may_be_of_numpys_integers():
+    x, y = images()
+    box = tuple(np.array([1, 2, 5, 4]))
+    assert torch.equal(cutmix_batch(x, y, bbox=box, indices=y)[0], cutmix_batch(x, y, bbox=(1, 2, 5, 4), indices=y)[0])
 
 
 def test_uniform_sampling_covers_every_pixel_equally_often():
