@@ -241,6 +241,31 @@ def test_nothing_of_the_length_is_saved_but_the_table_of_positions():
     assert set(model.state_dict()) == names
 
 
+def test_who_exports_or_reloads_a_model_with_alibi_is_told_that_transformers_does_not_know_it(tmp_path, caplog):
+    from composer.models import HuggingFaceModel
+    from composer_hf import HuggingFaceMetadata
+    from composer_hf.pretrained_folder import write_description
+
+    model, ids = gpt2("sdpa", model_class=GPT2LMHeadModel), tokens()
+    cf.apply_alibi(model, 40)
+    HuggingFaceModel(model)
+    assert "ALiBi" not in caplog.text
+
+    model.save_pretrained(tmp_path)
+    write_description(tmp_path, HuggingFaceMetadata(model.config.to_dict()))
+    assert "has to call composer.functional.apply_alibi(model, max_sequence_length=40)" in caplog.text
+
+    caplog.clear()
+    reloaded = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    HuggingFaceModel(reloaded)
+    assert "were trained with ALiBi" in caplog.text
+    assert "Call apply_alibi(model, max_sequence_length=40)" in caplog.text
+    with torch.no_grad():
+        assert not torch.allclose(reloaded(ids).logits, model(ids).logits)
+        cf.apply_alibi(reloaded, 40)
+        assert torch.equal(reloaded(ids).logits, model(ids).logits)
+
+
 def test_an_unsupported_model_is_left_alone_with_a_warning_in_the_log(caplog):
     model = torch.nn.Linear(2, 2)
     cf.apply_alibi(model, max_sequence_length=8)

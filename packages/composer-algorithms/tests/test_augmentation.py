@@ -279,6 +279,26 @@ def test_what_augmix_cannot_do_is_refused(make, arguments, error, message):
         make(**arguments)
 
 
+@pytest.mark.parametrize("make", [RandAugmentTransform, AugmentAndMixTransform])
+@pytest.mark.parametrize("mode", ["RGBA", "P", "1", "F"])
+def test_a_pil_image_of_a_mode_that_pil_cannot_change_is_refused_each_time(make, mode):
+    image = noise().convert(mode)
+    for _ in range(3):  # whichever primitives are drawn
+        with pytest.raises(TypeError, match=f"mode {mode!r} cannot be augmented: convert it to 'RGB'"):
+            make()(image)
+
+
+@pytest.mark.parametrize("make", [RandAugmentTransform, AugmentAndMixTransform])
+def test_functions_of_ones_own_may_take_other_modes(make):
+    image = noise().convert("RGBA")
+    assert make(augmentation_set=[lambda pil_img, level: pil_img.rotate(180)])(image).mode == "RGBA"
+
+
+@pytest.mark.parametrize("function", [randaugment_image, augmix_image])
+def test_a_batch_of_no_images_stays_one(function):
+    assert function(torch.rand(0, 3, 8, 6)).shape == (0, 3, 8, 6)
+
+
 def test_the_old_documents_put_the_function_among_the_transforms():
     transform = randaugment_image()
     assert isinstance(transform, RandAugmentTransform)

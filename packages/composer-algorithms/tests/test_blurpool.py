@@ -183,6 +183,35 @@ def test_a_model_that_it_cannot_change_is_warned_about(model):
     assert caught[0].filename == __file__
 
 
+def test_max_pooling_that_returns_indices_too_is_left_alone():
+    class Unpooled(nn.Sequential):
+        def forward(self, x):
+            pooled, indices = self[1](self[0](x))
+            return self[2](pooled, indices)
+
+    model = Unpooled(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2))
+    apply_blurpool(model)
+    assert isinstance(model[0], BlurConv2d)
+    assert model(torch.rand(2, 16, 8, 8)).shape == (2, 16, 4, 4)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"ceil_mode": True}, {"padding": 1}])
+def test_an_image_without_a_batch_is_pooled_as_one_in_a_batch(arguments):
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, stride=2), nn.MaxPool2d(2, **arguments))
+    apply_blurpool(model)
+    image = torch.rand(16, 15, 12)
+    torch.testing.assert_close(model(image), model(image[None])[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_a_weight_that_comes_from_a_hook_is_refused_with_its_place():
+    model = nn.Sequential(nn.ReLU(), nn.utils.weight_norm(nn.Conv2d(16, 16, 3, stride=2)))
+    with pytest.raises(ValueError, match=r"use the parametrization instead.*parametrizations\.weight_norm") as caught:
+        apply_blurpool(model)
+    assert "'1'" in caught.value.__notes__[0]
+    assert model(torch.rand(1, 16, 8, 8)).shape == (1, 16, 3, 3)
+
+
 def test_filters_on_the_meta_device_can_be_written_later():
     with torch.device("meta"):
         model = convnet()

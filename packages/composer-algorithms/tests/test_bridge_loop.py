@@ -289,6 +289,12 @@ def test_classes_and_strangers_are_no_algorithms(model, loader):
         make_loop(model, loader, ["mixup"])
 
 
+@pytest.mark.parametrize(("optimizer", "error"), [(None, ValueError), ([], ValueError), ("adam", TypeError)])
+def test_a_loop_that_would_never_step_is_refused(optimizer, error, model, loader):
+    with pytest.raises(error, match="optimizer"):
+        AlgorithmLoop(model, optimizer, dataloader=loader, max_duration="1ep")
+
+
 def test_pieces_and_whole_batches_do_not_go_together(model, loader):
     with pytest.raises(ValueError, match="num_microbatches=2"):
         make_loop(model, loader, MixUp(draw_per="batch"), num_microbatches=2)

@@ -91,6 +91,19 @@ def test_a_pair_of_pil_images_loses_the_same_rows_and_columns():
     assert smaller.tobytes() == target.tobytes()
 
 
+@pytest.mark.parametrize("mode", ["P", "1"])
+def test_a_mask_of_numbered_colours_or_of_bits_stays_one(mode):
+    colours = Image.new("RGB", (10, 8), "red")
+    colours.paste("blue", (3, 2, 9, 7))
+    mask = colours.convert("P", palette=Image.Palette.ADAPTIVE, colors=2) if mode == "P" else colours.convert("1")
+    torch.manual_seed(2)
+    result = colout_batch(mask, 0.5, 0.5)
+    torch.manual_seed(2)
+    expected = colout_batch(mask.convert("RGB"), 0.5, 0.5)
+    assert (result.mode, result.size) == (mode, (5, 4))
+    assert result.convert("RGB").tobytes() == expected.tobytes()
+
+
 def test_without_an_image_it_is_a_transform_that_torchs_seed_repeats():
     transform = colout_batch(p_row=0.5, p_col=0.25)
     assert repr(transform) == "ColOutTransform(p_row=0.5, p_col=0.25, resize_target='auto')"

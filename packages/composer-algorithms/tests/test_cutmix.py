@@ -2,6 +2,7 @@
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,20 @@ def test_the_area_before_the_edges_cut_it_has_the_mean_of_the_beta_distribution(
             ratios.append((x2 - x1) / 100)
     # With a uniform w, a side r has density 2r, and lies inside with probability (1 - r)^2: mean 2/5.
     assert abs(sum(ratios) / len(ratios) - 2 / 5) < 0.02
+
+
+def test_an_alpha_near_0_makes_the_box_the_whole_image_or_nothing_equally_often():
+    x, y = images(n=1, height=16, width=16)
+    generator = torch.Generator().manual_seed(0)
+    areas = [cutmix_batch(x, y, alpha=1e-5, uniform_sampling=True, generator=generator)[2] for _ in range(400)]
+    nothing = sum(area == 1 for area in areas) / 400
+    assert abs(nothing - 0.5) < 5 * (0.25 / 400) ** 0.5
+
+
+def test_a_box_may_be_of_numpys_integers():
+    x, y = images()
+    box = tuple(np.array([1, 2, 5, 4]))
+    assert torch.equal(cutmix_batch(x, y, bbox=box, indices=y)[0], cutmix_batch(x, y, bbox=(1, 2, 5, 4), indices=y)[0])
 
 
 def test_uniform_sampling_covers_every_pixel_equally_often():

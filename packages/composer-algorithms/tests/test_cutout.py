@@ -117,6 +117,15 @@ def test_older_spellings_work_and_say_what_to_write_instead():
         assert CutOut(n_holes=3).num_holes == 3
 
 
+@pytest.mark.parametrize(("length", "side"), [(30, 44), (2, 60), (44, 44)])
+@pytest.mark.filterwarnings("ignore:length=:DeprecationWarning")
+def test_a_length_in_pixels_is_kept_to_the_pixel(length, side):
+    # Its part of the side, times the side, may be less: 44 * (30 / 44) is 29.999...
+    hole = cutout_batch(torch.ones(1, 200, side), length=length, generator=torch.Generator().manual_seed(1)) == 0
+    rows = hole.any(dim=2).sum().item()  # at this seed the edge is far from the centre's row
+    assert rows == length
+
+
 def test_the_inputs_of_a_loaded_batch_get_holes_and_the_loaded_tensors_do_not(state):
     x, y = torch.ones(4, 3, 8, 8), torch.arange(4)
     state.batch = (x, y)

@@ -61,6 +61,12 @@ def test_the_datasets_inside_subsets_and_concatenations_get_it():
     assert steps(first.transform) == steps(second.transform) == [new, TENSOR]
 
 
+def test_a_dataset_of_which_there_are_several_parts_gets_it_once():
+    dataset = FakeData(transform=TENSOR)
+    add_vision_dataset_transform(ConcatDataset([Subset(dataset, [0, 1]), Subset(dataset, [2])]), new)
+    assert steps(dataset.transform) == [new, TENSOR]
+
+
 def test_other_datasets_and_joint_transforms_are_refused():
     with pytest.raises(TypeError, match="dataset is a TensorDataset"):
         add_vision_dataset_transform(TensorDataset(torch.zeros(1)), new)
@@ -86,6 +92,19 @@ def test_an_algorithm_adds_its_transform_once_to_each_dataset(state, make):
     other = FakeData(transform=TENSOR)
     state.set_dataloader(DataLoader(other), "train")
     assert algorithm.match(Event.FIT_START, state)
+
+
+def test_training_on_other_parts_of_a_dataset_adds_nothing_to_it(state):
+    dataset, other = FakeData(transform=TENSOR), FakeData(transform=TENSOR)
+    algorithm = RandAugment()
+    state.set_dataloader(DataLoader(Subset(dataset, [0, 1])), "train")
+    algorithm.apply(Event.FIT_START, state, None)
+    state.set_dataloader(DataLoader(Subset(dataset, [2])), "train")
+    assert not algorithm.match(Event.FIT_START, state)
+    state.set_dataloader(DataLoader(ConcatDataset([Subset(dataset, [2]), other])), "train")
+    assert algorithm.match(Event.FIT_START, state)
+    algorithm.apply(Event.FIT_START, state, None)
+    assert [len(steps(one.transform)) for one in (dataset, other)] == [2, 2]
 
 
 @pytest.mark.parametrize("make", [AugMix, RandAugment, lambda: ColOut(batch=False)])

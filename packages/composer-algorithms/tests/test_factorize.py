@@ -254,6 +254,18 @@ def test_shared_weights_and_the_output_of_attention_are_left_alone():
     assert isinstance(model["body"], FactorizedLinear)
 
 
+def test_a_transformer_layer_predicts_what_it_computes_in_training():
+    # In evaluation it hands its weights to one kernel, instead of calling its layers.
+    model = nn.TransformerEncoderLayer(32, 2, dim_feedforward=48, dropout=0.0, batch_first=True)
+    apply_factorization(model, min_features=16, latent_features=4)
+    assert isinstance(model.linear1, FactorizedLinear)
+    x = torch.rand(3, 5, 32)
+    trained = model(x).detach()
+    with torch.no_grad():
+        # The same products in another order, of values of about 1.
+        torch.testing.assert_close(model.eval()(x), trained, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+
+
 def test_dtype_and_meta_device_are_kept():
     model = network().bfloat16()
     apply_factorization(model, min_channels=16, min_features=16)

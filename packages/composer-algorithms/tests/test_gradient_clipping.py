@@ -116,11 +116,17 @@ def test_the_norm_is_clipped_by_torchs_own_function(monkeypatch):
             return "the parameters"
 
     seen = []
-    monkeypatch.setattr(
-        "composer_algorithms._gradients.clip_grad_norm_", lambda parameters, **rest: seen.append((parameters, rest))
-    )
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda parameters, **rest: seen.append((parameters, rest)))
     apply_gradient_clipping(Model(), "norm", 0.5, False)
     assert seen == [("the parameters", {"max_norm": 0.5})]
+
+
+@pytest.mark.parametrize("clipping_type", TYPES)
+def test_without_any_gradient_there_is_nothing_to_clip(clipping_type):
+    model = nn.Linear(2, 2)
+    for parameters in (model, model.parameters(), list(model.parameters()), []):
+        apply_gradient_clipping(parameters, clipping_type, 0.1)
+    assert model.weight.grad is None
 
 
 @pytest.mark.parametrize("make", [lambda *a: apply_gradient_clipping([], *a), GradientClipping], ids=["cf", "class"])

@@ -66,6 +66,13 @@ def test_the_last_dim_is_that_of_the_features():
     assert (y == y[:, :1]).all()
 
 
+def test_a_vector_is_one_example():
+    module = layer(sigma=8, tau=4)
+    output = module(torch.ones(32))
+    assert output.shape == (32,)
+    assert set(output.tolist()) == {0.0, 2.0}
+
+
 def test_evaluation_changes_nothing():
     x = torch.rand(4, 6)
     assert layer().eval()(x) is x
@@ -108,6 +115,19 @@ def test_settings_out_of_range_are_refused(settings, message):
         layer(**settings)
 
 
+@pytest.mark.parametrize(
+    ("iters", "epochs", "error", "message"),
+    [
+        (-1, 2, ValueError, "iters_per_epoch=-1 is not a number of steps"),
+        (10, float("nan"), ValueError, "max_epoch=nan is not a number of epochs"),
+        ("10", 2, TypeError, "iters_per_epoch='10' is not a number"),
+    ],
+)
+def test_a_length_of_training_that_is_none_is_refused(iters, epochs, error, message):
+    with pytest.raises(error, match=message):
+        apply_gyro_dropout(nn.Sequential(nn.Dropout()), iters, epochs, p=0.5, sigma=8, tau=4)
+
+
 class Run:
     """A run whose batches are cut into microbatches."""
 
@@ -144,6 +164,17 @@ def test_a_resumed_run_has_the_masks_that_it_would_have_had():
     second.algorithm.load_state_dict(first.algorithm.state_dict())
     assert all(torch.equal(second.step(1)[0], one) for one in expected[5:])
     assert any(not torch.equal(Run(seed=4).step(1)[0], one) for one in expected)
+
+
+def test_a_run_that_was_made_longer_is_resumed_exactly():
+    whole, resumed = Run("6ba"), Run("6ba")
+    for _ in range(6):
+        whole.step(1)
+    resumed.algorithm.load_state_dict(whole.algorithm.state_dict())
+    for run in (whole, resumed):
+        run.state.max_duration = "60ba"
+        run.algorithm.apply(Event.FIT_START, run.state, None)
+    assert all(torch.equal(whole.step(1)[0], resumed.step(1)[0]) for _ in range(54))
 
 
 def test_fit_start_alone_is_enough_for_a_bare_state():

@@ -172,6 +172,25 @@ def with_momentum(model):
     return SAMOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9), rho=0.2, interval=2)
 
 
+@pytest.mark.parametrize(
+    "carry", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_an_optimizer_with_a_scheduler_steps_for_itself(carry):
+    model, x, y = problem()
+    optimizer = SAMOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = copy.deepcopy(model.state_dict())
+    other, its_optimizer = carry((model, optimizer))
+    its_optimizer.step(make_closure(other, its_optimizer, x, y))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not torch.equal(before["0.weight"], other[0].weight)
+
+
+def test_what_is_no_optimizer_cannot_be_wrapped():
+    with pytest.raises(TypeError, match=r"type str, which is no torch\.optim\.Optimizer"):
+        SAMOptimizer("adam")
+
+
 @pytest.mark.parametrize("carry", ["state dict", "deepcopy", "pickle"])
 def test_a_saved_optimizer_goes_on_exactly(carry):
     model, x, y = problem()

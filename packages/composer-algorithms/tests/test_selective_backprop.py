@@ -197,6 +197,21 @@ def test_everything_with_an_entry_for_each_example_is_cut_alike(sb_state):
     assert sb_state.batch["scale"] == 2
 
 
+def test_lists_with_an_entry_for_each_example_are_cut_too(sb_state):
+    inputs, targets = sb_state.batch
+    names = [f"{value:.4f}" for value in inputs[:, 0].tolist()]
+    parts = [torch.arange(len(inputs)) for _ in inputs]  # as many as examples, but each is one of all examples
+    sb_state.batch = {"x": inputs, "y": targets, "name": names, "pair": tuple(names), "parts": parts, "one": names[0]}
+    algorithm = SelectiveBackprop(0.0, 1.0, input_key="x", target_key="y")
+    algorithm.apply(Event.AFTER_DATALOADER, sb_state, None)
+    kept = [f"{value:.4f}" for value in sb_state.batch["x"][:, 0].tolist()]
+    assert 0 < len(kept) < len(names)
+    assert sb_state.batch["name"] == kept
+    assert sb_state.batch["pair"] == tuple(kept)
+    assert sb_state.batch["parts"] is parts
+    assert sb_state.batch["one"] == names[0]
+
+
 def test_it_acts_on_init_and_on_batches_inside_its_window(sb_state):
     algorithm = SelectiveBackprop(start=0.5, end=0.9, interrupt=2)
     assert [event for event in Event if algorithm.match(event, sb_state)] == [Event.INIT, Event.AFTER_DATALOADER]

@@ -82,3 +82,11 @@ def test_labels_out_of_range_are_refused_as_before(state):
     logits, labels = pixels()
     with pytest.raises(ValueError, match="too few for the label 7"):
         targets_of(state, logits, labels.fill_(7))
+
+
+def test_a_compiled_cross_entropy_is_the_plain_one(state):
+    torch.compiler.reset()  # what was compiled for other tests counts among what may be compiled anew
+    logits, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    dense = smooth_labels(logits, labels, 0.2)
+    compiled = torch.compile(F.cross_entropy, backend="eager")
+    torch.testing.assert_close(compiled(logits, targets_of(state, logits, labels)), F.cross_entropy(logits, dense))

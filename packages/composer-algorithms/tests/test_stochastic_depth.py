@@ -251,6 +251,16 @@ def test_ranks_drop_different_blocks_unless_asked_or_sharded(tmp_path, same_seed
     assert (first == second) == alike
 
 
+@pytest.mark.parametrize("drop_rate", [0.0, 0.5])
+def test_blocks_that_drop_examples_are_compiled_as_one_graph(drop_rate):
+    module = stochastic(stochastic_method="sample", drop_rate=drop_rate)
+    torch.manual_seed(0)
+    expected = module(images())
+    torch.manual_seed(0)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)(images())
+    torch.testing.assert_close(compiled, expected, rtol=0, atol=0)
+
+
 def test_only_whole_blocks_leave_parameters_without_gradients():
     assert StochasticDepth("ResNetBottleneck", "block").find_unused_parameters
     assert not StochasticDepth("ResNetBottleneck", "sample").find_unused_parameters

@@ -1,11 +1,11 @@
 """Joint norms and bounds of gradients, which may be whole tensors or sharded over meshes of devices."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from composer_algorithms._wrapping import is_dtensor
 
@@ -32,10 +32,10 @@ def local_part(tensor: Tensor) -> Tensor:
 def clip_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients so that their joint norm is at most `max_norm`, and return the norm before."""
     if not _can_be_sharded():
-        return clip_grad_norm_(parameters, max_norm=max_norm)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm=max_norm)  # by that name, under which tests patch it
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(is_dtensor(parameter) for parameter in with_gradient):
-        return clip_grad_norm_(with_gradient, max_norm=max_norm)
+        return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm=max_norm)
     norm = joint_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
     for group in _by_mesh(with_gradient).values():
         clip_grads_with_norm_(group, max_norm, norm)
@@ -45,7 +45,11 @@ def clip_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 def clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
     """Clamp each element of the gradients to `[-threshold, threshold]`."""
     if not _can_be_sharded():
-        clip_grad_value_(parameters, clip_value=threshold)
+        if isinstance(parameters, (Iterator, Sequence)):
+            parameters = list(parameters)
+            if all(parameter.grad is None for parameter in parameters):  # torch fails on an empty list
+                return
+        torch.nn.utils.clip_grad_value_(parameters, clip_value=threshold)
         return
     whole: list[Tensor] = []
     for parameter in parameters:
@@ -56,7 +60,7 @@ def clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
         else:
             whole.append(parameter)
     if whole:  # torch fails on an empty list
-        clip_grad_value_(whole, clip_value=threshold)
+        torch.nn.utils.clip_grad_value_(whole, clip_value=threshold)
 
 
 @torch.no_grad()
@@ -74,25 +78,33 @@ def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) 
         if gradient.numel() > 2 * _IN_CACHE and gradient.is_cpu and gradient.ndim > 1 and not is_dtensor(gradient):
             num_units = max(1, len(gradient) * _IN_CACHE // gradient.numel())
             for weights, own in zip(parameter.split(num_units), gradient.split(num_units), strict=True):
-                _clip_units(weights, own, threshold, eps)
+                own.mul_(unit_coefficients(weights, own, threshold, eps))
         else:
-            _clip_units(parameter, gradient, threshold, eps)
+            gradient.mul_(unit_coefficients(parameter, gradient, threshold, eps))
 
 
-def _clip_units(weights: Tensor, gradient: Tensor, threshold: float, eps: float) -> None:
-    dims = tuple(range(1, gradient.ndim)) or None  # None: all of a vector
+@torch.no_grad()
+def unit_norms(tensor: Tensor) -> Tensor:
+    """Return the Euclidean norm of each unit, of one element in each dim but the first; of a vector one number."""
+    dims = tuple(range(1, tensor.ndim)) or None  # None: all of a vector
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=dims is not None)
+
+
+@torch.no_grad()
+def unit_coefficients(weights: Tensor, gradient: Tensor, threshold: float, eps: float) -> Tensor:
+    """Return the factor of each unit of a gradient that bounds its norm by `threshold` times that of the weights."""
     # DTensors' norms are those of whole units, whichever dim is sharded, but may still have to be summed up.
-    norm = torch.linalg.vector_norm(weights, dim=dims, keepdim=dims is not None)
+    norm = unit_norms(weights)
     is_sharded = is_dtensor(norm)
     if eps > 0 or is_sharded:
         norm = norm.clamp(min=eps)
-    ratio = norm.mul_(threshold).div_(torch.linalg.vector_norm(gradient, dim=dims, keepdim=dims is not None))
+    ratio = norm.mul_(threshold).div_(unit_norms(gradient))
     # At most 1, also for 0 / 0, which is a unit that does not move. DTensors have no fmin, which does it at once.
     if is_sharded:
         ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0)
     else:
         torch.fmin(ratio, _ONE, out=ratio)
-    gradient.mul_(ratio)
+    return ratio
 
 
 def _can_be_sharded() -> bool:

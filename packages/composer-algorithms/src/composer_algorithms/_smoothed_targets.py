@@ -14,6 +14,8 @@ _ABOUT_THE_FORM = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout")),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
+        # Its own, which torch.compile compares with what it sees from below.
+        *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous),
     ]
 )
 

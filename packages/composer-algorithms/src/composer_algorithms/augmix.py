@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from composer_algorithms._draws import draw_beta, draw_dirichlet, draw_integer
 from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms.augmentation._choice import change, check_severity, find_set
+from composer_algorithms.augmentation._choice import change, check_mode, check_severity, find_set
 from composer_algorithms.augmentation.lifting import map_pillow_function
 from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
 from composer_algorithms.dataset_transforms import TransformedDatasets
@@ -82,8 +83,8 @@ def augmix_image(
     `(1 - m) * image + m * sum(w[i] * chain[i])`, rounded down. What is drawn comes from PyTorch's default generator.
 
     Args:
-        img: A PIL image, or a tensor as `map_pillow_function` takes it. Without it, the function returns a transform
-            to put among those of a dataset.
+        img: A PIL image of mode RGB or L, or a tensor as `map_pillow_function` takes it. Without it, the function
+            returns a transform to put among those of a dataset.
         severity: How strong the changes are at most, in [0, 10].
         depth: How many changes a chain has; 0 or less draws 1, 2 or 3 for each chain.
         width: How many chains there are, at least one.
@@ -134,7 +135,7 @@ class AugmentAndMixTransform:
     ) -> None:
         check_severity(severity)
         check_count("width", width, "chains")
-        if not isinstance(depth, int):
+        if not isinstance(depth, Integral):
             raise TypeError(f"depth={depth!r} is not a whole number: pass a number of changes, or 0 to draw it.")
         check_number("alpha", alpha, "a number above 0")
         if not 0 < alpha < math.inf:
@@ -157,6 +158,7 @@ class AugmentAndMixTransform:
         )
 
     def _mix(self, image: Image) -> Image:
+        check_mode(image, self.augmentation_set)
         weights = draw_dirichlet(self.alpha, self.width)
         mixing = draw_beta(self.alpha)
         mixed = _values(image).float().mul_(1 - mixing)

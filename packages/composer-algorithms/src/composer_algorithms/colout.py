@@ -213,8 +213,12 @@ def _selected(image: "Tensor | Image", rows: Tensor, columns: Tensor) -> "Tensor
     if is_pil(image):
         from torchvision.transforms.v2 import functional  # slow to load, and tensors do not need it
 
-        smaller = cast("Tensor", _selected(functional.pil_to_tensor(image), rows, columns))
-        return functional.to_pil_image(smaller, mode=image.mode)
+        plain = image.convert("L") if image.mode == "1" else image
+        smaller = cast("Tensor", _selected(functional.pil_to_tensor(plain), rows, columns))
+        result = functional.to_pil_image(smaller, mode="L" if image.mode == "P" else plain.mode)
+        if image.mode == "P":  # the numbers of colours were cut, as of any values
+            result.putpalette(image.getpalette() or [])
+        return result.convert("1") if image.mode == "1" else result
     tensor = cast("Tensor", image)
     rows, columns = (kept.to(tensor.device, non_blocking=True) for kept in (rows, columns))
     # One copy: pixels by their place in the flattened image, instead of rows first and columns of the copy then.

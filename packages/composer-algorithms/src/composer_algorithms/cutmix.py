@@ -1,6 +1,7 @@
 """CutMix: train on images with a box of another image in them, and on both images' targets."""
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -89,19 +90,23 @@ def cutmix_batch(
         raise ValueError(f"bbox={bbox!r} and length={length!r} both say how large the box is: pass one of them.")
     height, width = input.shape[-2:]
     if bbox is None:
-        cut_sides = _cut_sides(height, width, length, alpha, generator)
-        bbox = _draw_box(height, width, cut_sides, uniform_sampling, generator)
+        if length is None:
+            cutmix_lambda = _gen_cutmix_coef(alpha, generator)
+            bbox = _rand_bbox(height, width, cutmix_lambda, uniform_sampling=uniform_sampling, generator=generator)
+        else:
+            _check_length(length)
+            cut_sides = (int(length * height), int(length * width))
+            bbox = _draw_box((height, width), cut_sides, (None, None), uniform_sampling, generator)
     else:
         _check_box(bbox, height, width)
     if indices is None:
-        indices = torch.randperm(len(input), generator=generator)
+        indices = _gen_indices(len(input), generator)
     x1, y1, x2, y2 = bbox
     mixed = input.clone()
     permutation = indices.to(input.device, non_blocking=True)
     # Cut first: indexing then copies no more than the box.
     mixed[..., x1:x2, y1:y2] = input[..., x1:x2, y1:y2][permutation]
-    own_area = 1 - (x2 - x1) * (y2 - y1) / (height * width)
-    return mixed, target[indices.to(target.device, non_blocking=True)], own_area, bbox
+    return mixed, target[indices.to(target.device, non_blocking=True)], _adjust_lambda(input, bbox), bbox
 
 
 def cutmix(
@@ -240,31 +245,63 @@ class CutMix(PairMixing):
         return target.ndim > 2 and tuple(target.shape[-2:]) == self._image_size
 
 
-def _cut_sides(
-    height: int, width: int, length: float | None, alpha: float, generator: torch.Generator | None
-) -> tuple[int, int]:
-    if length is not None:
-        check_number("length", length, "a part of an image's side, from 0 to 1")
-    if length is None:
-        _check_alpha(alpha)
-        ratio = math.sqrt(1 - (draw_beta(alpha, generator) if alpha > 0 else 0.0))
-    elif 0 <= length <= 1:
-        ratio = length
-    else:
-        raise ValueError(f"length={length!r} is no part of an image's side: pass a number from 0 to 1.")
-    return int(ratio * height), int(ratio * width)
+# The names and the first arguments of the next four are Composer's: users' tests call them.
+def _gen_indices(num_samples: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draw which example is mixed with which."""
+    return torch.randperm(num_samples, generator=generator)
+
+
+def _gen_cutmix_coef(alpha: float, generator: torch.Generator | None = None) -> float:
+    """Draw the part of the area that is not cut."""
+    _check_alpha(alpha)
+    return draw_beta(alpha, generator) if alpha > 0 else 0.0
+
+
+def _rand_bbox(
+    W: int,
+    H: int,
+    cutmix_lambda: float,
+    cx: int | None = None,
+    cy: int | None = None,
+    uniform_sampling: bool = False,
+    generator: torch.Generator | None = None,
+) -> Box:
+    """Draw a box that leaves the part `cutmix_lambda` of an image, or less where it is cut off at the edges.
+
+    `W` is the size along x, which is the last dim but one, and `H` that along y. The centre is drawn unless given.
+    """
+    ratio = math.sqrt(1 - cutmix_lambda)
+    return _draw_box((W, H), (int(ratio * W), int(ratio * H)), (cx, cy), uniform_sampling, generator)
+
+
+def _adjust_lambda(input: Tensor, bbox: Box) -> float:
+    """Return the part of the area that is outside the box."""
+    x1, y1, x2, y2 = bbox
+    height, width = input.shape[-2:]
+    return 1 - (x2 - x1) * (y2 - y1) / (height * width)
 
 
 def _draw_box(
-    height: int, width: int, cut_sides: tuple[int, int], uniform_sampling: bool, generator: torch.Generator | None
+    sides: tuple[int, int],
+    cut_sides: tuple[int, int],
+    centre: tuple[int | None, int | None],
+    uniform_sampling: bool,
+    generator: torch.Generator | None,
 ) -> Box:
     edges: list[tuple[int, int]] = []
-    for size, cut in zip((height, width), cut_sides, strict=True):
-        beyond = cut // 2 if uniform_sampling else 0
-        centre = draw_integer(-beyond, size + beyond, generator)
-        edges.append((min(max(centre - cut // 2, 0), size), min(max(centre + cut // 2, 0), size)))
+    for size, cut, middle in zip(sides, cut_sides, centre, strict=True):
+        if middle is None:
+            beyond = cut // 2 if uniform_sampling else 0
+            middle = draw_integer(-beyond, size + beyond, generator)
+        edges.append((min(max(middle - cut // 2, 0), size), min(max(middle + cut // 2, 0), size)))
     (x1, x2), (y1, y2) = edges
     return x1, y1, x2, y2
+
+
+def _check_length(length: float) -> None:
+    check_number("length", length, "a part of an image's side, from 0 to 1")
+    if not 0 <= length <= 1:
+        raise ValueError(f"length={length!r} is no part of an image's side: pass a number from 0 to 1.")
 
 
 def _check_alpha(alpha: float) -> None:
@@ -282,7 +319,7 @@ def _check_images(input: Tensor) -> None:
 
 
 def _check_box(bbox: Box, height: int, width: int) -> None:
-    if len(bbox) != 4 or not all(isinstance(edge, int) for edge in bbox):
+    if len(bbox) != 4 or not all(isinstance(edge, Integral) for edge in bbox):
         raise ValueError(f"bbox={bbox!r} is no box: pass four whole numbers (x1, y1, x2, y2).")
     x1, y1, x2, y2 = bbox
     if not (0 <= x1 <= x2 <= height and 0 <= y1 <= y2 <= width):

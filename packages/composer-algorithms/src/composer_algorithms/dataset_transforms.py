@@ -50,7 +50,7 @@ def add_vision_dataset_transform(
         >>> [type(step).__name__ for step in dataset.transform.transforms]
         ['function', 'ToTensor']
     """
-    for part in _vision_datasets(dataset):
+    for part in dict.fromkeys(_vision_datasets(dataset)):  # each once, of however many subsets of it there are
         _add(part, transform, is_tensor_transform)
 
 
@@ -81,7 +81,7 @@ class TransformedDatasets:
                 f"{type(state.dataloader).__qualname__}: use a torch DataLoader, or put {self._transform!r} among your "
                 f"own transforms."
             )
-        return state.dataloader.dataset not in self._done
+        return any(part not in self._done for part in _parts(state.dataloader.dataset))
 
     def add(self, state: "State") -> None:
         """Give the dataset the transform.
@@ -89,26 +89,32 @@ class TransformedDatasets:
         Raises:
             TypeError: If the dataset is not one of torchvision's.
         """
-        dataset = state.dataloader.dataset
-        add_vision_dataset_transform(dataset, self._transform)
-        self._done.add(dataset)
+        for part in dict.fromkeys(_vision_datasets(state.dataloader.dataset)):
+            if part not in self._done:
+                add_vision_dataset_transform(part, self._transform)
+                self._done.add(part)
 
 
 def _vision_datasets(dataset: Any) -> "Iterator[VisionDataset]":
     from torchvision.datasets import VisionDataset  # slow to load, and not everyone has images
 
-    if isinstance(dataset, VisionDataset):
-        yield dataset
-    elif isinstance(dataset, Subset):
-        yield from _vision_datasets(dataset.dataset)
+    for part in _parts(dataset):
+        if not isinstance(part, VisionDataset):
+            raise TypeError(
+                f"dataset is a {type(part).__qualname__}, whose transforms are not known: pass a dataset that derives "
+                f"from torchvision.datasets.VisionDataset, or put the transform among its transforms yourself."
+            )
+        yield part
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, Subset):
+        yield from _parts(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
-            yield from _vision_datasets(part)
+            yield from _parts(part)
     else:
-        raise TypeError(
-            f"dataset is a {type(dataset).__qualname__}, whose transforms are not known: pass a dataset that derives "
-            f"from torchvision.datasets.VisionDataset, or put the transform among its transforms yourself."
-        )
+        yield dataset
 
 
 def _add(dataset: "VisionDataset", transform: Transform, is_tensor_transform: bool) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,8 @@ class GyroDropoutLayer(nn.Module):
     masks there are and which are chosen depends on a seed and the number of steps alone. Evaluation changes nothing.
 
     Args:
-        iters_per_epoch: Steps in an epoch.
-        max_epoch: Epochs of training.
+        iters_per_epoch: Steps in an epoch, 0 or more.
+        max_epoch: Epochs of training, 0 or more.
         p: How often a feature is dropped, in [0, 1).
         sigma: How many masks there are.
         tau: How many of them are in use at a time.
@@ -58,7 +59,7 @@ class GyroDropoutLayer(nn.Module):
         dropout_mask: The mask of the last training batch, of the shape of the batch or one that expands to it.
 
     Raises:
-        ValueError: If `p` lies outside [0, 1), or `sigma` or `tau` is not above 0.
+        ValueError: If `p` lies outside [0, 1), `sigma` or `tau` is not above 0, or a length of training is negative.
 
     Example:
         >>> layer = GyroDropoutLayer(iters_per_epoch=10, max_epoch=2, p=0.5, sigma=16, tau=2)
@@ -74,9 +75,11 @@ class GyroDropoutLayer(nn.Module):
     def __init__(self, iters_per_epoch: int, max_epoch: float, p: float, sigma: int, tau: int) -> None:
         super().__init__()
         _check(p, sigma, tau)
+        _check_length(iters_per_epoch, max_epoch)
         self.p = p
         self.sigma = sigma
         self.tau = tau
+        self._chosen: Tensor | None = None
         self.set_schedule(iters_per_epoch * max_epoch)
         self.seed: str | None = None
         self.counts_calls = True
@@ -84,11 +87,11 @@ class GyroDropoutLayer(nn.Module):
         self.dropout_mask: Tensor | None = None
         # Drawn from the seed whenever they are needed: nothing that a checkpoint must keep.
         self._masks: Tensor | None = None
-        self._chosen: Tensor | None = None
 
     def set_schedule(self, num_steps: float) -> None:
         """Say how many steps training has: after which of them other masks are chosen depends on that."""
         self.iter_num = max(1, int(num_steps / self.sigma)) * self.tau
+        self._chosen = None  # a run that is resumed here does not know what was chosen by another schedule
 
     def begin_step(self, num_steps: int) -> None:
         """Choose the masks of one training step, given how many steps there were before. Forward then counts none."""
@@ -101,6 +104,8 @@ class GyroDropoutLayer(nn.Module):
         """Drop features in training."""
         if not self.training:
             return x
+        if x.ndim < 2:  # one example
+            return self(x.reshape(1, -1)).reshape(x.shape)
         if self.counts_calls:
             if self._chosen is None or self.num_steps % self.iter_num == 0:
                 self._choose(self.num_steps)
@@ -149,7 +154,7 @@ def apply_gyro_dropout(
         tau: How many of them are in use at a time.
 
     Raises:
-        ValueError: If `p` lies outside [0, 1), or `sigma` or `tau` is not above 0.
+        ValueError: If `p` lies outside [0, 1), `sigma` or `tau` is not above 0, or a length of training is negative.
 
     Warns:
         NoEffectWarning: If the model has no `torch.nn.Dropout` below it.
@@ -164,6 +169,7 @@ def apply_gyro_dropout(
         Lee et al., "Gyro Dropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
     """
     _check(p, sigma, tau)
+    _check_length(iters_per_epoch, max_epoch)
 
     def gyro(module: nn.Module, module_index: int) -> GyroDropoutLayer:
         return GyroDropoutLayer(iters_per_epoch, max_epoch, p, sigma, tau)
@@ -280,3 +286,10 @@ def _check(p: float, sigma: int, tau: int) -> None:
         raise ValueError(f"p={p!r} is not a probability with which something is left: pass 0 or more, and below 1.")
     for argument, value in (("sigma", sigma), ("tau", tau)):
         check_count(argument, value, "masks")
+
+
+def _check_length(iters_per_epoch: int, max_epoch: float) -> None:
+    for argument, value, of in (("iters_per_epoch", iters_per_epoch, "steps"), ("max_epoch", max_epoch, "epochs")):
+        check_number(argument, value, f"a number of {of}, 0 or more")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{argument}={value!r} is not a number of {of}: pass 0 or more.")

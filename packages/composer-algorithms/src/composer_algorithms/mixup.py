@@ -81,7 +81,7 @@ def mixup_batch(
     if mixing is not None:
         check_number("mixing", mixing, "a weight from 0 to 1, or None to draw it")
     if mixing is None:
-        mixing = _draw_mixing(alpha, generator)
+        mixing = _gen_mixing_coef(alpha, generator)
     elif not 0 <= mixing <= 1:
         raise ValueError(f"mixing={mixing!r} is not a weight: pass a number from 0 to 1, or None to draw it.")
     if indices is None:
@@ -173,7 +173,8 @@ class MixUp(PairMixing):
         return mixed, permuted, 1 - self.mixing
 
 
-def _draw_mixing(alpha: float, generator: torch.Generator | None) -> float:
+def _gen_mixing_coef(alpha: float, generator: torch.Generator | None = None) -> float:
+    """Draw the weight of the other example. The name is Composer's: users' tests call it."""
     _check_alpha(alpha)
     if alpha == 0:
         return 0.0

@@ -7,7 +7,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from composer_algorithms._numbers import check_count
-from composer_algorithms.augmentation._choice import change, check_severity, find_set
+from composer_algorithms.augmentation._choice import change, check_mode, check_severity, find_set
 from composer_algorithms.augmentation.lifting import map_pillow_function
 from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
 from composer_algorithms.dataset_transforms import TransformedDatasets
@@ -70,8 +70,8 @@ def randaugment_image(
     What is drawn comes from PyTorch's default generator.
 
     Args:
-        img: A PIL image, or a tensor as `map_pillow_function` takes it. Without it, the function returns a transform
-            to put among those of a dataset.
+        img: A PIL image of mode RGB or L, or a tensor as `map_pillow_function` takes it. Without it, the function
+            returns a transform to put among those of a dataset.
         severity: How strong the changes are at most, in [0, 10].
         depth: How many there are.
         augmentation_set: The functions to choose from: a list, or the name of one in `augmentation_sets`.
@@ -127,6 +127,7 @@ class RandAugmentTransform:
         return f"RandAugmentTransform(severity={self.severity!r}, depth={self.depth!r}, augmentation_set=[{names}])"
 
     def _change(self, image: Image) -> Image:
+        check_mode(image, self.augmentation_set)
         return change(image, self.augmentation_set, self.depth, self.severity)
 
 

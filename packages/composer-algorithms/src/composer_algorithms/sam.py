@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from composer_algorithms._gradients import joint_norm, local_part
 from composer_algorithms._numbers import check_count, check_number
+from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._random import ResumableDraws
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
@@ -66,6 +67,7 @@ class SAMOptimizer(Optimizer):
         algorithms: Those that act inside the closure and draw something of their own, as MixUp does.
 
     Raises:
+        TypeError: If `base_optimizer` is no optimizer.
         ValueError: If `rho` or `epsilon` is negative, or `interval` less than 1.
 
     Example:
@@ -99,6 +101,7 @@ class SAMOptimizer(Optimizer):
         **defaults: Any,
     ) -> None:
         _check(rho, epsilon, interval)
+        as_optimizers(base_optimizer)
         self._sam_defaults: dict[str, Any] = {"rho": rho, "epsilon": epsilon, "global_step": 0, **defaults}
         super().__init__(base_optimizer.param_groups, self._sam_defaults)
         self.base_optimizer = base_optimizer
@@ -173,7 +176,9 @@ class SAMOptimizer(Optimizer):
         self._share_with_base()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "state": None, "param_groups": None}
+        # A scheduler's wrapper of `step` belongs to this object: a copy would make steps of this one.
+        own = {name: value for name, value in self.__dict__.items() if name != "step"}
+        return {**own, "state": None, "param_groups": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -131,8 +131,8 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
 
     On `AFTER_DATALOADER`, while training is between `start` and `end`, the batch goes to the device, its losses are
     computed in the run's precision, and `state.batch` keeps the examples that `select_using_loss` draws. It acts before
-    every other algorithm, on the examples as they were loaded. All tensors at the top of the batch that have an entry
-    for each example are cut in the same way.
+    every other algorithm, on the examples as they were loaded. All tensors, lists and tuples at the top of the batch
+    that have an entry for each example are cut in the same way.
 
     The model has to be a `ComposerModel` whose `loss` takes `reduction`. Its draws depend on the run's seed, the rank
     and how many there were before; with the state of a checkpoint a run goes on with the draws that it would have made.
@@ -254,10 +254,20 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         keys = list(batch) if isinstance(batch, Mapping) else range(len(batch) if isinstance(batch, Sequence) else 0)
         for key in keys:
             value = batch[key]
-            is_other = isinstance(value, Tensor) and value is not input and value is not target
-            if is_other and value.ndim > 0 and len(value) == num_examples:
+            if value is input or value is target:
+                continue
+            if isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_examples:
                 batch = batch_set(batch, key, state.device.tensor_to_device(value)[chosen])
+            elif _is_list_of_examples(value, num_examples):
+                batch = batch_set(batch, key, type(value)(value[index] for index in chosen.tolist()))
         return batch
+
+
+def _is_list_of_examples(value: Any, num_examples: int) -> bool:
+    if type(value) not in (list, tuple) or len(value) != num_examples:
+        return False
+    # As many tensors as examples may also be parts, each of all examples.
+    return not all(isinstance(one, Tensor) and one.ndim > 0 and len(one) == num_examples for one in value)
 
 
 def _choose(

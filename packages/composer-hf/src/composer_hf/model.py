@@ -19,7 +19,7 @@ from composer_hf.adapters import (
     peft_installed,
 )
 from composer_hf.from_checkpoint import hf_from_composer_checkpoint
-from composer_hf.model_traits import forward_args, resolve_shift
+from composer_hf.model_traits import forward_args, resolve_shift, warn_of_lost_alibi
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
 from composer_hf.saved_state import (
     describe,
@@ -127,6 +127,7 @@ class HuggingFaceModel(ComposerModel):
         self.dummy_forward_called = False
         self.labels: Tensor | None = None
         inner = maybe_get_underlying_model(self.model)
+        warn_of_lost_alibi(inner)
         self.shift_labels = resolve_shift(inner, shift_labels)
         self.model_forward_args = forward_args(inner)
         self.extra_forward_args = frozenset(extra_forward_args)

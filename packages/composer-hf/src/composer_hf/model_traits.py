@@ -1,10 +1,11 @@
 """What the class of a model of transformers says of it: whether it is causal, and what its `forward` takes."""
 
 import inspect
+from collections.abc import Mapping
 from logging import getLogger
 from typing import Any
 
-__all__ = ["forward_args", "resolve_shift"]
+__all__ = ["forward_args", "resolve_shift", "warn_of_lost_alibi"]
 
 log = getLogger(__name__)
 
@@ -20,6 +21,20 @@ def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
             "may lead to incorrect behavior: the logits of each token are compared with that very token."
         )
     return shift_labels
+
+
+def warn_of_lost_alibi(model: Any) -> None:
+    """Log a warning if a model's configuration says that it was trained with ALiBi, and it computes without."""
+    alibi = getattr(getattr(model, "config", None), "composer_alibi", None)
+    if not alibi or any(hasattr(module, "alibi_slopes") for module in model.modules()):
+        return
+    length = alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."
+    log.warning(
+        "The weights of this %s were trained with ALiBi (composer_alibi=%r in its configuration), and from_pretrained "
+        "made it without: it does not tell positions apart. Call apply_alibi(model, max_sequence_length=%s), or train "
+        "it with the algorithm Alibi(max_sequence_length=%s).",
+        *(type(model).__qualname__, alibi, length, length),
+    )
 
 
 def forward_args(model: Any) -> set[str]:

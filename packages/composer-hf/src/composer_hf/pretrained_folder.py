@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.tokenizer_files import as_json, for_any_release
 
 __all__ = ["pretrained_folder", "readable_config", "write_description", "write_tokenizer"]
+
+log = getLogger(__name__)
 
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 
@@ -77,6 +80,12 @@ def write_description(
         (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(dict(metadata.peft_config)))
     else:
         config = readable_config(metadata, dtype=dtype, trust_remote_code=trust_remote_code)
+        if alibi := config.get("composer_alibi"):
+            log.warning(
+                "The model has ALiBi (composer_alibi=%r in config.json), which from_pretrained does not know of: who "
+                "loads the folder has to call composer.functional.apply_alibi(model, max_sequence_length=%s).",
+                *(alibi, alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."),
+            )
         (folder / "config.json").write_bytes(as_json(config))
         if metadata.generation_config:
             (folder / "generation_config.json").write_bytes(as_json(dict(metadata.generation_config)))

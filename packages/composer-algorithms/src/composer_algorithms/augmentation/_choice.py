@@ -8,6 +8,8 @@ from composer_algorithms._draws import draw_integer
 from composer_algorithms._numbers import check_number
 from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
 
+_PRIMITIVES = [function for functions in augmentation_sets.values() for function in functions]
+
 
 def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence[AugmentationFunction]:
     """Return a set by its name, or the functions that were given as one.
@@ -39,6 +41,19 @@ def check_severity(severity: float) -> None:
     check_number("severity", severity, "a level from 0 to 10")
     if not 0 <= severity <= 10:
         raise ValueError(f"severity={severity!r} is no level: pass a number from 0 to 10.")
+
+
+def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:
+    """Raise if an image is of a mode that PIL's own changes, which the primitives make, do not all know.
+
+    Raises:
+        TypeError: If it has other than one or three channels of eight bits.
+    """
+    if image.mode not in ("L", "RGB") and any(function in _PRIMITIVES for function in functions):
+        raise TypeError(
+            f"a PIL image of mode {image.mode!r} cannot be augmented: convert it to 'RGB' or 'L' before, such as by "
+            f"image.convert('RGB')."
+        )
 
 
 def change(image: Image, functions: Sequence[AugmentationFunction], depth: int, severity: float) -> Image:

@@ -43,6 +43,8 @@ def map_pillow_function(f_pil: Callable[[Image], Image], imgs: TImage) -> TImage
         raise TypeError(f"{type(imgs).__qualname__} is no image: pass a tensor or a PIL image.")
     _check_shape(imgs)
     images = to_pixels(imgs.detach()).cpu()
+    if len(images) == 0:
+        return cast("TImage", imgs.clone())
     if images.ndim == 3:
         return cast("TImage", from_pixels(_lifted(f_pil, images), like=imgs))
     return cast("TImage", from_pixels(torch.stack([_lifted(f_pil, image) for image in images]), like=imgs))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from composer_algorithms._init_surgery import InitSurgery
@@ -40,10 +41,13 @@ def apply_blurpool(
     Args:
         model: Changed in place.
         replace_convs: Replace each `torch.nn.Conv2d` that has a stride above 1 by a `BlurConv2d`.
-        replace_maxpools: Replace each `torch.nn.MaxPool2d` by a `BlurMaxPool2d`.
+        replace_maxpools: Replace each `torch.nn.MaxPool2d` by a `BlurMaxPool2d`, but for those that return indices too.
         blur_first: Blur before the convolution; see `BlurConv2d`.
         min_channels: Leave convolutions of fewer input channels as they are, such as the first of most networks.
         optimizers: Those that train the model, if they exist already: they get the new parameters.
+
+    Raises:
+        ValueError: If a hook computes the weight of such a convolution, as `torch.nn.utils.weight_norm` has it.
 
     Warns:
         NoEffectWarning: If the model has no such layers.
@@ -60,7 +64,7 @@ def apply_blurpool(
     _check_min_channels(min_channels)
     policies: dict[type[nn.Module], ReplacementFunction] = {}
     if replace_maxpools:
-        policies[nn.MaxPool2d] = BlurMaxPool2d.from_maxpool2d
+        policies[nn.MaxPool2d] = _blurred_maxpool
     if replace_convs:
         policies[nn.Conv2d] = functools.partial(_blurred_conv, blur_first=blur_first, min_channels=min_channels)
     replace_module_classes(model, policies, optimizers)
@@ -74,10 +78,21 @@ def apply_blurpool(
         )
 
 
+def _blurred_maxpool(module: nn.MaxPool2d, module_index: int) -> BlurMaxPool2d | None:
+    if module.return_indices:  # after the blur there is no pixel that a value came from
+        return None
+    return BlurMaxPool2d.from_maxpool2d(module, module_index)
+
+
 def _blurred_conv(module: nn.Conv2d, module_index: int, blur_first: bool, min_channels: int) -> BlurConv2d | None:
     is_candidate = max(module.stride) > 1 and module.in_channels >= min_channels
     if not is_candidate or hasattr(module, "_already_blurpooled"):
         return None
+    if module._parameters.get("weight") is None and not parametrize.is_parametrized(module, "weight"):
+        raise ValueError(
+            f"module={module!r} has its weight from a hook, which cannot follow into the blurring form: use the "
+            f"parametrization instead, such as torch.nn.utils.parametrizations.weight_norm."
+        )
     return BlurConv2d.from_conv2d(module, module_index, blur_first)
 
 

@@ -47,7 +47,7 @@ def blur_2d(input: Tensor, channels: int = -1, stride: _Size = 1, filter: Tensor
             f"sides are odd, such as 3 by 3."
         )
     if channels < 1:
-        if input.shape[2] == 0 or input.shape[3] == 0:
+        if input.shape[-2] == 0 or input.shape[-1] == 0:
             return input
         return _blur_any(input, filter, _pair(stride))
     return _blur(input, filter.expand(channels, -1, -1, -1), _pair(stride), channels)
@@ -60,7 +60,7 @@ def _blur(input: Tensor, filter: Tensor, stride: tuple[int, int], channels: int)
 
 @torch.fx.wrap  # one node in a trace, which knows neither the channels nor the dtype of the input
 def _blur_any(input: Tensor, filter: Tensor, stride: tuple[int, int]) -> Tensor:
-    channels = input.shape[1]
+    channels = input.shape[-3]  # an image without a batch is welcome, as it is to max pooling
     return _blur(input, filter.expand(channels, -1, -1, -1).to(input.dtype), stride, channels)
 
 
@@ -122,9 +122,9 @@ def _extended(maxima: Tensor, input: Tensor, stride: tuple[int, int], padding: t
     """Repeat the last row and column as often as ceil_mode needs for its last windows."""
     extra = [0, 0]
     for i in range(2):
-        last = maxima.shape[2 + i] - 1
+        last = maxima.shape[i - 2] - 1
         steps = (last + stride[i] - 1) // stride[i]
-        if steps * stride[i] >= input.shape[2 + i] + padding[i]:  # torch's rule: a window starts before the end
+        if steps * stride[i] >= input.shape[i - 2] + padding[i]:  # torch's rule: a window starts before the end
             steps -= 1
         extra[i] = max(0, steps * stride[i] - last)
     return F.pad(maxima, [0, extra[1], 0, extra[0]], mode="replicate")

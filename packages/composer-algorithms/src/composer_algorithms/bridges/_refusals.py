@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
+from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._pairs import PairMixing
 from composer_algorithms.ema import EMA
 from composer_events.algorithm import Algorithm
@@ -51,6 +52,17 @@ def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Ev
             if algorithm.match(event, state):
                 found.add(event)
     return found
+
+
+def check_optimizers(optimizer: Any) -> None:
+    """Refuse what would never make a step.
+
+    Raises:
+        TypeError: If there is something else than optimizers.
+        ValueError: If there is none.
+    """
+    if not as_optimizers(optimizer):
+        raise ValueError(f"optimizer={optimizer!r}: nothing would be trained. Pass the optimizer of the model.")
 
 
 def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_microbatches: int) -> None:

@@ -12,7 +12,7 @@ from composer_algorithms.bridges._epochs import Epochs
 from composer_algorithms.bridges._loop_batch import LoopBatch
 from composer_algorithms.bridges._loop_evaluation import LoopEvaluation
 from composer_algorithms.bridges._loop_events import LoopEvents, device_of, needs_closure, shallow_copy
-from composer_algorithms.bridges._refusals import refuse_cut_batches
+from composer_algorithms.bridges._refusals import check_optimizers, refuse_cut_batches
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
 from composer_events.engine import Engine
@@ -84,6 +84,7 @@ class AlgorithmLoop(LoopEvaluation):
         seed: int | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
     ) -> None:
+        check_optimizers(optimizer)
         self._events = LoopEvents(
             model,
             algorithms,

@@ -281,6 +281,19 @@ class FactorizedLinear(_Factorized):
         """Features in between."""
         return self._latent_size
 
+    @property
+    def weight(self) -> Tensor:
+        """The product of both weights, for modules that read it, as `torch.nn.TransformerEncoderLayer` does to predict.
+
+        To change it, change the weights of `module0` and `module1`.
+        """
+        return self.module1.weight @ self.module0.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the second layer."""
+        return self.module1.bias
+
     @torch.no_grad()
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
         """Find the weights that `set_rank` would set, without setting them.

@@ -209,7 +209,8 @@ def _forward_block(block: Any, branch: Callable[[Any, Tensor], Tensor], draws: B
 
 def _forward_samples(block: Any, branch: Callable[[Any, Tensor], Tensor], x: Tensor) -> Tensor:
     main = _scaled(block, branch(block, x))
-    if block.training and block.drop_rate > 0:
+    # Whether nothing will be dropped depends on a tensor, which a compiled graph would have to break at.
+    if block.training and (torch.compiler.is_compiling() or block.drop_rate > 0):
         shape = [len(x), *[1] * (x.ndim - 1)]
         kept = torch.rand(shape, dtype=torch.float32, device=x.device) >= block.drop_rate
         main = main * kept.to(main.dtype)

@@ -1,5 +1,9 @@
 """Blacking out squares of images."""
 
-from composer_algorithms.cutout import CutOut, cutout_batch
+from composer_algorithms.cutout import (
+    CutOut,
+    _generate_mask,  # noqa: F401  # users' tests call it
+    cutout_batch,
+)
 
 __all__ = ["CutOut", "cutout_batch"]
