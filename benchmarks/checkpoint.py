@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/checkpoint.py [--quick] [--folder FOLDER]
 
-The state is a model's weights and two moments for each, 480 MiB (`--quick`: 48 MiB, without budgets: the disk hardly begins). What is compared takes turns, so
-that a change in the machine's load meets all; a ratio is that of the medians. Saving ends when the disk has the file
+The state is a model's weights and two moments for each, 480 MiB (`--quick`: 48 MiB, without budgets: the disk hardly
+begins). What is compared takes turns, so that a change in the machine's load meets all;
+a ratio is that of the medians. Saving ends when the disk has the file
 (`fsync`); ours has hashed it by then. Loading by torch maps the file and touches one byte of each page, which brings
 little of a file to the processor that the page cache has. Ours maps it and has compared every hash, for which all of it
 must come. What that takes at least is in the rows named "bound": torch's loading, and all cores that read every byte
