@@ -83,14 +83,12 @@ def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) 
             gradient.mul_(unit_coefficients(parameter, gradient, threshold, eps))
 
 
-@torch.no_grad()
 def unit_norms(tensor: Tensor) -> Tensor:
     """Return the Euclidean norm of each unit, of one element in each dim but the first; of a vector one number."""
     dims = tuple(range(1, tensor.ndim)) or None  # None: all of a vector
     return torch.linalg.vector_norm(tensor, dim=dims, keepdim=dims is not None)
 
 
-@torch.no_grad()
 def unit_coefficients(weights: Tensor, gradient: Tensor, threshold: float, eps: float) -> Tensor:
     """Return the factor of each unit of a gradient that bounds its norm by `threshold` times that of the weights."""
     # DTensors' norms are those of whole units, whichever dim is sharded, but may still have to be summed up.

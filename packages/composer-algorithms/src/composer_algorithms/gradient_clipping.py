@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 
 from composer_algorithms._gradients import clip_norm, clip_to_weights, clip_value, unit_coefficients, unit_norms
@@ -110,11 +111,13 @@ def _apply_agc(parameters: Iterable[Tensor], clipping_threshold: float, eps: flo
     clip_to_weights(parameters, clipping_threshold, eps)
 
 
+@torch.no_grad()
 def _get_clipped_gradient_coeff(weights: Tensor, grad: Tensor, clipping_threshold: float = 0.01) -> Tensor:
     """Return what to multiply each unit of a gradient by."""
     return unit_coefficients(weights, grad, clipping_threshold, eps=0.0)
 
 
+@torch.no_grad()
 def _unitwise_norm(tensor: Tensor) -> Tensor:
     """Return the norm of each unit of weights or of a gradient."""
     return unit_norms(tensor)
