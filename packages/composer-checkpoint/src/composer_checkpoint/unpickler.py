@@ -290,7 +290,7 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
         {'epoch': 3, 'lengths': (1, 2)}
         >>> safe_unpickle(pickle.dumps(os.getcwd))
         Traceback (most recent call last):
-        composer_checkpoint.errors.UnsafeCheckpointError: the file asks for posix.getcwd, ...
+        composer_checkpoint.errors.UnsafeCheckpointError: the file asks for posix.getcwd (global not in allowlist), ...
     """
     # NumPy and torch load only here.
     from composer_checkpoint._pickled_arrays import array_globals
