@@ -45,7 +45,12 @@ MODULES = {
     "composer-fsdp": ["composer_fsdp"],
     "composer-optim": ["composer_optim"],
     "composer-models": ["composer_models"],
-    "composer-events": ["composer_events", "composer_events.arguments", "composer_events.passes"],
+    "composer-events": [
+        "composer_events",
+        "composer_events.arguments",
+        "composer_events.passes",
+        "composer_events.value_copies",
+    ],
     "composer-dist": ["composer_dist", "composer_dist.dist", "composer_dist.testing"],
     "composer-time": ["composer_time"],
 }

@@ -316,3 +316,22 @@ def test_a_copied_or_pickled_timestamp_is_equal_and_moves_on(restored):
     twin = restored(Timestamp(**DISTINCT))
     assert twin == Timestamp(**DISTINCT)
     assert twin.to_next_batch(1, 1, SECOND) == Timestamp(**DISTINCT).to_next_batch(1, 1, SECOND)
+
+
+@pytest.mark.parametrize(
+    ("number", "counter"),
+    [
+        ("num_iterations", "iteration"),
+        ("num_epochs", "epoch"),
+        ("num_batches", "batch"),
+        ("num_samples", "sample"),
+        ("num_tokens", "token"),
+        ("num_batches_in_epoch", "batch_in_epoch"),
+        ("num_samples_in_epoch", "sample_in_epoch"),
+        ("num_tokens_in_epoch", "token_in_epoch"),
+    ],
+)
+def test_the_plain_numbers_are_the_counters(number, counter):
+    stamp = Timestamp(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert getattr(stamp, number) == getattr(stamp, counter).value
+    assert type(getattr(stamp, number)) is int

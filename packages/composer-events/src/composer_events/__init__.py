@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from composer_events.algorithm import Algorithm as Algorithm
     from composer_events.batch_helpers import batch_get as batch_get
     from composer_events.batch_helpers import batch_set as batch_set
+    from composer_events.buffered_destination import BufferedDestination as BufferedDestination
+    from composer_events.buffered_destination import LoggedMetrics as LoggedMetrics
     from composer_events.callback import Callback as Callback
     from composer_events.data_spec import DataSpec as DataSpec
     from composer_events.data_spec import default_split_batch as default_split_batch
@@ -75,6 +77,8 @@ _HOME = {
     "evaluate_periodically": "composer_events.intervals",
     "Logger": "composer_events.logger",
     "LoggerDestination": "composer_events.logger_destination",
+    "BufferedDestination": "composer_events.buffered_destination",
+    "LoggedMetrics": "composer_events.buffered_destination",
     "format_log_data_value": "composer_events.log_values",
     "format_name_with_dist": "composer_events.formatting",
     "format_name_with_dist_and_time": "composer_events.formatting",

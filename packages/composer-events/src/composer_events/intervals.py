@@ -59,7 +59,7 @@ def create_interval_scheduler(
         # Asked at every event of training: what does not concern it must leave quickly.
         if never or not (is_final or event is due_event) or state.previous_timestamp is None:
             return False
-        batch = state.timestamp.batch.value
+        batch = state.timestamp.num_batches
         if batch < last_batch:  # training has begun again
             last_batch = -1
         if (is_final or batch == last_batch) and _is_over(state):
@@ -131,7 +131,7 @@ def _is_part_crossed(state: State, interval: Time[Any]) -> bool:
     if duration.unit is TimeUnit.EPOCH:
         num_batches *= _batches_in_epoch(state, interval)
     length = math.ceil(part * num_batches)
-    return length > 0 and state.timestamp.batch.value % length == 0
+    return length > 0 and state.timestamp.num_batches % length == 0
 
 
 @functools.lru_cache(maxsize=64)  # asked at every batch

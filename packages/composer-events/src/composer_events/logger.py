@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from composer_events._overrides import overrides
+from composer_events.buffered_destination import MetricBuffer, takes_late
 from composer_events.formatting import format_name_with_dist
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.logger_destination import LoggerDestination
@@ -48,6 +49,7 @@ class Logger:
         destinations: LoggerDestination | Sequence[LoggerDestination] | Set[LoggerDestination] | None = None,
     ) -> None:
         self._state = state
+        self._buffer = MetricBuffer()
         self.destinations = destinations
 
     @property
@@ -65,7 +67,10 @@ class Logger:
             verb: tuple(place for place in self._destinations if overrides(place, LoggerDestination, verb))
             for verb in _VERBS
         }
-        self._log_metrics = self._takers["log_metrics"]  # asked many times in each batch
+        # Asked many times in each batch.
+        self._at_once = tuple(place for place in self._takers["log_metrics"] if not takes_late(place))
+        self._buffer.destinations = tuple(place for place in self._takers["log_metrics"] if takes_late(place))
+        self._has_late = bool(self._buffer.destinations)
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         """Log the settings of the run.
@@ -83,7 +88,9 @@ class Logger:
             metrics: By name. Tensors may stay on their device: a destination that reads them moves them.
             step: The count of batches that they belong to; by default the state's.
         """
-        if takers := self._log_metrics:
+        if self._has_late:
+            self._buffer.note(metrics, self._state.timestamp, step)
+        if takers := self._at_once:
             if step is None:
                 step = self._state.timestamp.batch.value
             for destination in takers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from types import GenericAlias
 
 from composer_time._timestring import GRAMMAR, parse_timestring, parse_wall_clock
@@ -260,6 +261,11 @@ class Time(_Subscriptable["TValue"]):
     def _comparable(self, other: object) -> Any:
         """Return the value of an operand of a comparison, or `NotImplemented` if it is nothing like a length."""
         return self._operand(other) if isinstance(other, (Time, str, int, float)) else NotImplemented
+
+
+if not TYPE_CHECKING:  # read dozens of times in each step of training, and this spares a Python call each time
+    Time.value = property(attrgetter("_value"), doc=Time.value.__doc__)
+    Time.unit = property(attrgetter("_unit"), doc=Time.unit.__doc__)
 
 
 def ensure_time(maybe_time: Time[Any] | str | float, int_unit: TimeUnit | str) -> Time[Any]:

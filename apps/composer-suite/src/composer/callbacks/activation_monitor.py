@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -87,6 +88,7 @@ class ActivationMonitor(Callback):
         self.ignore_module_types = [] if ignore_module_types is None else ignore_module_types
         self.only_log_wandb = only_log_wandb
         self.whole_outputs = whole_outputs
+        self._now = attrgetter("num_batches" if self.interval.unit is TimeUnit.BATCH else "num_epochs")
         self._last_logged: int | None = None
         self._is_watching = False
         self._handles: list[RemovableHandle] = []
@@ -96,7 +98,7 @@ class ActivationMonitor(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Begin to watch, if it is time."""
-        now = self._now(state)
+        now = self._now(state.timestamp)
         if now % self.interval.value or now == self._last_logged:
             return
         self._stop_watching()  # a forward pass that failed may have left something
@@ -111,11 +113,11 @@ class ActivationMonitor(Callback):
         """Log what was seen, and stop watching."""
         if not self._is_watching:
             return
-        self._last_logged = self._now(state)
+        self._last_logged = self._now(state.timestamp)
         metrics = numbers_at_hand(self._metrics)
         self._stop_watching()
         wandb = [place for place in logger.destinations if _is_wandb(place)] if self.only_log_wandb else []
-        step = int(state.timestamp.batch)
+        step = state.timestamp.num_batches
         for destination in wandb:
             destination.log_metrics(metrics, step)
         if not wandb:
@@ -124,10 +126,6 @@ class ActivationMonitor(Callback):
     def close(self, state: State, logger: Logger) -> None:
         """Leave nothing on the model."""
         self._stop_watching()
-
-    def _now(self, state: State) -> int:
-        now = state.timestamp
-        return now.batch.value if self.interval.unit is TimeUnit.BATCH else now.epoch.value
 
     def _stop_watching(self) -> None:
         for handle in self._handles:

@@ -85,7 +85,7 @@ class Generate(Callback):
             ValueError: If the model has no `generate` or no tokenizer.
         """
         model, tokenizer = _generating(state.model)
-        seed = state.rank_zero_seed + int(state.timestamp.batch)
+        seed = state.rank_zero_seed + state.timestamp.num_batches
         with model_eval_mode(model), _padding_left(tokenizer), seed_context(seed), torch.no_grad():
             inputs: Mapping[str, Any] = tokenizer(self.prompts, return_tensors="pt", padding=True)
             texts = [text for batch in self._batches(inputs) for text in self._texts(model, tokenizer, batch, state)]

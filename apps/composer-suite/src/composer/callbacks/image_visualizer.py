@@ -83,12 +83,12 @@ class ImageVisualizer(Callback):
 
     def eval_before_forward(self, state: State, logger: Logger) -> None:
         """Log the inputs of an evaluation."""
-        if self.mode == "input" and int(state.eval_timestamp.batch) == 0:
+        if self.mode == "input" and state.eval_timestamp.num_batches == 0:
             self._log_inputs(state, logger, _EVAL)
 
     def eval_after_forward(self, state: State, logger: Logger) -> None:
         """Log the inputs and masks of an evaluation."""
-        if self.mode == "segmentation" and int(state.eval_timestamp.batch) == 0:
+        if self.mode == "segmentation" and state.eval_timestamp.num_batches == 0:
             self._log_segmented(state, logger, _EVAL)
 
     def _is_due(self, state: State) -> bool:

@@ -81,7 +81,7 @@ class MemoryMonitor(Callback):
             return
         report: dict[str, Any] = self._report()
         interval = self.dist_aggregate_batch_interval
-        if interval is not None and int(state.timestamp.batch) % interval == 0:
+        if interval is not None and state.timestamp.num_batches % interval == 0:
             report |= _over_all_ranks(report, parameter.device)
         logger.log_metrics({f"memory/{name}": value for name, value in report.items()})
 

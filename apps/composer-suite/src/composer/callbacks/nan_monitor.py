@@ -32,6 +32,8 @@ class NaNMonitor(Callback):
         """Look at `state.loss`."""
         loss: Any = state.loss
         if isinstance(loss, torch.Tensor):
+            if loss.numel() == 1 and not math.isnan(loss.item()):
+                return  # the usual case
             parts: dict[str, bool] = {"": _has_nan(loss)}
         elif isinstance(loss, Mapping):
             parts = {f" {name}": _has_nan(part) for name, part in loss.items()}
@@ -44,8 +46,8 @@ class NaNMonitor(Callback):
         for name, is_bad in parts.items():
             if is_bad:
                 raise RuntimeError(
-                    f"Train loss{name} contains a NaN. That is batch {state.timestamp.batch.value}, epoch "
-                    f"{state.timestamp.epoch.value}. Look at the batch and the learning rate before it."
+                    f"Train loss{name} contains a NaN. That is batch {state.timestamp.num_batches}, epoch "
+                    f"{state.timestamp.num_epochs}. Look at the batch and the learning rate before it."
                 )
 
 

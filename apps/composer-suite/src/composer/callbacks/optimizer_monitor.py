@@ -52,17 +52,16 @@ class OptimizerMonitor(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the norms, every `batch_log_interval` batches."""
-        if int(state.timestamp.batch) % self.batch_log_interval:
+        if state.timestamp.num_batches % self.batch_log_interval:
             return
         named = state.model.named_parameters()
         parameters = {canonical_name(name): each for name, each in named if each.grad is not None}
         metrics: dict[str, Any] = {}
         if self.log_optimizer_metrics:
-            metrics = _optimizer_metrics(state.optimizers[0], parameters)
+            metrics = numbers_at_hand(_optimizer_metrics(state.optimizers[0], parameters))
         gradients = {f"{_GRADIENT}/{name}": parameter.grad for name, parameter in parameters.items()}
         unknown = [name for name in gradients if name not in metrics]
         metrics |= zip(unknown, _whole_norms([gradients[name] for name in unknown]), strict=True)
-        metrics = numbers_at_hand(metrics)
         of_gradients = [value for name, value in metrics.items() if name.startswith(_GRADIENT)]
         if of_gradients:
             metrics[f"{_GRADIENT}/global"] = _norm_of(of_gradients)
@@ -91,9 +90,12 @@ def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict
     return metrics
 
 
-def _whole_norms(tensors: list[Any]) -> list[Tensor]:
-    """Return the 2-norm of each tensor, on its device, over all its shards with one collective for each mesh."""
-    norms: dict[int, Tensor] = {}
+def _whole_norms(tensors: list[Any]) -> list[Any]:
+    """Return the 2-norm of each tensor, over all its shards with one collective for each mesh.
+
+    What is on an accelerator stays there, what is on the CPU is a number.
+    """
+    norms: dict[int, Any] = {}
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         mesh = getattr(tensor, "device_mesh", None)
@@ -104,20 +106,25 @@ def _whole_norms(tensors: list[Any]) -> list[Tensor]:
             norms.update(zip(indices, _norms(shards), strict=True))
             continue
         stacked: Any = torch.stack([torch.linalg.vector_norm(shard) for shard in shards])
-        norms.update(zip(indices, stacked.full_tensor().unbind(), strict=True))
+        norms.update(zip(indices, _at_hand(stacked.full_tensor()), strict=True))
     return [norms[index] for index in range(len(tensors))]
 
 
-def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+def _norms(tensors: list[Tensor]) -> Sequence[Any]:
     # As torch's own clipping of gradients computes them: on an accelerator by one kernel for many tensors. The public
     # `torch.nn.utils.get_total_norm` keeps only what they add up to.
-    return torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    norms: Sequence[Tensor] = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    return _at_hand(torch.stack(list(norms))) if tensors[0].is_cpu else norms
+
+
+def _at_hand(numbers: Tensor) -> Sequence[Any]:
+    return numbers.tolist() if numbers.is_cpu else numbers.unbind()
 
 
 def _norm_of(norms: list[Any]) -> Any:
     """Return the norm of what has these norms, as a number where all of them are."""
     if not any(isinstance(norm, Tensor) for norm in norms):
-        return math.sqrt(sum(norm * norm for norm in norms))
+        return math.hypot(*norms)
     return torch.linalg.vector_norm(torch.stack([torch.as_tensor(norm) for norm in norms]))
 
 

@@ -105,10 +105,10 @@ class RuntimeEstimator(Callback):
             return None
         unit, length = max_duration.unit, max_duration.value
         if unit is TimeUnit.BATCH and length:
-            return now.batch.value / length
+            return now.num_batches / length
         if unit is TimeUnit.EPOCH:
-            batch, epochs = now.batch.value, now.epoch.value
-            mean_length = (batch - now.batch_in_epoch.value) / epochs if epochs else self._epoch_length
+            batch, epochs = now.num_batches, now.num_epochs
+            mean_length = (batch - now.num_batches_in_epoch) / epochs if epochs else self._epoch_length
             if mean_length:
                 return min(batch / (length * mean_length), 1.0)
         elapsed = state.get_elapsed_duration()

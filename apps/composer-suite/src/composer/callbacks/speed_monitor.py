@@ -93,8 +93,8 @@ class SpeedMonitor(Callback):
         """Log the speed over the window that ends with this batch."""
         now = state.timestamp
         train_s = now.total_wct.total_seconds()
-        self.history_samples.append(now.sample.value)
-        self.history_tokens.append(now.token.value)
+        self.history_samples.append(now.num_samples)
+        self.history_tokens.append(now.num_tokens)
         self.history_wct.append(train_s)
         metrics: dict[str, Any] = self._throughput() if len(self.history_wct) == self.history_wct.maxlen else {}
         if self._model is not state.model:  # a module takes long to say that it lacks something

@@ -1,14 +1,14 @@
 """Logged values as they were when they were logged, read when somebody needs numbers: logging waits for no device."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["UNCHANGING", "Snapshot", "as_number", "detached_copy"]
+from composer_events.value_copies import detached_copy, map_values
 
-UNCHANGING = frozenset({bool, int, float, str, type(None)})
+__all__ = ["Snapshot", "as_number"]
+
 _BYTES_OF_A_NUMBER = 128  # roughly what a name and a number take in Python
 
 
@@ -29,7 +29,7 @@ class Snapshot:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._arrivals: dict[torch.device, torch.Event] = {}
         self.size_bytes = 0
-        self.values: dict[str, Any] = {name: _mapped(self._take, value) for name, value in values.items()}
+        self.values: dict[str, Any] = {name: map_values(self._take, value) for name, value in values.items()}
         for device, arrival in self._arrivals.items():
             arrival.record(torch.accelerator.current_stream(device))
 
@@ -45,7 +45,7 @@ class Snapshot:
     def read(self) -> dict[str, Any]:
         """Wait, and return the values with tensors of one element as numbers."""
         self.wait()
-        return {name: _mapped(_to_number, value) for name, value in self.values.items()}
+        return {name: map_values(_to_number, value) for name, value in self.values.items()}
 
     def _take(self, value: Any) -> Any:
         self.size_bytes += _BYTES_OF_A_NUMBER + int(getattr(value, "nbytes", 0))
@@ -55,28 +55,8 @@ class Snapshot:
         return value.detach().to("cpu", non_blocking=True)  # into pinned memory, without which this would wait
 
 
-def detached_copy(value: Any) -> Any:
-    """Return a copy of a value; that of a tensor stays on its device and keeps no graph alive."""
-    if type(value) in UNCHANGING:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.requires_grad else value.clone()
-    if isinstance(value, dict) or type(value) in (list, tuple):
-        return _mapped(detached_copy, value)
-    return copy.deepcopy(value)
-
-
 def _to_number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a container with its elements changed, or what is none changed itself."""
-    if isinstance(value, dict):
-        return {key: _mapped(change, element) for key, element in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(change, element) for element in value)
-    return change(value)
 
 
 def as_number(value: Any) -> float | None:

@@ -1,7 +1,7 @@
 """What was measured, as lines of text: for runs whose output goes to a file."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from composer.loggers._config_block import format_config
@@ -10,9 +10,9 @@ from composer.loggers._tables import table_as_json, table_as_text
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
 from composer_events.arguments import check_flags, to_time
+from composer_events.buffered_destination import BufferedDestination, LoggedMetrics
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 from composer_time import Time, TimeUnit
 
@@ -22,7 +22,7 @@ NUM_EVAL_LOGGING_EVENTS = 11
 """How many lines at most say how far one evaluation is."""
 
 
-class ConsoleLogger(LoggerDestination):
+class ConsoleLogger(BufferedDestination):
     """Writes the metrics of training at intervals and those of each evaluation at its end, as text.
 
     What was measured between two blocks appears in the next one, with its latest value. Tables have rows and columns on
@@ -36,7 +36,6 @@ class ConsoleLogger(LoggerDestination):
         log_traces: Whether to write which algorithms acted, too.
 
     Attributes:
-        logged_metrics: What the next block will have.
         tables: The tables that were logged, as JSON.
 
     Raises:
@@ -66,7 +65,7 @@ class ConsoleLogger(LoggerDestination):
         stream = to_stream(stream)
         self.should_log_traces = log_traces
         self.hparams: dict[str, Any] = {}
-        self.logged_metrics: dict[str, Any] = {}
+        self._logged: dict[str, Any] = {}
         self.tables: dict[str, str] = {}
         self._tables_as_text: dict[str, str] = {}
         self.eval_batch_idxs_to_log: list[int] = []
@@ -78,9 +77,16 @@ class ConsoleLogger(LoggerDestination):
         """Keep the settings of the run, which are written when it begins."""
         self.hparams.update(hyperparameters)
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+    def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
         """Keep the values for the next block."""
-        self.logged_metrics.update(metrics)
+        for metrics, *_ in logged:
+            self._logged.update(metrics)
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """What the next block will have."""
+        self.catch_up()
+        return self._logged
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
@@ -105,15 +111,17 @@ class ConsoleLogger(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write a block if the interval counts batches and is over."""
-        self._show_at(TimeUnit.BATCH, int(state.timestamp.batch), state)
+        if self.log_interval.unit is TimeUnit.BATCH:
+            self._show_at(state.timestamp.num_batches, state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Write a block if the interval counts epochs and is over."""
-        self._show_at(TimeUnit.EPOCH, int(state.timestamp.epoch), state)
+        if self.log_interval.unit is TimeUnit.EPOCH:
+            self._show_at(state.timestamp.num_epochs, state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write what has not been written yet."""
-        if self._last_batch != int(state.timestamp.batch):
+        if self._last_batch != state.timestamp.num_batches:
             self._show_training(state)
         self.logged_metrics.clear()
 
@@ -131,7 +139,7 @@ class ConsoleLogger(LoggerDestination):
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Say how far the evaluation is."""
-        if int(state.eval_timestamp.batch) in self.eval_batch_idxs_to_log:
+        if state.eval_timestamp.num_batches in self.eval_batch_idxs_to_log:
             self.log_to_console({}, state, prefix="Eval ", is_train=False)
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -155,14 +163,14 @@ class ConsoleLogger(LoggerDestination):
         lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
         self._write(progress + (":" if progress and data else "") + "".join(lines))
 
-    def _show_at(self, unit: TimeUnit, count: int, state: State) -> None:
-        if self.log_interval.unit is unit and (count % self.log_interval.value == 0 or self._last_batch is None):
+    def _show_at(self, count: int, state: State) -> None:
+        if count % self.log_interval.value == 0 or self._last_batch is None:
             self._show_training(state)
 
     def _show_training(self, state: State) -> None:
         self.log_to_console(self.logged_metrics, state, prefix="Train ")
         self.logged_metrics.clear()
-        self._last_batch = int(state.timestamp.batch)
+        self._last_batch = state.timestamp.num_batches
 
     def _show_hparams(self) -> None:
         if self._has_shown_hparams or get_local_rank() != 0:
@@ -191,7 +199,7 @@ def _progress_of_training(state: State) -> str:
         now = state.timestamp.get(duration.unit).value
         return f"[{duration.unit.name.lower()}={now}/{duration.value}]"
     stamp, length = state.timestamp, state.dataloader_len
-    epoch, batch = int(stamp.epoch) + 1, int(stamp.batch_in_epoch)
+    epoch, batch = stamp.num_epochs + 1, stamp.num_batches_in_epoch
     if batch == 0 and epoch > 1:  # right after an epoch, which is the one to speak of
         before = state.previous_timestamp
         epoch, batch = epoch - 1, int(before.batch_in_epoch) if before is not None else 0
@@ -200,5 +208,5 @@ def _progress_of_training(state: State) -> str:
 
 def _progress_of_evaluation(state: State) -> str:
     length = state.dataloader_len
-    batch = int(state.eval_timestamp.batch)
+    batch = state.eval_timestamp.num_batches
     return f"[Eval batch={batch}{'' if length is None else f'/{int(length)}'}] Eval on {state.dataloader_label} data"

@@ -157,12 +157,12 @@ class FileLogger(LoggerDestination):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write what has become known, and at the interval bring the file to the disk."""
         self._write_pending()
-        if int(state.timestamp.batch) % self.flush_interval == 0:
+        if state.timestamp.num_batches % self.flush_interval == 0:
             self._flush(logger)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Bring the file to the disk, at the interval."""
-        if int(state.timestamp.epoch) % self.flush_interval == 0:
+        if state.timestamp.num_epochs % self.flush_interval == 0:
             self._flush(logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:

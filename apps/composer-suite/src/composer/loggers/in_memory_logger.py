@@ -1,15 +1,14 @@
 """Everything that was logged, kept in memory."""
 
 import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from composer.loggers._snapshot import UNCHANGING, detached_copy
 from composer.loggers._tables import table_as_json
+from composer_events.buffered_destination import BufferedDestination, LoggedMetrics
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
+from composer_events.value_copies import restored
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["InMemoryLogger"]
 
 
-class InMemoryLogger(LoggerDestination):
+class InMemoryLogger(BufferedDestination):
     """Keeps what is logged, with the time in training at which it was.
 
     Attributes:
@@ -27,12 +26,13 @@ class InMemoryLogger(LoggerDestination):
         state: The training state, from INIT on.
     """
 
+    copies_values = True
+
     def __init__(self) -> None:
         self._data: dict[str, list[tuple[Timestamp, Any]]] = {}
-        # As they came. They are sorted by metric when somebody looks, and training need not wait for that.
-        self._unsorted: list[tuple[Timestamp, dict[str, Any]]] = []
-        self._seen: Timestamp | None = None
-        self._now = Timestamp()  # a copy of the one seen
+        # What each call logged, and when: two lists, for a list of pairs would give the garbage collector more to do.
+        self._unsorted: list[dict[str, Any]] = []
+        self._stamps: list[Timestamp] = []
         self.hyperparameters: dict[str, Any] = {}
         self.tables: dict[str, str] = {}
         self.state: State | None = None
@@ -45,21 +45,24 @@ class InMemoryLogger(LoggerDestination):
         """Keep the settings of the run."""
         self.hyperparameters.update(hyperparameters)
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Keep values, with the timestamp of now; tensors stay on their device."""
-        assert self.state is not None, "Event.INIT comes first"
-        stamp = self.state.timestamp
-        if stamp is not self._seen:
-            self._seen, self._now = stamp, stamp.copy()
-        self._unsorted.append((self._now, _kept_values(metrics)))
+    def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
+        """Keep values, with the timestamp of when they were logged; tensors stay on their device."""
+        for _, copies, timestamp, _ in logged:
+            if timestamp is None:
+                assert self.state is not None, "Event.INIT comes first"
+                timestamp = self.state.timestamp.copy()
+            # They are sorted by metric when somebody looks, and training need not wait for that.
+            self._stamps.append(timestamp)
+            self._unsorted.append(copies)
 
     @property
     def data(self) -> dict[str, list[tuple[Timestamp, Any]]]:
         """For each metric, its values with the timestamps."""
-        for now, values in self._unsorted:
+        self.catch_up()
+        for now, values in zip(self._stamps, self._unsorted, strict=True):
             for name, value in values.items():
-                restored = value.restore() if type(value) is _Scalar else value
-                self._data.setdefault(name, []).append((now, restored))
+                self._data.setdefault(name, []).append((now, restored(value)))
+        self._stamps.clear()
         self._unsorted.clear()
         return self._data
 
@@ -101,26 +104,3 @@ class InMemoryLogger(LoggerDestination):
                 number: Any = field.total_seconds() if isinstance(field, datetime.timedelta) else field
                 series.setdefault(name, []).append(number.item() if hasattr(number, "item") else number)
         return {name: np.array(values) for name, values in series.items()}
-
-
-class _Scalar(NamedTuple):
-    """A tensor of one number: reading the number takes a third of the time of copying the tensor."""
-
-    number: float | int | bool | complex
-    dtype: torch.dtype
-
-    def restore(self) -> torch.Tensor:
-        return torch.tensor(self.number, dtype=self.dtype, device="cpu")
-
-
-def _kept_values(values: dict[str, Any]) -> dict[str, Any]:
-    if UNCHANGING.issuperset(map(type, values.values())):  # most are, and this looks at all of them at once
-        return dict(values)
-    return {name: _kept(value) for name, value in values.items()}
-
-
-def _kept(value: Any) -> Any:
-    """Return a value as it is now; whatever lies on an accelerator stays there, and nobody waits for it."""
-    if type(value) is torch.Tensor and value.is_cpu and value.ndim == 0 and not value.is_quantized:
-        return _Scalar(value.item(), value.dtype)
-    return detached_copy(value)

@@ -239,7 +239,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Send what was gathered long enough, at the interval."""
-        if self._enabled and int(state.timestamp.batch) % self.flush_interval == 0:
+        if self._enabled and state.timestamp.num_batches % self.flush_interval == 0:
             self._outbox.post(lambda: self._in_batch().send_if_due(), is_kept=True)
 
     def eval_end(self, state: State, logger: Logger) -> None:

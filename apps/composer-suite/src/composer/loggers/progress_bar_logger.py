@@ -1,7 +1,8 @@
 """A progress bar for training and one for each evaluation, by tqdm."""
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import tqdm.auto
@@ -11,9 +12,9 @@ from composer.loggers._streams import to_stream
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
 from composer_events.arguments import check_flags
+from composer_events.buffered_destination import BufferedDestination, LoggedMetrics
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 from composer_time import Time, Timestamp, TimeUnit
 
@@ -21,11 +22,10 @@ __all__ = ["ProgressBarLogger"]
 
 _LABEL_WIDTH = 15
 _REDRAWN_S = 0.5  # nobody reads faster, and drawing takes as long as a hundred callbacks
-_MOST_KEPT = 256  # of what was logged, between two looks at it
 _FILE_WIDTH = 200  # characters; a file is as wide as it must be, and cut metrics would help nobody
 
 
-class ProgressBarLogger(LoggerDestination):
+class ProgressBarLogger(BufferedDestination):
     """Shows how far training and evaluation are, with the loss and the evaluation's metrics beside it.
 
     The bars are lines of a terminal or widgets of a notebook. Only local rank 0 shows them, and the settings of the run
@@ -54,12 +54,12 @@ class ProgressBarLogger(LoggerDestination):
         """Keep the settings of the run, which are written when it begins."""
         self.hparams.update(hyperparameters)
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
         """Keep the values that a bar shows; they are read when it is drawn anew."""
-        if self._train is not None:
-            self._train.keep(metrics)
-        if self._eval is not None:
-            self._eval.keep(metrics)
+        latest = {name: value for metrics, *_ in logged for name, value in metrics.items()}
+        for bar in (self._train, self._eval):
+            if bar is not None:
+                bar.keep(latest)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         """Write which algorithms acted, if that is wanted."""
@@ -78,6 +78,7 @@ class ProgressBarLogger(LoggerDestination):
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Open the training bar: of this epoch, or of the whole training."""
         if self._shows and self._train is None and state.max_duration is not None:
+            self.catch_up()  # what was logged before is none of its business
             self._train = self._open_training(state, state.max_duration)
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -87,45 +88,54 @@ class ProgressBarLogger(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Move the training bar."""
-        if self._train is not None:
-            self._train.move(state.timestamp)
+        if self._train is not None and self._train.move(state.timestamp):
+            self._show(self._train)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Close the bar of an epoch; a bar of the whole training stays."""
         if self._train is not None and self._train.is_of_one_epoch:
-            self._train = self._train.close()
+            self._train = self._closed(self._train)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Close the training bar."""
-        if self._train is not None:
-            self._train = self._train.close()
+        self._train = self._closed(self._train)
 
     def eval_start(self, state: State, logger: Logger) -> None:
         """Open the bar of one evaluation."""
         self._show_hparams()
         if self._shows:
+            self.catch_up()
             self._eval = self._open_evaluation(state)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Move the bar of the evaluation."""
-        if self._eval is not None:
-            self._eval.move(state.eval_timestamp)
+        if self._eval is not None and self._eval.move(state.eval_timestamp):
+            self._show(self._eval)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Close the bar of the evaluation."""
-        if self._eval is not None:
-            self._eval = self._eval.close()
+        self._eval = self._closed(self._eval)
 
     def close(self, state: State, logger: Logger) -> None:
         """Close what is still open."""
-        self._train = self._train.close() if self._train is not None else None
-        self._eval = self._eval.close() if self._eval is not None else None
+        self._train = self._closed(self._train)
+        self._eval = self._closed(self._eval)
+
+    def _show(self, bar: "_Bar") -> None:
+        self.catch_up()
+        bar.show()
+
+    def _closed(self, bar: "_Bar | None") -> None:
+        """Draw a bar a last time, with the final values, and leave it there."""
+        if bar is not None:
+            self._show(bar)
+            bar.close()
 
     def _open_training(self, state: State, duration: Time[Any]) -> "_Bar":
         label = f"{state.dataloader_label or 'train':{_LABEL_WIDTH}}"
         if duration.unit == TimeUnit.EPOCH:
             length = state.dataloader_len
-            title = f"{label}Epoch {int(state.timestamp.epoch):3}: "
+            title = f"{label}Epoch {state.timestamp.num_epochs:3}: "
             total = None if length is None else int(length)
             return _Bar(self._file(), title, total, TimeUnit.BATCH, state.timestamp, ("loss/train",), of_one_epoch=True)
         title = f"{label}{duration.unit.name.capitalize():10}: "
@@ -135,8 +145,8 @@ class ProgressBarLogger(LoggerDestination):
         label = f"{state.dataloader_label or 'eval':{_LABEL_WIDTH}}"
         stamp = state.timestamp
         # An evaluation at the end of an epoch belongs to the epoch that has just been counted.
-        at_epoch_end = int(stamp.batch_in_epoch) == 0
-        where = f"Epoch {max(int(stamp.epoch) - 1, 0):3}: " if at_epoch_end else f"Batch {int(stamp.batch):3}: "
+        at_epoch_end = stamp.num_batches_in_epoch == 0
+        where = f"Epoch {max(stamp.num_epochs - 1, 0):3}: " if at_epoch_end else f"Batch {stamp.num_batches:3}: "
         length = state.dataloader_len
         total = None if length is None else int(length)
         return _Bar(self._file(), label + where, total, TimeUnit.BATCH, state.eval_timestamp, ("metrics/",))
@@ -169,8 +179,9 @@ class _Bar:
         self._unit = unit
         self._shown = shown
         self._values: dict[str, Any] = {}
-        self._logged: list[Mapping[str, Any]] = []
+        self._latest = start
         self._position = self._count(start)
+        self._next_s = time.monotonic() + _REDRAWN_S
         is_terminal = hasattr(stream, "isatty") and stream.isatty()
         # In a notebook the bar is a widget, as wide as it likes; elsewhere it is 25 characters between the numbers.
         is_widget = is_notebook()
@@ -180,49 +191,52 @@ class _Bar:
             initial=self._position,
             bar_format=title + bar_format + ("{bar:-1b}" if is_terminal else ""),
             unit=unit.value,
-            mininterval=_REDRAWN_S,
+            mininterval=0,
+            miniters=1,
             file=stream,
             dynamic_ncols=is_terminal,
             ncols=None if is_terminal or is_widget else _FILE_WIDTH,
         )
 
-    def keep(self, metrics: Mapping[str, Any]) -> None:
-        """Remember what was logged; what of it belongs to this bar is looked up for many at once."""
-        self._logged.append(dict(metrics))
-        if len(self._logged) >= _MOST_KEPT:
-            self._choose()
-
-    def move(self, stamp: Timestamp) -> None:
-        """Advance to where the timestamp is."""
-        position = self._count(stamp)
-        # tqdm draws now and then; only then is it worth waiting for numbers from the device.
-        if self._bar.update(position - self._position):
-            self._show()
-        self._position = position
-
-    def close(self) -> None:
-        """Draw a last time, with the final values, and leave the bar there."""
-        self._show()
-        self._bar.close()
-
-    def _choose(self) -> None:
-        """Take the values that belong to this bar, the latest of each."""
-        latest = {name: value for metrics in self._logged for name, value in metrics.items()}
-        self._logged.clear()
-        for name, value in latest.items():
+    def keep(self, metrics: dict[str, Any]) -> None:
+        """Take the values that belong to this bar."""
+        for name, value in metrics.items():
             if name.startswith(self._shown) and not name.startswith("metrics/train"):
                 # The bar's title says already what is evaluated, and a line has room for little.
                 self._values[name.rpartition("/")[2] if name.startswith("metrics/") else name] = value
 
-    def _show(self) -> None:
-        self._choose()
+    def move(self, stamp: Timestamp) -> bool:
+        """Advance to where the timestamp is, and answer whether it was drawn.
+
+        It is drawn now and then; only then is it worth waiting for numbers from the device.
+        """
+        self._latest = stamp
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + _REDRAWN_S
+        return self._catch_up()
+
+    def show(self) -> None:
+        """Put the values beside the bar; they are drawn with the next move, as drawing now would draw twice."""
         values = {name: float(value) for name, value in self._values.items() if _is_number(value)}
-        self._bar.set_postfix(values, refresh=False)  # drawn with the next move; drawing now would draw twice
+        self._bar.set_postfix(values, refresh=False)
+
+    def close(self) -> None:
+        """Draw a last time and leave the bar there."""
+        self._catch_up()
+        self._bar.close()
+
+    def _catch_up(self) -> bool:
+        position = self._count(self._latest)
+        is_drawn = bool(self._bar.update(position - self._position))
+        self._position = position
+        return is_drawn
 
     def _count(self, stamp: Timestamp) -> int:
         if self.is_of_one_epoch:
-            return stamp.batch_in_epoch.value
-        return stamp.batch.value if self._unit is TimeUnit.BATCH else stamp.get(self._unit).value
+            return stamp.num_batches_in_epoch
+        return stamp.num_batches if self._unit is TimeUnit.BATCH else stamp.get(self._unit).value
 
 
 def _is_number(value: Any) -> bool:

@@ -106,11 +106,11 @@ class SlackLogger(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Post at the interval, if it counts batches."""
-        self._post_at(TimeUnit.BATCH, int(state.timestamp.batch))
+        self._post_at(TimeUnit.BATCH, state.timestamp.num_batches)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Post at the interval, if it counts epochs."""
-        self._post_at(TimeUnit.EPOCH, int(state.timestamp.epoch))
+        self._post_at(TimeUnit.EPOCH, state.timestamp.num_epochs)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until what was posted is there, so that nobody looks at the channel too early."""

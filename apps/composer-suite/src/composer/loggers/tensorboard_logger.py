@@ -110,7 +110,7 @@ class TensorboardLogger(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Flush at the interval, and upload what has been."""
-        if int(state.timestamp.batch) % self.flush_interval == 0:
+        if state.timestamp.num_batches % self.flush_interval == 0:
             self._flush(logger)
         self._upload(logger)
 

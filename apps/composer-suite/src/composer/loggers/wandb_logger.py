@@ -189,7 +189,7 @@ class WandBLogger(LoggerDestination):
             return
         name = _artifact_name(remote_file_name)
         stamps = _stamps(state)
-        aliases = ["latest", f"ep{int(state.timestamp.epoch)}-ba{int(state.timestamp.batch)}"]
+        aliases = ["latest", f"ep{state.timestamp.num_epochs}-ba{state.timestamp.num_batches}"]
         staged = StagedFile(file_path, "wandb")
 
         def send() -> None:

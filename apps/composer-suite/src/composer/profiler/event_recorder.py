@@ -92,7 +92,7 @@ class EventRecorder(TraceHandler):
         if begin_ns is None:
             return
         duration_ns = wall_clock_time_ns - begin_ns
-        self.spans.append(Span(name, begin_ns, duration_ns, int(timestamp.batch)))
+        self.spans.append(Span(name, begin_ns, duration_ns, timestamp.num_batches))
         time = self.times.get(name)
         if time is None:
             time = self.times[name] = TimeOfName(name)

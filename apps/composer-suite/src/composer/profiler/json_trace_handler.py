@@ -145,14 +145,14 @@ class JSONTraceHandler(TraceHandler):
         wall_clock_time_ns: int,
     ) -> None:
         """Take the begin or the end of a span."""
-        when = {"epoch": int(timestamp.epoch), "batch": int(timestamp.batch)}
+        when = {"epoch": timestamp.num_epochs, "batch": timestamp.num_batches}
         self._record(name, categories, "B" if is_start else "E", wall_clock_time_ns, args=when)
 
     def process_instant_event(
         self, name: str, categories: Sequence[str], timestamp: Timestamp, wall_clock_time_ns: int
     ) -> None:
         """Take what has no duration."""
-        when = {"epoch": int(timestamp.epoch), "batch": int(timestamp.batch)}
+        when = {"epoch": timestamp.num_epochs, "batch": timestamp.num_batches}
         self._record(name, categories, "i", wall_clock_time_ns, args=when, s="p")
 
     def process_counter_event(

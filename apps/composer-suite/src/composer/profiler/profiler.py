@@ -194,7 +194,7 @@ class Profiler(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Note at which batch training goes on."""
-        self.resumption_batch_idx = int(state.timestamp.batch_in_epoch)
+        self.resumption_batch_idx = state.timestamp.num_batches_in_epoch
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Let the epochs that follow begin at their first batch."""

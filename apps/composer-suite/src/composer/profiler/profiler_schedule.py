@@ -47,7 +47,7 @@ def cyclic_schedule(
     cycle = wait + warmup + active
 
     def schedule(state: State) -> ProfilerAction:
-        batch = int(state.timestamp.batch_in_epoch)
+        batch = state.timestamp.num_batches_in_epoch
         first = skip_first + getattr(state.profiler, "resumption_batch_idx", 0)
         if batch < first or (repeat and batch >= first + repeat * cycle):
             return ProfilerAction.SKIP

@@ -172,7 +172,7 @@ class TorchProfiler(Callback):
         if self.profiler is None or self.profiler.current_action is not TorchAction.RECORD_AND_SAVE:
             return False
         length = state.dataloader_len
-        return length is not None and int(state.timestamp.batch_in_epoch) >= int(length)
+        return length is not None and state.timestamp.num_batches_in_epoch >= int(length)
 
     def _step(self) -> None:
         with warnings.catch_warnings():  # that a cycle's events go when they are saved is what is wanted

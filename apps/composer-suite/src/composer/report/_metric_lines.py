@@ -127,10 +127,10 @@ class _Line:
             known |= arrived
         values = {name: number for name, value in known.items() if (number := _plain(value)) is not None}
         return {
-            "batch": int(stamp.batch) if self.step is None else self.step,
-            "epoch": int(stamp.epoch),
-            "sample": int(stamp.sample),
-            "token": int(stamp.token),
+            "batch": stamp.num_batches if self.step is None else self.step,
+            "epoch": stamp.num_epochs,
+            "sample": stamp.num_samples,
+            "token": stamp.num_tokens,
             "time_s": stamp.total_wct.total_seconds(),
             "metrics": values,
         }

@@ -174,7 +174,9 @@ class RunRecorder(LoggerDestination):
         for name in traces:
             if name.startswith(_TRACES):
                 algorithm, _, event = name.removeprefix(_TRACES).rpartition("/")
-                self._acting.add(f"{algorithm} on {event.rpartition('.')[2].lower()}", int(self._state.timestamp.batch))
+                self._acting.add(
+                    f"{algorithm} on {event.rpartition('.')[2].lower()}", self._state.timestamp.num_batches
+                )
 
     def init(self, state: State, logger: Logger) -> None:
         """Make the folder."""
@@ -192,7 +194,7 @@ class RunRecorder(LoggerDestination):
         """Take back what a resumed run does again."""
         if self.is_resuming and self._lines is not None:
             # Without a batch behind it there was no checkpoint to go on with.
-            self._lines.keep(self._num_lines_saved if int(state.timestamp.batch) else 0)
+            self._lines.keep(self._num_lines_saved if state.timestamp.num_batches else 0)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
@@ -203,7 +205,7 @@ class RunRecorder(LoggerDestination):
         """Bring the files up to date at the interval, and let no more wait than memory has room for."""
         if self._lines is not None and self._lines.num_pending >= _MOST_PENDING:
             self._lines.write(waits=False)
-        if int(state.timestamp.batch) % self.flush_interval == 0:
+        if state.timestamp.num_batches % self.flush_interval == 0:
             self._flush_if_rested()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -273,10 +275,10 @@ class RunRecorder(LoggerDestination):
                 "error": None if error is None else "".join(traceback.format_exception(error)),
                 "started": self._started,
                 "updated": now.isoformat(),
-                "epoch": int(state.timestamp.epoch),
-                "batch": int(state.timestamp.batch),
-                "sample": int(state.timestamp.sample),
-                "token": int(state.timestamp.token),
+                "epoch": state.timestamp.num_epochs,
+                "batch": state.timestamp.num_batches,
+                "sample": state.timestamp.num_samples,
+                "token": state.timestamp.num_tokens,
                 "folder": str(self.folder),
                 "checkpoints": list(paths),
                 "traces": saved_traces(state),

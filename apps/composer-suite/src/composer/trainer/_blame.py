@@ -42,7 +42,7 @@ def name_stage(error: BaseException, state: State) -> None:
         if stages:
             stamp = state.timestamp
             rank = f" on rank {get_global_rank()}" if get_world_size() > 1 else ""
-            each.add_note(f"raised in {stages[-1]} of epoch {int(stamp.epoch)}, batch {int(stamp.batch)}{rank}")
+            each.add_note(f"raised in {stages[-1]} of epoch {stamp.num_epochs}, batch {stamp.num_batches}{rank}")
             return
 
 

@@ -281,7 +281,7 @@ def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> lis
         **{name: True for name, is_chosen in chosen.items() if is_chosen},
     )
     stamp = state.timestamp
-    if not int(stamp.iteration) and not int(stamp.epoch_in_iteration) and not int(stamp.token_in_iteration):
+    if not stamp.num_iterations and not int(stamp.epoch_in_iteration) and not int(stamp.token_in_iteration):
         # A checkpoint of before there were iterations.
-        state.timestamp = stamp.copy(epoch_in_iteration=int(stamp.epoch), token_in_iteration=int(stamp.token))
+        state.timestamp = stamp.copy(epoch_in_iteration=stamp.num_epochs, token_in_iteration=stamp.num_tokens)
     return rng

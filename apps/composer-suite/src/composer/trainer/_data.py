@@ -52,7 +52,7 @@ class TrainBatches:
         while True:
             run_event(Event.BEFORE_DATALOADER)
             # A batch that an exception kept from being trained on is the next one still.
-            is_new = self._num_read == int(self._state.timestamp.batch_in_epoch)
+            is_new = self._num_read == self._state.timestamp.num_batches_in_epoch
             if is_new and not self._ranks.all_have_a_batch(self._read()):
                 # There is no batch that AFTER_DATALOADER could show; only the profiler's marker must end.
                 self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
@@ -117,12 +117,12 @@ class TrainBatches:
         state = self._state
         message = (
             f"No batches were trained for global rank {get_global_rank()}: "
-            f"train_dataloader={self.data_spec.dataloader!r} yielded no batch in epoch {int(state.timestamp.epoch)}. "
+            f"train_dataloader={self.data_spec.dataloader!r} yielded no batch in epoch {state.timestamp.num_epochs}. "
             "Give it at least one batch; a DataLoader with drop_last=True needs a dataset of batch_size examples or "
             "more, and an iterator can be read only once."
         )
         duration = state.max_duration
-        if int(state.timestamp.batch) > 0 or duration is None or duration.unit is not TimeUnit.EPOCH:
+        if state.timestamp.num_batches > 0 or duration is None or duration.unit is not TimeUnit.EPOCH:
             raise ValueError(message)
         warnings.warn(message, stacklevel=level_of_user())
 
@@ -151,5 +151,5 @@ class TrainBatches:
 
     @in_stage("the dataloader")
     def _open_epoch(self) -> Iterator[Any]:
-        self._num_read, self._is_untouched = int(self._state.timestamp.batch_in_epoch), True
+        self._num_read, self._is_untouched = self._state.timestamp.num_batches_in_epoch, True
         return self._position.open(self._state, self.data_spec.dataloader)

@@ -195,8 +195,8 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
         agreement.check_agreement(
             {
                 "max_duration": str(state.max_duration),
-                "batch": int(state.timestamp.batch),
-                "epoch": int(state.timestamp.epoch),
+                "batch": state.timestamp.num_batches,
+                "epoch": state.timestamp.num_epochs,
                 "device_train_microbatch_size": state.device_train_microbatch_size,
                 "grad_accum": state.grad_accum,
                 "precision": str(state.precision),

@@ -209,7 +209,7 @@ class DivergenceGuard:
     def _send(self, optimizer: Optimizer) -> None:
         scaler = self._scaler
         overflow = torch.zeros_like(self._found) if scaler is None else overflow_of(scaler, optimizer)
-        self._arrivals.send(int(self._state.timestamp.batch), torch.stack([self._found, overflow]))
+        self._arrivals.send(self._state.timestamp.num_batches, torch.stack([self._found, overflow]))
 
     def _act_on_arrivals(self, *, wait: bool = False) -> None:
         for batch, (found, overflow) in self._arrivals.take(wait=wait):
@@ -235,7 +235,7 @@ class DivergenceGuard:
         action = policy.on_spike if is_spike else policy.action
         if action != "log" and self._num_in_a_row + 1 >= policy.max_in_a_row:
             action = "raise"
-        return Divergence(int(stamp.batch) if batch is None else batch, int(stamp.epoch), loss, is_spike, action)
+        return Divergence(stamp.num_batches if batch is None else batch, stamp.num_epochs, loss, is_spike, action)
 
     def _act(self, divergence: Divergence) -> None:
         """Do what was asked for; the weights are those before the batch."""
@@ -278,11 +278,11 @@ class DivergenceGuard:
     def _refuse_weights(self) -> None:
         """Raise, as there is nothing to go back to."""
         stamp = self._state.timestamp
-        divergence = Divergence(max(int(stamp.batch) - 1, 0), int(stamp.epoch), math.nan, False, "raise")
+        divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
         self._divergences.append(divergence)
         names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
         raise DivergenceError(
-            f"After {int(stamp.batch)} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
+            f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
             "must be finite and are not, though losses and gradients were: a step itself has made them so, such as by "
             "dividing by 0. They are not saved. Go on from the latest checkpoint with a lower learning rate, or with a "
             "larger eps of the optimizer; on_divergence=None trains on whatever comes.",

@@ -90,7 +90,7 @@ class Evaluation:
                 if evaluator.auto_microbatching:
                     key = f"trainer/{evaluator.label}/device_eval_microbatch_size"
                     self._logger.log_metrics({key: evaluator.device_eval_microbatch_size})
-                if int(state.eval_timestamp.batch) > 0:
+                if state.eval_timestamp.num_batches > 0:
                     self._report(evaluator.label, metrics)
                 else:
                     _warn_of_nothing(evaluator)
@@ -104,7 +104,7 @@ class Evaluation:
     ) -> Iterator[Any]:
         state, spec = self._state, evaluator.dataloader
         length = state.dataloader_len
-        set_epoch(spec.dataloader, int(state.timestamp.batch))
+        set_epoch(spec.dataloader, state.timestamp.num_batches)
         batches = iter(spec.dataloader) if open_batches is None else open_batches(evaluator)
         while True:
             may_read = length is None or state.eval_timestamp.batch < length

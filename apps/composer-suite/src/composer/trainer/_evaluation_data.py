@@ -25,7 +25,7 @@ class EvaluationBatches:
 
     def open(self, evaluator: Evaluator) -> Iterator[Any]:
         """Return the batches of an evaluation that is made now."""
-        loader, batch = evaluator.dataloader.dataloader, int(self._state.timestamp.batch)
+        loader, batch = evaluator.dataloader.dataloader, self._state.timestamp.num_batches
         seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
         if isinstance(loader, DataLoader) and can_be_seeded(loader):
             batches = self._seeded.setdefault(id(loader), SeededBatches(loader, get_global_rank()))

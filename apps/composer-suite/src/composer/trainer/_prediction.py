@@ -86,7 +86,7 @@ class Prediction:
     def _batches(self, data_spec: DataSpec, ranks: Ranks) -> Iterator[Any]:
         state = self._state
         length = state.dataloader_len
-        set_epoch(data_spec.dataloader, int(state.timestamp.batch))
+        set_epoch(data_spec.dataloader, state.timestamp.num_batches)
         batches = iter(data_spec.dataloader)
         while True:
             may_read = length is None or state.predict_timestamp.batch < length

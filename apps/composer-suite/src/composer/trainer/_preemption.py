@@ -112,7 +112,7 @@ class Preemption:
 
     def _save(self) -> None:
         state, saver = self._state, self._saver
-        batch = int(state.timestamp.batch)
+        batch = state.timestamp.num_batches
         if saver is None:
             _log.warning(
                 "Training stops after batch %d, as it was asked to by %s. Nothing is saved: give save_folder to go on "

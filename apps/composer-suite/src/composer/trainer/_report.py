@@ -28,7 +28,7 @@ class Report:
 
     def epoch(self) -> None:
         """Log the epoch that begins."""
-        self._logger.log_metrics({"time/epoch": int(self._state.timestamp.epoch)})
+        self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs})
 
     def time(self) -> None:
         """Log where in training the batch lies."""
@@ -40,7 +40,7 @@ class Report:
         """Log where training ended; the metrics of the latest batch are on the state, also where nobody listened."""
         if not self._ranks.listen:
             self._metrics.compute()
-        self._logger.log_metrics({"time/epoch": int(self._state.timestamp.epoch), **self._times()})
+        self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs, **self._times()})
         self._log_tokens()
 
     def losses(self, losses: Mapping[str, Any]) -> None:
@@ -63,17 +63,17 @@ class Report:
     def _times(self) -> dict[str, int]:
         stamp = self._state.timestamp
         return {
-            "time/batch": int(stamp.batch),
-            "time/sample": int(stamp.sample),
-            "time/batch_in_epoch": int(stamp.batch_in_epoch),
-            "time/sample_in_epoch": int(stamp.sample_in_epoch),
+            "time/batch": stamp.num_batches,
+            "time/sample": stamp.num_samples,
+            "time/batch_in_epoch": stamp.num_batches_in_epoch,
+            "time/sample_in_epoch": stamp.num_samples_in_epoch,
         }
 
     def _log_tokens(self) -> None:
         stamp = self._state.timestamp
-        if int(stamp.token):
-            self._logger.log_metrics({"time/token": int(stamp.token)})
-            self._logger.log_metrics({"time/token_in_epoch": int(stamp.token_in_epoch)})
+        if stamp.num_tokens:
+            self._logger.log_metrics({"time/token": stamp.num_tokens})
+            self._logger.log_metrics({"time/token_in_epoch": stamp.num_tokens_in_epoch})
 
 
 def log_run_facts(state: State, logger: Logger) -> None:

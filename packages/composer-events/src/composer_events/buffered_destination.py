@@ -1,0 +1,155 @@
+"""Logger destinations that need what was logged only now and then, and take it many calls at a time."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
+
+from composer_events.logger_destination import LoggerDestination
+
+if TYPE_CHECKING:
+    from composer_time import Timestamp
+
+__all__ = ["BufferedDestination", "LoggedMetrics", "MetricBuffer"]
+
+_MOST_KEPT: Final = 256  # calls; so that what nobody asks for does not grow
+_UNCHANGING: Final = frozenset({bool, int, float, str, type(None)}).issuperset
+
+
+LoggedMetrics: TypeAlias = "tuple[dict[str, Any], dict[str, Any], Timestamp | None, int | None]"
+"""What one call logged: the metrics as they were handed in; copies of them as they were then, for `restored` to read,
+if a destination asks for copies, otherwise the same again; the time, `None` where a destination was called by hand; and
+the step, where the caller gave one."""
+
+
+class BufferedDestination(LoggerDestination):
+    """Take metrics many calls at a time.
+
+    A training step logs several times, to each destination, and what reads the values every so many batches or only
+    at the end need not be called each time. Such a destination overrides `take_metrics`; the `Logger` notes what is
+    logged, and hands it over when there is much of it or when the destination calls `catch_up`, which it does before it
+    looks at what it has. A subclass that overrides `log_metrics` after all is called each time, as any other.
+
+    Attributes:
+        copies_values: Whether it needs values as they were when they were logged, though tensors may have changed.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from composer_events import Logger
+        >>> from composer_time import Timestamp
+        >>> class Summary(BufferedDestination):
+        ...     losses = ()
+        ...     def take_metrics(self, logged):
+        ...         self.losses = (*self.losses, *(metrics["loss"] for metrics, *_ in logged))
+        ...     def epoch_end(self, state, logger):
+        ...         self.catch_up()
+        ...         print(self.losses)
+        >>> state, summary = SimpleNamespace(timestamp=Timestamp()), Summary()
+        >>> logger = Logger(state, summary)
+        >>> logger.log_metrics({"loss": 0.5})
+        >>> logger.log_metrics({"loss": 0.25})
+        >>> summary.losses
+        ()
+        >>> summary.epoch_end(state, logger)
+        (0.5, 0.25)
+    """
+
+    copies_values: ClassVar[bool] = False
+    _buffers: tuple[MetricBuffer, ...] = ()  # of the loggers that write to it
+
+    @abstractmethod
+    def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
+        """Take what was logged since the last time.
+
+        Args:
+            logged: What each call logged, in order.
+        """
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Take numbers measured at one step, at once.
+
+        Args:
+            metrics: By name.
+            step: The count of batches that they belong to.
+        """
+        self.catch_up()
+        copies = _copier()(metrics) if self.copies_values else metrics
+        self.take_metrics([(metrics, copies, None, step)])
+
+    def catch_up(self) -> None:
+        """Have `take_metrics` called with what was logged and not yet handed over."""
+        for buffer in self._buffers:
+            buffer.deliver()
+
+    def attach(self, buffer: MetricBuffer) -> None:
+        """Remember whom to ask in `catch_up`; for a `Logger` to call."""
+        if buffer not in self._buffers:
+            self._buffers = (*self._buffers, buffer)
+
+
+class MetricBuffer:
+    """What was logged and not yet handed to the destinations that take it late.
+
+    Attributes:
+        destinations: Those. Assigning others hands over to the old ones first.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[LoggedMetrics] = []
+        self._destinations: tuple[BufferedDestination, ...] = ()
+        self._copy: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self._seen: Timestamp | None = None
+        self._now: Timestamp | None = None  # a copy of the one seen
+
+    @property
+    def destinations(self) -> tuple[BufferedDestination, ...]:
+        """Who takes what is noted."""
+        return self._destinations
+
+    @destinations.setter
+    def destinations(self, destinations: tuple[BufferedDestination, ...]) -> None:
+        self.deliver()
+        self._destinations = destinations
+        self._copy = _copier() if any(place.copies_values for place in destinations) else None
+        for place in destinations:
+            place.attach(self)
+
+    def note(self, metrics: dict[str, Any], timestamp: Timestamp, step: int | None) -> None:
+        """Keep what one call logs until it is handed over.
+
+        Args:
+            metrics: By name.
+            timestamp: The time in training.
+            step: The count of batches, if the caller gave one.
+        """
+        if timestamp is not self._seen:  # loading a state changes a timestamp in place
+            self._seen, self._now = timestamp, timestamp.copy()
+        kept = copies = dict(metrics)
+        if self._copy is not None and not _UNCHANGING(map(type, metrics.values())):  # most values need no copy
+            copies = self._copy(kept)
+        self._noted.append((kept, copies, self._now, step))
+        if len(self._noted) >= _MOST_KEPT:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Hand over what was noted, to all destinations."""
+        if self._noted:
+            noted, self._noted = self._noted, []
+            for place in self._destinations:
+                place.take_metrics(noted)
+
+
+def takes_late(place: object) -> TypeGuard[BufferedDestination]:
+    """Answer whether a destination takes metrics late: it is made for that, and nobody has put another way on it."""
+    return (
+        isinstance(place, BufferedDestination)
+        and type(place).log_metrics is BufferedDestination.log_metrics
+        and "log_metrics" not in vars(place)
+    )
+
+
+def _copier() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    from composer_events.value_copies import kept_metrics  # here, since it needs torch and the rest does not
+
+    return kept_metrics

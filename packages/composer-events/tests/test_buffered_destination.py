@@ -1,0 +1,161 @@
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from composer_events import BufferedDestination, Logger, LoggerDestination
+from composer_events.value_copies import restored
+from composer_time import Timestamp
+
+
+class Late(BufferedDestination):
+    def __init__(self):
+        self.taken = []
+
+    def take_metrics(self, logged):
+        self.taken += logged
+
+    @property
+    def metrics(self):
+        return [metrics for metrics, *_ in self.taken]
+
+
+class LateCopies(Late):
+    copies_values = True
+
+
+class AtOnce(LoggerDestination):
+    def __init__(self):
+        self.metrics = []
+
+    def log_metrics(self, metrics, step=None):
+        self.metrics.append((metrics, step))
+
+
+@pytest.fixture
+def state():
+    return SimpleNamespace(timestamp=Timestamp(batch=3))
+
+
+def test_what_was_logged_comes_when_asked_for_in_order_and_once(state):
+    late = Late()
+    logger = Logger(state, late)
+    for loss in (0.5, 0.25):
+        logger.log_metrics({"loss": loss})
+    assert late.taken == []
+    late.catch_up()
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.5}, {"loss": 0.25}]
+
+
+def test_what_nobody_asks_for_does_not_grow(state):
+    late = Late()
+    logger = Logger(state, late)
+    for loss in range(1000):
+        logger.log_metrics({"loss": loss})
+    assert 1000 - len(late.taken) < 256
+    assert late.metrics == [{"loss": loss} for loss in range(len(late.taken))]
+
+
+def test_others_are_told_at_once(state):
+    late, at_once = Late(), AtOnce()
+    Logger(state, [late, at_once]).log_metrics({"loss": 0.5})
+    assert late.taken == []
+    assert at_once.metrics == [({"loss": 0.5}, 3)]
+
+
+def test_all_get_everything_when_one_asks(state):
+    late, other = Late(), Late()
+    Logger(state, [late, other]).log_metrics({"loss": 0.5})
+    late.catch_up()
+    assert other.metrics == [{"loss": 0.5}]
+
+
+def test_later_changes_of_the_callers_dict_do_not_show(state):
+    late, metrics = Late(), {"loss": 0.5}
+    Logger(state, late).log_metrics(metrics)
+    metrics["loss"] = 0.0
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.5}]
+
+
+def test_who_asks_for_copies_gets_values_as_they_were(state):
+    late, loss = LateCopies(), torch.tensor([0.5, 1.0])
+    number = torch.tensor(2, dtype=torch.int16)
+    Logger(state, late).log_metrics({"losses": loss, "number": number, "name": "a", "nested": {"loss": loss}})
+    loss.zero_()
+    number.zero_()
+    late.catch_up()
+    [(_, copies, _, _)] = late.taken
+    values = {name: restored(value) for name, value in copies.items()}
+    assert values["losses"].tolist() == values["nested"]["loss"].tolist() == [0.5, 1.0]
+    assert (values["number"].item(), values["number"].dtype, values["name"]) == (2, torch.int16, "a")
+
+
+def test_each_call_has_its_time_and_step(state):
+    late = Late()
+    logger = Logger(state, late)
+    logger.log_metrics({"loss": 0.5})
+    state.timestamp = state.timestamp.to_next_batch()
+    logger.log_metrics({"loss": 0.25}, step=7)
+    state.timestamp.load_state_dict(Timestamp(batch=100).state_dict())  # in place, as loading a checkpoint does
+    late.catch_up()
+    assert [(stamp.num_batches, step) for _, _, stamp, step in late.taken] == [(3, None), (4, 7)]
+
+
+def test_called_by_hand_it_takes_what_came_before_first(state):
+    late = Late()
+    Logger(state, late).log_metrics({"loss": 0.5})
+    late.log_metrics({"loss": 0.25})
+    assert late.metrics == [{"loss": 0.5}, {"loss": 0.25}]
+
+
+def test_other_destinations_do_not_cost_the_old_ones_anything(state):
+    late, later = Late(), Late()
+    logger = Logger(state, late)
+    logger.log_metrics({"loss": 0.5})
+    logger.destinations = later
+    logger.log_metrics({"loss": 0.25})
+    later.catch_up()
+    assert late.metrics == [{"loss": 0.5}]
+    assert later.metrics == [{"loss": 0.25}]
+
+
+def test_nothing_is_lost_when_the_logger_is(state):
+    late = Late()
+    Logger(state, late).log_metrics({"loss": 0.5})
+    gc.collect()
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.5}]
+
+
+def test_several_loggers_may_write_to_one(state):
+    late = Late()
+    loggers = [Logger(state, late), Logger(state, late)]
+    for logger in loggers:
+        logger.log_metrics({"loss": 0.5})
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.5}] * 2
+
+
+def test_a_subclass_with_its_own_log_metrics_is_called_each_time(state):
+    class Mine(Late):
+        def log_metrics(self, metrics, step=None):
+            super().log_metrics({**metrics, "mine": True}, step)
+
+    mine = Mine()
+    Logger(state, mine).log_metrics({"loss": 0.5})
+    assert mine.metrics == [{"loss": 0.5, "mine": True}]
+
+
+def test_a_method_put_on_one_is_called_each_time(state):
+    late, calls = Late(), []
+    late.log_metrics = lambda metrics, step: calls.append(metrics)
+    Logger(state, late).log_metrics({"loss": 0.5})
+    assert calls == [{"loss": 0.5}]
+
+
+def test_one_that_cannot_take_anything_is_refused():
+    with pytest.raises(TypeError, match="take_metrics"):
+        BufferedDestination()
