@@ -2,7 +2,6 @@ import gc
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from composer_events import BufferedDestination, Logger, LoggerDestination
 from composer_events.value_copies import restored
@@ -80,17 +79,13 @@ def test_later_changes_of_the_callers_dict_do_not_show(state):
     assert late.metrics == [{"loss": 0.5}]
 
 
-def test_who_asks_for_copies_gets_values_as_they_were(state):
-    late, loss = LateCopies(), torch.tensor([0.5, 1.0])
-    number = torch.tensor(2, dtype=torch.int16)
-    Logger(state, late).log_metrics({"losses": loss, "number": number, "name": "a", "nested": {"loss": loss}})
-    loss.zero_()
-    number.zero_()
+def test_copies_need_no_torch(state):
+    late, losses = LateCopies(), [0.5]
+    Logger(state, late).log_metrics({"losses": losses})
+    losses.clear()
     late.catch_up()
     [(_, copies, _, _)] = late.taken
-    values = {name: restored(value) for name, value in copies.items()}
-    assert values["losses"].tolist() == values["nested"]["loss"].tolist() == [0.5, 1.0]
-    assert (values["number"].item(), values["number"].dtype, values["name"]) == (2, torch.int16, "a")
+    assert restored(copies["losses"]) == [0.5]
 
 
 def test_each_call_has_its_time_and_step(state):

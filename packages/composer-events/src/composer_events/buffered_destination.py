@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
 
 from composer_events.logger_destination import LoggerDestination
+from composer_events.value_copies import kept_metrics
 
 if TYPE_CHECKING:
     from composer_time import Timestamp
@@ -74,7 +75,7 @@ class BufferedDestination(LoggerDestination):
             step: The count of batches that they belong to.
         """
         self.catch_up()
-        copies = _copier()(metrics) if self.copies_values else metrics
+        copies = kept_metrics(metrics) if self.copies_values else metrics
         self.take_metrics([(metrics, copies, None, step)])
 
     def catch_up(self) -> None:
@@ -98,7 +99,7 @@ class MetricBuffer:
     def __init__(self) -> None:
         self._noted: list[LoggedMetrics] = []
         self._destinations: tuple[BufferedDestination, ...] = ()
-        self._copy: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self._copies = False
         self._seen: Timestamp | None = None
         self._now: Timestamp | None = None  # a copy of the one seen
 
@@ -111,7 +112,7 @@ class MetricBuffer:
     def destinations(self, destinations: tuple[BufferedDestination, ...]) -> None:
         self.deliver()
         self._destinations = destinations
-        self._copy = _copier() if any(place.copies_values for place in destinations) else None
+        self._copies = any(place.copies_values for place in destinations)
         for place in destinations:
             place.attach(self)
 
@@ -126,8 +127,8 @@ class MetricBuffer:
         if timestamp is not self._seen:  # loading a state changes a timestamp in place
             self._seen, self._now = timestamp, timestamp.copy()
         kept = copies = dict(metrics)
-        if self._copy is not None and not _UNCHANGING(map(type, metrics.values())):  # most values need no copy
-            copies = self._copy(kept)
+        if self._copies and not _UNCHANGING(map(type, metrics.values())):  # most values need no copy
+            copies = kept_metrics(kept)
         self._noted.append((kept, copies, self._now, step))
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()
@@ -147,9 +148,3 @@ def takes_late(place: object) -> TypeGuard[BufferedDestination]:
         and type(place).log_metrics is BufferedDestination.log_metrics
         and "log_metrics" not in vars(place)
     )
-
-
-def _copier() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    from composer_events.value_copies import kept_metrics  # here, since it needs torch and the rest does not
-
-    return kept_metrics

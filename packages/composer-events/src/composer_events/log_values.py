@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-__all__ = ["format_log_data_value"]
+__all__ = ["format_log_data_value", "is_tensor"]
 
 
 def format_log_data_value(data: Any) -> str:
@@ -31,7 +31,7 @@ def format_log_data_value(data: Any) -> str:
         return str(data)
     if isinstance(data, float):
         return f"{data:.4f}"
-    if _is_tensor(data):
+    if is_tensor(data):
         return format_log_data_value(data.cpu().item()) if data.numel() == 1 else f"Tensor of shape {data.shape}"
     if isinstance(data, Mapping):
         return _format_mapping(cast("Mapping[Any, Any]", data))
@@ -53,7 +53,12 @@ def _format_mapping(data: Mapping[Any, Any]) -> str:
     return f"{{ {''.join(items)}}}"
 
 
-def _is_tensor(data: Any) -> bool:
+def is_tensor(data: Any) -> bool:
+    """Answer whether a value is a tensor, without importing torch.
+
+    Args:
+        data: The value.
+    """
     # Nothing is a tensor in a process that has not imported torch, and only to find that out it is too slow.
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor)

@@ -1,7 +1,6 @@
 """A progress bar for training and one for each evaluation, by tqdm."""
 
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -179,9 +178,7 @@ class _Bar:
         self._unit = unit
         self._shown = shown
         self._values: dict[str, Any] = {}
-        self._latest = start
         self._position = self._count(start)
-        self._next_s = time.monotonic() + _REDRAWN_S
         is_terminal = hasattr(stream, "isatty") and stream.isatty()
         # In a notebook the bar is a widget, as wide as it likes; elsewhere it is 25 characters between the numbers.
         is_widget = is_notebook()
@@ -191,8 +188,7 @@ class _Bar:
             initial=self._position,
             bar_format=title + bar_format + ("{bar:-1b}" if is_terminal else ""),
             unit=unit.value,
-            mininterval=0,
-            miniters=1,
+            mininterval=_REDRAWN_S,
             file=stream,
             dynamic_ncols=is_terminal,
             ncols=None if is_terminal or is_widget else _FILE_WIDTH,
@@ -210,12 +206,10 @@ class _Bar:
 
         It is drawn now and then; only then is it worth waiting for numbers from the device.
         """
-        self._latest = stamp
-        now_s = time.monotonic()
-        if now_s < self._next_s:
-            return False
-        self._next_s = now_s + _REDRAWN_S
-        return self._catch_up()
+        position = self._count(stamp)
+        is_drawn = bool(self._bar.update(position - self._position))
+        self._position = position
+        return is_drawn
 
     def show(self) -> None:
         """Put the values beside the bar; they are drawn with the next move, as drawing now would draw twice."""
@@ -224,14 +218,7 @@ class _Bar:
 
     def close(self) -> None:
         """Draw a last time and leave the bar there."""
-        self._catch_up()
         self._bar.close()
-
-    def _catch_up(self) -> bool:
-        position = self._count(self._latest)
-        is_drawn = bool(self._bar.update(position - self._position))
-        self._position = position
-        return is_drawn
 
     def _count(self, stamp: Timestamp) -> int:
         if self.is_of_one_epoch:

@@ -1,0 +1,30 @@
+from types import SimpleNamespace
+
+import torch
+
+from composer_events import BufferedDestination, Logger
+from composer_events.value_copies import restored
+from composer_time import Timestamp
+
+
+class Late(BufferedDestination):
+    copies_values = True
+
+    def __init__(self):
+        self.taken = []
+
+    def take_metrics(self, logged):
+        self.taken += logged
+
+
+def test_who_asks_for_copies_gets_values_as_they_were():
+    late, loss = Late(), torch.tensor([0.5, 1.0])
+    number = torch.tensor(2, dtype=torch.int16)
+    Logger(SimpleNamespace(timestamp=Timestamp()), late).log_metrics({"losses": loss, "number": number, "name": "a", "nested": {"loss": loss}})
+    loss.zero_()
+    number.zero_()
+    late.catch_up()
+    [(_, copies, _, _)] = late.taken
+    values = {name: restored(value) for name, value in copies.items()}
+    assert values["losses"].tolist() == values["nested"]["loss"].tolist() == [0.5, 1.0]
+    assert (values["number"].item(), values["number"].dtype, values["name"]) == (2, torch.int16, "a")
