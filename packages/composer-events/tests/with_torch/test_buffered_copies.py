@@ -20,7 +20,9 @@ class Late(BufferedDestination):
 def test_who_asks_for_copies_gets_values_as_they_were():
     late, loss = Late(), torch.tensor([0.5, 1.0])
     number = torch.tensor(2, dtype=torch.int16)
-    Logger(SimpleNamespace(timestamp=Timestamp()), late).log_metrics({"losses": loss, "number": number, "name": "a", "nested": {"loss": loss}})
+    Logger(SimpleNamespace(timestamp=Timestamp()), late).log_metrics(
+        {"losses": loss, "number": number, "name": "a", "nested": {"loss": loss}}
+    )
     loss.zero_()
     number.zero_()
     late.catch_up()
