@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_events import BufferedDestination, Logger, LoggerDestination
+from composer_events import BufferedDestination, Logger, LoggerDestination, State
 from composer_events.value_copies import restored
 from composer_time import Timestamp
 
@@ -97,6 +97,16 @@ def test_each_call_has_its_time_and_step(state):
     state.timestamp.load_state_dict(Timestamp(batch=100).state_dict())  # in place, as loading a checkpoint does
     late.catch_up()
     assert [(stamp.num_batches, step) for _, _, stamp, step in late.taken] == [(3, None), (4, 7)]
+
+
+def test_what_is_logged_after_loading_has_the_loaded_time():
+    late, state = Late(), State(model=None, rank_zero_seed=0)
+    logger = Logger(state, late)
+    logger.log_metrics({"loss": 0.5})
+    state.load_state_dict({"timestamp": {"Timestamp": Timestamp(batch=100).state_dict()}})
+    logger.log_metrics({"loss": 0.25})
+    late.catch_up()
+    assert [stamp.num_batches for _, _, stamp, _ in late.taken] == [0, 100]
 
 
 def test_called_by_hand_it_takes_what_came_before_first(state):

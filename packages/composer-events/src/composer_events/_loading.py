@@ -119,6 +119,11 @@ def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
     return load
 
 
+def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
+    _load_by_class("timestamp")(state, saved)
+    state.timestamp = state.timestamp.copy()  # who has seen the old one takes it for another time
+
+
 def _load_algorithms(state: State, saved: Any) -> None:
     if not isinstance(saved, Mapping):
         saved = _numbered(cast("Sequence[Sequence[Any]]", saved))
@@ -157,7 +162,7 @@ _LOADERS: Mapping[str, Callable[[Any, Any], None]] = {
     "algorithms": _load_algorithms,
     "callbacks": _load_by_class("callbacks"),
     "scaler": _load_by_class("scaler"),
-    "timestamp": _load_by_class("timestamp"),
+    "timestamp": _load_timestamp,
     "train_metrics": _load_train_metrics,
     "eval_metrics": _load_eval_metrics,
     "dataset_state": _load_dataset_state,

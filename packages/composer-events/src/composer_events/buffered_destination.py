@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
 
 from composer_events.logger_destination import LoggerDestination
-from composer_events.value_copies import kept_metrics
+from composer_events.value_copies import UNCHANGING, kept_metrics, without_graphs
 
 if TYPE_CHECKING:
     from composer_time import Timestamp
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["BufferedDestination", "LoggedMetrics", "MetricBuffer"]
 
 _MOST_KEPT: Final = 256  # calls; so that what nobody asks for does not grow
-_UNCHANGING: Final = frozenset({bool, int, float, str, type(None)}).issuperset
-
+_are_unchanging: Final = UNCHANGING.issuperset
 
 LoggedMetrics: TypeAlias = "tuple[dict[str, Any], dict[str, Any], Timestamp | None, int | None]"
-"""What one call logged: the metrics as they were handed in; copies of them as they were then, for `restored` to read,
-if a destination asks for copies, otherwise the same again; the time, `None` where a destination was called by hand; and
-the step, where the caller gave one."""
+"""What one call logged: the metrics as they were handed in; copies of them as they were then, for
+`composer_events.value_copies.restored` to read, if a destination asks for copies, otherwise the same again; the time,
+`None` where a destination was called by hand; and the step, where the caller gave one."""
 
 
 class BufferedDestination(LoggerDestination):
@@ -127,8 +126,9 @@ class MetricBuffer:
         if timestamp is not self._seen:  # loading a state changes a timestamp in place
             self._seen, self._now = timestamp, timestamp.copy()
         kept = copies = dict(metrics)
-        if self._copies and not _UNCHANGING(map(type, metrics.values())):  # most values need no copy
-            copies = kept_metrics(kept)
+        if not _are_unchanging(map(type, kept.values())):  # most are
+            kept = without_graphs(kept)
+            copies = kept_metrics(kept) if self._copies else kept
         self._noted.append((kept, copies, self._now, step))
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()

@@ -9,9 +9,10 @@ from typing import Any, Final, cast
 
 from composer_events.log_values import is_tensor
 
-__all__ = ["detached_copy", "kept_metrics", "map_values", "restored"]
+__all__ = ["UNCHANGING", "detached_copy", "kept_metrics", "map_values", "restored", "without_graphs"]
 
-_UNCHANGING: Final = frozenset({bool, int, float, str, type(None)})
+UNCHANGING: Final = frozenset({bool, int, float, str, type(None)})
+"""Types of values that need no copy."""
 
 
 def detached_copy(value: Any) -> Any:
@@ -20,7 +21,7 @@ def detached_copy(value: Any) -> Any:
     Args:
         value: A number, tensor, array, text, or a container of these.
     """
-    if type(value) in _UNCHANGING:
+    if type(value) in UNCHANGING:
         return value
     if is_tensor(value):
         return value.detach().clone() if value.requires_grad else value.clone()
@@ -55,6 +56,17 @@ def kept_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         else:
             kept[name] = detached_copy(value)
     return kept
+
+
+def without_graphs(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same metrics, of which none keeps the activations of a forward pass in memory.
+
+    Args:
+        metrics: By name.
+    """
+    return {
+        name: value.detach() if is_tensor(value) and value.requires_grad else value for name, value in metrics.items()
+    }
 
 
 def restored(value: Any) -> Any:

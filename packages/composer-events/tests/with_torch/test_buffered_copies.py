@@ -1,5 +1,8 @@
+import math
+import weakref
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from composer_events import BufferedDestination, Logger
@@ -30,3 +33,15 @@ def test_who_asks_for_copies_gets_values_as_they_were():
     values = {name: restored(value) for name, value in copies.items()}
     assert values["losses"].tolist() == values["nested"]["loss"].tolist() == [0.5, 1.0]
     assert (values["number"].item(), values["number"].dtype, values["name"]) == (2, torch.int16, "a")
+
+
+def test_what_waits_keeps_no_activations_in_memory():
+    late, weight = Late(), torch.ones(3, requires_grad=True)
+    hidden = weight.exp()
+    activations = weakref.ref(hidden)
+    loss = hidden.square().sum()
+    Logger(SimpleNamespace(timestamp=Timestamp()), late).log_metrics({"loss": loss})
+    del hidden, loss
+    assert activations() is None
+    late.catch_up()
+    assert late.taken[0][0]["loss"].item() == pytest.approx(3 * math.exp(2))
