@@ -124,7 +124,7 @@ def _at_hand(numbers: Tensor) -> Sequence[Any]:
 def _norm_of(norms: list[Any]) -> Any:
     """Return the norm of what has these norms, as a number where all of them are."""
     if not any(isinstance(norm, Tensor) for norm in norms):
-        return math.hypot(*norms)
+        return math.sqrt(sum(norm * norm for norm in norms))  # of inf and nan it is nan, unlike that of math.hypot
     return torch.linalg.vector_norm(torch.stack([torch.as_tensor(norm) for norm in norms]))
 
 

@@ -1,0 +1,21 @@
+import math
+from types import SimpleNamespace
+
+import torch
+
+from composer.callbacks import OptimizerMonitor
+from composer.loggers import InMemoryLogger, Logger
+from composer_time import Timestamp
+
+
+def test_the_norm_of_all_gradients_hides_no_nan_behind_an_infinity():
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad, model.bias.grad = torch.full((1, 2), math.inf), torch.full((1,), math.nan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = SimpleNamespace(model=model, optimizers=[optimizer], timestamp=Timestamp())
+    memory = InMemoryLogger()
+    OptimizerMonitor().batch_end(state, Logger(state, memory))
+    latest = memory.most_recent_values
+    assert latest["l2_norm/grad/weight"] == math.inf
+    assert math.isnan(latest["l2_norm/grad/bias"])
+    assert math.isnan(latest["l2_norm/grad/global"])
