@@ -74,6 +74,7 @@ PLAN = (
     Script("trainer_overhead", ("--rounds", "5"), 150.0),
     Script("peers", ("--rounds", "7"), 120.0),
     Script("callbacks", ("--quick",), 150.0),
+    Script("callbacks_long_runs", ("--quick",), 90.0),
     Script("optimizers", (), 90.0),
     Script("ema"),
     Script("algorithms", ("--rounds", "7"), 180.0),

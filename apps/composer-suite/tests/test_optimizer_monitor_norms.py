@@ -19,3 +19,16 @@ def test_the_norm_of_all_gradients_hides_no_nan_behind_an_infinity():
     assert latest["l2_norm/grad/weight"] == math.inf
     assert math.isnan(latest["l2_norm/grad/bias"])
     assert math.isnan(latest["l2_norm/grad/global"])
+
+
+def test_parameters_that_take_the_place_of_others_are_the_ones_logged():
+    model, monitor = torch.nn.Sequential(torch.nn.Linear(2, 1)), OptimizerMonitor()
+    state = SimpleNamespace(model=model, optimizers=[], timestamp=Timestamp())
+    for bias in (True, False):
+        model[0] = torch.nn.Linear(2, 1, bias=bias)
+        state.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+        model(torch.ones(1, 2)).sum().backward()
+        memory = InMemoryLogger()
+        monitor.batch_end(state, Logger(state, memory))
+    assert memory.most_recent_values["l2_norm/grad/0.weight"] == model[0].weight.grad.norm().item()
+    assert "l2_norm/grad/0.bias" not in memory.most_recent_values

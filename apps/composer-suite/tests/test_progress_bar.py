@@ -58,6 +58,17 @@ def test_the_settings_of_the_run_come_before_the_first_bar(shown):
     assert text.index("rank_zero_seed: 3") < text.index("train ")
 
 
+def test_training_that_goes_on_in_the_middle_of_an_epoch_has_a_bar_of_the_rest(make_trainer):
+    stream = io.StringIO()
+    trainer = make_trainer(progress_bar=True, console_stream=stream, max_duration="1ep")
+    trainer.fit(duration="1ba")
+    stream.truncate(0)
+    trainer.fit(duration="1ba")
+    trainer.close()
+    first, *_, last = re.findall(r"(\d/2) ", stream.getvalue())
+    assert (first, last) == ("1/2", "2/2")
+
+
 def test_the_bar_moves_once_for_each_batch(make_trainer, make_loader, monkeypatch):
     moves = []
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from composer.callbacks._at_hand import numbers_at_hand
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_flags, check_text_lists, to_time
 from composer_events.callback import Callback
@@ -31,6 +30,7 @@ __all__ = ["ActivationMonitor", "compute_kurtosis"]
 
 _UNITS: Final = (TimeUnit.BATCH, TimeUnit.EPOCH)
 _SELDOM_ENOUGH: Final = 10  # batches
+_STATISTICS: Final = ("l2_norm", "average", "max", "kurtosis")
 
 
 class ActivationMonitor(Callback):
@@ -93,8 +93,8 @@ class ActivationMonitor(Callback):
         self._is_watching = False
         self._handles: list[RemovableHandle] = []
         self._uncompiled = ExitStack()
-        self._metrics: dict[str, Tensor] = {}
-        self._measured: dict[tuple[int, bool], tuple[weakref.ref[Tensor], int, dict[str, Tensor]]] = {}
+        self._seen: dict[str, tuple[Tensor, int]] = {}  # by name of an input or output, and which row it is
+        self._measured: dict[tuple[int, bool], tuple[weakref.ref[Tensor], int, Tensor | None]] = {}
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Begin to watch, if it is time."""
@@ -114,7 +114,7 @@ class ActivationMonitor(Callback):
         if not self._is_watching:
             return
         self._last_logged = self._now(state.timestamp)
-        metrics = numbers_at_hand(self._metrics)
+        metrics = _by_name(self._seen)
         self._stop_watching()
         wandb = [place for place in logger.destinations if _is_wandb(place)] if self.only_log_wandb else []
         step = state.timestamp.num_batches
@@ -132,7 +132,7 @@ class ActivationMonitor(Callback):
             handle.remove()
         self._uncompiled.close()
         self._is_watching = False
-        self._handles, self._metrics, self._measured = [], {}, {}
+        self._handles, self._seen, self._measured = [], {}, {}
 
     def _watch(self, name: str, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         with torch.no_grad():
@@ -147,15 +147,16 @@ class ActivationMonitor(Callback):
                 self._measure_rows(f"{name}_output", output)
 
     def _measure(self, name: str, tensor: Tensor) -> None:
-        for key, values in self._statistics_of(tensor, as_rows=False).items():
-            self._metrics[f"activations/{key}/{name}"] = values[0]
+        statistics = self._statistics_of(tensor, as_rows=False)
+        if statistics is not None:
+            self._seen[name] = statistics, 0
 
     def _measure_rows(self, name: str, tensor: Tensor) -> None:
-        for key, values in self._statistics_of(tensor, as_rows=True).items():
-            for row, value in enumerate(values.unbind()):
-                self._metrics[f"activations/{key}/{name}.{row}"] = value
+        statistics = self._statistics_of(tensor, as_rows=True)
+        if statistics is not None:
+            self._seen |= {f"{name}.{row}": (statistics, row) for row in range(len(tensor))}
 
-    def _statistics_of(self, tensor: Tensor, *, as_rows: bool) -> dict[str, Tensor]:
+    def _statistics_of(self, tensor: Tensor, *, as_rows: bool) -> Tensor | None:
         """Return the statistics of a tensor, which often is the output of one module and the input of the next."""
         # `_version`, which has no public name, counts what is done to a tensor in place.
         version = -1 if tensor.is_inference() else tensor._version
@@ -182,26 +183,39 @@ def compute_kurtosis(value: Tensor) -> Tensor:
 
 def _kurtosis(value: Tensor, mean: Tensor) -> Tensor:
     squares = (value - mean).square_()
-    # The sum of their squares, without a tensor of those.
-    fourth = torch.linalg.vector_norm(squares, dim=-1).square() / squares.shape[-1]
-    return fourth / squares.mean(dim=-1).square()
+    # The mean of their squares over the square of their mean, without a tensor of their squares.
+    ratio = torch.linalg.vector_norm(squares, dim=-1) / squares.sum(dim=-1)
+    return ratio.square_() * squares.shape[-1]
 
 
-def _statistics(tensor: Tensor) -> dict[str, Tensor]:
-    """Return each statistic for each row, in one pass over all of them."""
+def _statistics(tensor: Tensor) -> Tensor | None:
+    """Return the `_STATISTICS` of each row, shape `(rows, 4)`, in one pass over all of them."""
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
-        return {}
+        return None
     tensor = tensor.abs() if tensor.is_complex() else tensor
     tensor = tensor.float() if tensor.element_size() < 4 else tensor  # 16 bits have no room for a fourth moment
     rows = tensor.reshape(len(tensor), -1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     average = rows.mean(dim=-1, keepdim=True)
-    along_last = {
-        "l2_norm": torch.linalg.vector_norm(rows, dim=-1),
-        "average": average.squeeze(-1),
-        "max": rows.amax(dim=-1),
-        "kurtosis": _kurtosis(rows, average),
+    along_last = (
+        torch.linalg.vector_norm(rows, dim=-1),
+        average.squeeze(-1),
+        rows.amax(dim=-1),
+        _kurtosis(rows, average),
+    )
+    return torch.stack(along_last, dim=1).mean(dim=-1)
+
+
+def _by_name(seen: Mapping[str, tuple[Tensor, int]]) -> dict[str, Any]:
+    """Return each statistic by its name in the log, as a number where that can be had without waiting for a device."""
+    tensors = {id(statistics): statistics for statistics, _ in seen.values()}
+    values: dict[int, Sequence[Any]] = {
+        key: each.tolist() if each.is_cpu else [row.unbind() for row in each.unbind()] for key, each in tensors.items()
     }
-    return {key: values.mean(dim=-1) for key, values in along_last.items()}
+    return {
+        f"activations/{statistic}/{name}": value
+        for name, (statistics, row) in seen.items()
+        for statistic, value in zip(_STATISTICS, values[id(statistics)][row], strict=True)
+    }
 
 
 def _items(values: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:

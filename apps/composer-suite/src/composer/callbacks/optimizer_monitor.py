@@ -49,23 +49,43 @@ class OptimizerMonitor(Callback):
         check_counts(batch_log_interval=batch_log_interval)
         self.log_optimizer_metrics = log_optimizer_metrics
         self.batch_log_interval = batch_log_interval
+        self._known: tuple[Any, list[int], list[tuple[str, Tensor]]] | None = None  # a model, and what it has
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the norms, every `batch_log_interval` batches."""
         if state.timestamp.num_batches % self.batch_log_interval:
             return
-        named = state.model.named_parameters()
-        parameters = {canonical_name(name): each for name, each in named if each.grad is not None}
+        parameters = {name: each for name, each in self._named(state) if each.grad is not None}
         metrics: dict[str, Any] = {}
         if self.log_optimizer_metrics:
             metrics = numbers_at_hand(_optimizer_metrics(state.optimizers[0], parameters))
         gradients = {f"{_GRADIENT}/{name}": parameter.grad for name, parameter in parameters.items()}
         unknown = [name for name in gradients if name not in metrics]
         metrics |= zip(unknown, _whole_norms([gradients[name] for name in unknown]), strict=True)
-        of_gradients = [value for name, value in metrics.items() if name.startswith(_GRADIENT)]
-        if of_gradients:
-            metrics[f"{_GRADIENT}/global"] = _norm_of(of_gradients)
+        if gradients:
+            metrics[f"{_GRADIENT}/global"] = _norm_of([metrics[name] for name in gradients])
         logger.log_metrics(metrics)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Look for the parameters anew, next time."""
+        self._known = None
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Let go of the model."""
+        self._known = None
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Let go of the model, where training did not come to its end."""
+        self._known = None
+
+    def _named(self, state: State) -> list[tuple[str, Tensor]]:
+        """Return the model's parameters with their names, which are looked for anew when the optimizers get others."""
+        groups = [group["params"] for optimizer in state.optimizers for group in optimizer.param_groups]
+        ids = [id(parameter) for parameters in groups for parameter in parameters]
+        if self._known is None or self._known[0] is not state.model or self._known[1] != ids:
+            named = [(canonical_name(name), each) for name, each in state.model.named_parameters()]
+            self._known = state.model, ids, named
+        return self._known[2]
 
 
 def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -90,6 +110,7 @@ def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict
     return metrics
 
 
+@torch.no_grad()
 def _whole_norms(tensors: list[Any]) -> list[Any]:
     """Return the 2-norm of each tensor, over all its shards with one collective for each mesh.
 
@@ -98,10 +119,10 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
     norms: dict[int, Any] = {}
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        mesh = getattr(tensor, "device_mesh", None)
+        mesh = None if type(tensor) is Tensor else getattr(tensor, "device_mesh", None)
         groups.setdefault((mesh, tensor.device, tensor.dtype), []).append(index)
     for (mesh, *_), indices in groups.items():
-        shards = [tensors[index].detach() for index in indices]
+        shards = [tensors[index] for index in indices]
         if mesh is None:
             norms.update(zip(indices, _norms(shards), strict=True))
             continue

@@ -79,7 +79,7 @@ class ConsoleLogger(BufferedDestination):
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
         """Keep the values for the next block."""
-        for metrics, *_ in logged:
+        for metrics, _, _, _ in logged:
             self._logged.update(metrics)
 
     @property
@@ -111,13 +111,15 @@ class ConsoleLogger(BufferedDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write a block if the interval counts batches and is over."""
-        if self.log_interval.unit is TimeUnit.BATCH:
-            self._show_at(state.timestamp.num_batches, state)
+        unit, every = self.log_interval.unit, self.log_interval.value
+        if unit is TimeUnit.BATCH and (state.timestamp.num_batches % every == 0 or self._last_batch is None):
+            self._show_training(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Write a block if the interval counts epochs and is over."""
-        if self.log_interval.unit is TimeUnit.EPOCH:
-            self._show_at(state.timestamp.num_epochs, state)
+        unit, every = self.log_interval.unit, self.log_interval.value
+        if unit is TimeUnit.EPOCH and (state.timestamp.num_epochs % every == 0 or self._last_batch is None):
+            self._show_training(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write what has not been written yet."""
@@ -162,10 +164,6 @@ class ConsoleLogger(BufferedDestination):
         tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if self._is_read() else self.tables
         lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
         self._write(progress + (":" if progress and data else "") + "".join(lines))
-
-    def _show_at(self, count: int, state: State) -> None:
-        if count % self.log_interval.value == 0 or self._last_batch is None:
-            self._show_training(state)
 
     def _show_training(self, state: State) -> None:
         self.log_to_console(self.logged_metrics, state, prefix="Train ")

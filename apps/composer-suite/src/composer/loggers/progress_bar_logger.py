@@ -55,7 +55,9 @@ class ProgressBarLogger(BufferedDestination):
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
         """Keep the values that a bar shows; they are read when it is drawn anew."""
-        latest = {name: value for metrics, *_ in logged for name, value in metrics.items()}
+        latest: dict[str, Any] = {}
+        for metrics, _, _, _ in logged:
+            latest.update(metrics)
         for bar in (self._train, self._eval):
             if bar is not None:
                 bar.keep(latest)
@@ -67,8 +69,10 @@ class ProgressBarLogger(BufferedDestination):
                 tqdm.auto.tqdm.write(f"[trace]: {name}: {format_log_data_value(trace)}", file=self._file())
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run."""
+        """Write the settings of the run, and open the training bar where training goes on in the middle of an epoch."""
         self._show_hparams()
+        if state.timestamp.num_batches_in_epoch:
+            self.epoch_start(state, logger)
 
     def predict_start(self, state: State, logger: Logger) -> None:
         """Write the settings of the run."""
@@ -80,13 +84,10 @@ class ProgressBarLogger(BufferedDestination):
             self.catch_up()  # what was logged before is none of its business
             self._train = self._open_training(state, state.max_duration)
 
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """Open the training bar where training goes on in the middle of an epoch."""
-        if self._train is None:
-            self.epoch_start(state, logger)
-
     def batch_end(self, state: State, logger: Logger) -> None:
         """Move the training bar."""
+        if self._train is None:  # a loop without epochs
+            self.epoch_start(state, logger)
         if self._train is not None and self._train.move(state.timestamp):
             self._show(self._train)
 
