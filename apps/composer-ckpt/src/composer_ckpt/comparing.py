@@ -15,6 +15,7 @@ from composer_ckpt.inspecting import describe, dtype_name
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
+from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
 
 __all__ = ["diff"]
@@ -169,7 +170,7 @@ def _first(tensors: Mapping[str, StoredTensor], data: Mapping[str, Any]) -> str 
 
 def _text(data: Mapping[str, Any], most: int, count: int) -> str:
     if data["equal"]:
-        lines = [f"equal: {count} tensors of {data['a']} and {data['b']}"]
+        lines = [f"equal: {counted(count, 'tensor')} of {data['a']} and {data['b']}"]
     else:
         lines = [f"different: the first is {data['first_divergent']}"]
     for key, side in (("only_a", data["a"]), ("only_b", data["b"])):

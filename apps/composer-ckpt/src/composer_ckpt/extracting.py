@@ -20,7 +20,7 @@ from composer_ckpt.inspecting import dtype_name
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
-from composer_ckpt.sizes import format_size
+from composer_ckpt.sizes import counted, format_size
 from composer_ckpt.sources import opened
 from composer_ckpt.targets import clear_leftovers, may_replace
 
@@ -63,7 +63,7 @@ def extract(options: argparse.Namespace) -> Result:
                     stream_safetensors(own, unfinished, aliases=aliases, progress=progress)
     data = {"source": options.source, "target": options.target, "tensors": list(tensors), "bytes": total}
     verb = "would write" if options.dry_run else "wrote"
-    return Result(f"{verb} {len(tensors)} tensors, {format_size(total)}, to {options.target}", data)
+    return Result(f"{verb} {counted(len(tensors), 'tensor')}, {format_size(total)}, to {options.target}", data)
 
 
 def _named(source: TensorSource) -> dict[str, StoredTensor]:
@@ -83,7 +83,7 @@ def _extract_data(source: TensorSource, target: Path, options: argparse.Namespac
     count = len(tensors_in(source.tree))
     data = {"source": options.source, "target": options.target, "tensors": [], "bytes": len(text)}
     verb = "would write" if options.dry_run else "wrote"
-    return Result(f"{verb} all but the elements of {count} tensors to {options.target}", data)
+    return Result(f"{verb} all but the elements of {counted(count, 'tensor')} to {options.target}", data)
 
 
 def _as_json(value: Any, depth: int = 0) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from composer_checkpoint.tensors import StoredTensor
 from composer_ckpt.inspecting import dtype_name
-from composer_ckpt.sizes import format_size
+from composer_ckpt.sizes import counted, format_size
 
 __all__ = ["Plan", "Progress", "peak_bytes"]
 
@@ -71,12 +71,12 @@ class Plan:
         aliases = ", ".join(f"{alias} -> {name}" for alias, name in list(self.dropped_aliases.items())[:3])
         lines = [f"plan: {self.formats[0]} {self.source} -> {self.formats[1]} {self.target}"]
         lines.append(
-            f"      {count} tensors, {format_size(self.size_bytes)}, in {len(self.files)} "
-            f"file{'s' if len(self.files) > 1 else ''}; tensors take at most {format_size(peak_bytes(self))} of memory"
+            f"      {counted(count, 'tensor')}, {format_size(self.size_bytes)}, in "
+            f"{counted(len(self.files), 'file')}; tensors take at most {format_size(peak_bytes(self))} of memory"
         )
         if aliases:
             lines.append(f"      {len(self.dropped_aliases)} tied dropped ({aliases})")
-        lines += [f"      {number} tensors {change}" for change, number in self.cast.items()]
+        lines += [f"      {counted(number, 'tensor')} {change}" for change, number in self.cast.items()]
         lines += [f"      note: {warning}" for warning in self.warnings]
         return lines
 

@@ -19,7 +19,7 @@ from composer_checkpoint.uris import is_uri
 from composer_ckpt.folders import is_weight_file
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
-from composer_ckpt.sizes import format_size
+from composer_ckpt.sizes import counted, format_size
 from composer_ckpt.sources import fetched, opened, place_of
 from composer_ckpt.targets import clear_leftovers, may_replace
 
@@ -64,7 +64,7 @@ def _reshard(local: str, options: argparse.Namespace) -> Result:
                 _write(source, kind, place, options, progress)
     data = {"source": options.source, "target": options.target, "format": kind, "files": plan, "bytes": total}
     verb = "would write" if options.dry_run else "wrote"
-    text = f"{verb} {len(source.tensors)} tensors, {format_size(total)}, in {len(plan)} files to {options.target}"
+    text = f"{verb} {counted(len(source.tensors), 'tensor')}, {format_size(total)}, in {counted(len(plan), 'file')} to {options.target}"
     return Result(text, data)
 
 

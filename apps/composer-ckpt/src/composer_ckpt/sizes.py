@@ -39,3 +39,13 @@ def format_size(size_bytes: float) -> str:
         if size_bytes >= factor:
             return f"{size_bytes / factor:.2f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a number with the name of what it counts.
+
+    Example:
+        >>> counted(1, "tensor"), counted(2, "tensor")
+        ('1 tensor', '2 tensors')
+    """
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

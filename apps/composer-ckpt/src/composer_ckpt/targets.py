@@ -13,6 +13,7 @@ from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
 from composer_checkpoint.uris import is_uri, maybe_create_object_store_from_uri, parse_uri
 from composer_ckpt.outcomes import UsageError
+from composer_ckpt.sizes import counted
 
 __all__ = ["clear_leftovers", "may_replace", "written_to"]
 
@@ -109,7 +110,7 @@ def written_to(
         older = _older(store, place, is_folder=is_folder)
         if older and not overwrite and not dry_run:
             raise CheckpointConflictError(
-                f"{target} exists, with {len(older)} object{'s' if len(older) > 1 else ''}. Choose another name, or "
+                f"{target} exists, with {counted(len(older), 'object')}. Choose another name, or "
                 f"give --overwrite to replace it."
             )
         with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=tmp_dir) as folder:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from composer_ckpt.sizes import format_size
+from composer_ckpt.sizes import counted, format_size
 
 __all__ = ["draw_tree"]
 
@@ -31,7 +31,7 @@ def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) ->
     rows = list(root.lines("", "", depth))
     width = max((len(left) for left, _, _ in rows), default=0)
     lines = [f"{left:<{max(width, 24)}}  {kind:>15}  {size:>7}" for left, kind, size in rows]
-    return lines if depth is None else [*lines, f"(folded: {len(tensors)} tensors; --tree shows all)"]
+    return lines if depth is None else [*lines, f"(folded: {counted(len(tensors), 'tensor')}; --tree shows all)"]
 
 
 class _Branch:
@@ -65,7 +65,7 @@ class _Branch:
             if branch.children:
                 inside = list(branch.all())
                 own = sum(tensor["bytes"] for tensor in inside if tensor["alias_of"] is None)
-                yield f"{indent}{corner}{joined}", f"{len(inside)} tensors", format_size(own)
+                yield f"{indent}{corner}{joined}", counted(len(inside), "tensor"), format_size(own)
                 if depth is None or depth > 1:
                     yield from branch.lines(indent + below, joined, None if depth is None else depth - 1)
 

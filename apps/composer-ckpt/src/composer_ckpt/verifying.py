@@ -11,6 +11,7 @@ from composer_checkpoint.tensors import TensorSource, find_kind
 from composer_ckpt.inspecting import statistics
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.progress import progress_bar
+from composer_ckpt.sizes import counted
 from composer_ckpt.sources import fetched, find_files, opened, place_of, verify_hashes
 
 __all__ = ["verify"]
@@ -56,10 +57,8 @@ def _hashes(place: Path, kind: str) -> str:
     if not all(sealed):
         for path in find_files(place, kind):
             _check_zip(path)
-        return (
-            f"no manifest in {sealed.count(False)} of {len(sealed)} files: only structure and checksums were looked at"
-        )
-    return f"every byte of {len(sealed)} file{'s' if len(sealed) > 1 else ''} is as it was written"
+        return f"no manifest in {sealed.count(False)} of {counted(len(sealed), 'file')}: only structure and checksums were looked at"
+    return f"every byte of {counted(len(sealed), 'file')} is as it was written"
 
 
 def _check_zip(path: Path) -> None:
@@ -94,7 +93,9 @@ def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check
                 progress(tensor.size_bytes)
         # No fault: masks are made of infinities.
         listed = (
-            f"NaN or infinite numbers in {len(odd)} tensors: {', '.join(odd[:_MAX_NAMES])}" if odd else "all are finite"
+            f"NaN or infinite numbers in {counted(len(odd), 'tensor')}: {', '.join(odd[:_MAX_NAMES])}"
+            if odd
+            else "all are finite"
         )
         checks.append({"name": "finite", "ok": True, "detail": listed})
         return _summary(source)

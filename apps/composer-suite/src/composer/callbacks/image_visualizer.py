@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -41,7 +41,8 @@ class ImageVisualizer(Callback):
 
     Raises:
         TypeError: If an argument is of another kind.
-        ValueError: If there is no such mode or the interval has another unit.
+        ValueError: If there is no such mode or the interval has another unit; when images are due, if the batch has
+            nothing under a key.
 
     Example:
         >>> visualizer = ImageVisualizer(interval='1ep', mode='segmentation', num_images=4)
@@ -100,14 +101,15 @@ class ImageVisualizer(Callback):
 
     def _log_inputs(self, state: State, logger: Logger, name: str) -> None:
         if logger.takes("log_images"):
-            images = state.batch_get_item(self.input_key)
+            images = _item(state, "input_key", self.input_key)
             if _are_images(images):
                 logger.log_images(self._for_log(images), name=name, channels_last=self.channels_last, use_table=True)
 
     def _log_segmented(self, state: State, logger: Logger, name: str) -> None:
         if not logger.takes("log_images"):
             return
-        images, targets = (state.batch_get_item(key)[: self.num_images] for key in (self.input_key, self.target_key))
+        keys = {"input_key": self.input_key, "target_key": self.target_key}
+        images, targets = (_item(state, name, key)[: self.num_images] for name, key in keys.items())
         outputs: Any = state.outputs
         outputs = torch.stack(tuple(outputs)) if isinstance(outputs, Sequence) else outputs
         predicted, true = _as_classes(outputs[: self.num_images].detach(), targets)
@@ -123,6 +125,23 @@ class ImageVisualizer(Callback):
     def _for_log(self, tensor: Tensor) -> Any:
         tensor = tensor[: self.num_images].detach().cpu()
         return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+
+
+def _item(state: State, name: str, key: Any) -> Any:
+    """Return a part of the batch.
+
+    Raises:
+        ValueError: If the batch has no such part.
+    """
+    try:
+        return state.batch_get_item(key)
+    except Exception as error:
+        batch = state.batch
+        parts = f" with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
+        raise ValueError(
+            f"ImageVisualizer({name}={key!r}) finds nothing in the batch, a {type(batch).__name__}{parts}. Give the "
+            "index or the key of that part of it, or a function of the batch."
+        ) from error
 
 
 def _are_images(value: Any) -> bool:
