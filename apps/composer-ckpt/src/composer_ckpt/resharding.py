@@ -64,7 +64,8 @@ def _reshard(local: str, options: argparse.Namespace) -> Result:
                 _write(source, kind, place, options, progress)
     data = {"source": options.source, "target": options.target, "format": kind, "files": plan, "bytes": total}
     verb = "would write" if options.dry_run else "wrote"
-    text = f"{verb} {counted(len(source.tensors), 'tensor')}, {format_size(total)}, in {counted(len(plan), 'file')} to {options.target}"
+    what = f"{counted(len(source.tensors), 'tensor')}, {format_size(total)}, in {counted(len(plan), 'file')}"
+    text = f"{verb} {what} to {options.target}"
     return Result(text, data)
 
 

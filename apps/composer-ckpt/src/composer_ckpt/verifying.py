@@ -57,7 +57,8 @@ def _hashes(place: Path, kind: str) -> str:
     if not all(sealed):
         for path in find_files(place, kind):
             _check_zip(path)
-        return f"no manifest in {sealed.count(False)} of {counted(len(sealed), 'file')}: only structure and checksums were looked at"
+        bare = f"{sealed.count(False)} of {counted(len(sealed), 'file')}"
+        return f"no manifest in {bare}: only structure and checksums were looked at"
     return f"every byte of {counted(len(sealed), 'file')} is as it was written"
 
 
