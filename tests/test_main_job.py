@@ -46,3 +46,14 @@ def test_the_saved_weights_are_those_that_were_evaluated(root, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert abs(float(run.stdout)) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_example_of_the_tour_learns_and_publishes_a_model(root, tmp_path):
+    script = [str(root / "examples/stdlib_gpt.py"), "--duration", "10ba", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "composer", "--no_runs", "-n", "2", *script]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400)
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["after"] < result["before"]
+    assert (tmp_path / "published" / "config.json").exists()

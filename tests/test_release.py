@@ -54,6 +54,8 @@ def test_a_release_that_breaks_nothing_leaves_the_ranges(release, workspace):
     [
         ("lo", "0.2.0", "'lo' is no package of this workspace"),
         ("low", "new", "'new' is no version"),
+        ("low", "9.0.0rc1", "'9.0.0rc1' is no version of a release"),
+        ("low", "v9.0.0", "'v9.0.0' is no version of a release"),
         ("low", "0.0.9", "0.0.9 is not newer than 0.1.0"),
         ("low", "0.1.0", "0.1.0 is not newer than 0.1.0"),
     ],

@@ -274,7 +274,7 @@ ALGORITHMS = {
     "SelectiveBackprop": Row(algorithm("SelectiveBackprop", 0.0, 1.0)),
     "SeqLengthWarmup": Row(algorithm("SeqLengthWarmup", 0.5, 4, 16, 4), "gpt2"),
     "SqueezeExcite": Row(algorithm("SqueezeExcite", 4, 16), "conv"),
-    "StochasticDepth by block": Row(
+    "StochasticDepth by block, with use_same_gpu_seed": Row(
         algorithm("StochasticDepth", "ResNetBottleneck", use_same_gpu_seed=True), "residual"
     ),
     "StochasticDepth by sample": Row(algorithm("StochasticDepth", "ResNetBottleneck", "sample"), "residual"),

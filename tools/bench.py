@@ -35,8 +35,12 @@ INTRODUCTION = """\
 
 `make bench` has written this page: every script of `benchmarks/`, one after the other, {minutes:.0f} minutes in all.
 "plain PyTorch" is the best way to do the same without composer-suite, "peers" are other libraries that were installed.
-A ratio is ours to the plain way's, both measured in turns; below 1 ours is faster. "met" tells whether the script's own
-budget was kept; what lost has its line as everything else.
+A ratio is ours to the plain way's, both measured in turns; below 1 ours is faster. It is the script's own, mostly a
+median over pairs of turns, and need not be the quotient of the two times beside it. "met" tells whether the script's
+own budget was kept; what lost has its line as everything else.
+
+What a method adds to a step ("step with ...") is one round here, in processor time on one thread, to see that it still
+does what it did; [the methods' own table](algorithms/README.md) has seven rounds, and is the one to go by.
 
 The machine: {machine}.
 Others may have used it at the same time, and its clock rates change by themselves: the same command gives ratios that

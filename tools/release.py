@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from ranges import ROOT, members, next_breaking, siblings
 
 
@@ -65,10 +65,10 @@ def dependents(projects: Mapping[str, dict], name: str, version: Version) -> Ite
 
 
 def _version(text: str) -> Version:
-    try:
-        return Version(text)
-    except InvalidVersion:
-        raise Refused(f"{text!r} is no version: give numbers such as 0.2.0.") from None
+    # Ranges of dependents are made of the first two numbers, and would not hold what comes before a release.
+    if re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", text) is None:
+        raise Refused(f"{text!r} is no version of a release: give three numbers, such as 0.2.0.")
+    return Version(text)
 
 
 def _with_version(toml: str, version: Version) -> str:

@@ -163,3 +163,8 @@ def test_traces_are_shown_where_they_are_asked_for(make_trainer, capsys):
 def test_what_a_console_cannot_be(arguments, said):
     with pytest.raises(ValueError, match=said):
         ConsoleLogger(*arguments)
+
+
+def test_a_row_that_does_not_fit_its_table_is_named():
+    with pytest.raises(ValueError, match=r"rows\[1\]=\[1\] has 1 cells, and the table 2 columns: a, b"):
+        ConsoleLogger(stream="stdout").log_table(["a", "b"], [[1, 2], [1]])

@@ -32,3 +32,12 @@ def test_parameters_that_take_the_place_of_others_are_the_ones_logged():
         monitor.batch_end(state, Logger(state, memory))
     assert memory.most_recent_values["l2_norm/grad/0.weight"] == model[0].weight.grad.norm().item()
     assert "l2_norm/grad/0.bias" not in memory.most_recent_values
+
+
+def test_the_norm_of_a_half_precision_gradient_may_exceed_its_range():
+    model = torch.nn.Linear(4, 1, bias=False).half()
+    model.weight.grad = torch.full((1, 4), 64000.0, dtype=torch.half)
+    state = SimpleNamespace(model=model, optimizers=[torch.optim.SGD(model.parameters())], timestamp=Timestamp())
+    memory = InMemoryLogger()
+    OptimizerMonitor().batch_end(state, Logger(state, memory))
+    assert memory.most_recent_values["l2_norm/grad/weight"] == 128000.0

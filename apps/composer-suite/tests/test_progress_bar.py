@@ -6,8 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 import tqdm.auto
 
+from composer.core import Callback
 from composer.loggers import ProgressBarLogger
 
 
@@ -104,3 +106,15 @@ def test_in_a_notebook_the_bar_is_left_to_the_widget(make_trainer, monkeypatch):
 def test_an_unknown_stream_is_refused():
     with pytest.raises(ValueError, match="stream='console' must be 'stderr', 'stdout'"):
         ProgressBarLogger("console")
+
+
+def test_a_value_that_no_bar_can_show_stops_nothing(make_trainer):
+    class Logs(Callback):
+        def batch_end(self, state, logger):
+            logger.log_metrics({"loss/train/complex": torch.tensor(1 + 2j)})
+
+    stream = io.StringIO()
+    with make_trainer(progress_bar=True, console_stream=stream, max_duration="1ep", callbacks=Logs()) as trainer:
+        trainer.fit()
+    assert "2/2" in stream.getvalue()
+    assert "complex" not in stream.getvalue()

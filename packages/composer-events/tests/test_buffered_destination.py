@@ -164,3 +164,16 @@ def test_a_method_put_on_one_is_called_each_time(state):
 def test_one_that_cannot_take_anything_is_refused():
     with pytest.raises(TypeError, match="take_metrics"):
         BufferedDestination()
+
+
+def test_one_that_fails_costs_the_others_nothing(state):
+    class Broken(Late):
+        def take_metrics(self, logged):
+            raise OSError("full")
+
+    first, last = Late(), Late()
+    logger = Logger(state, [first, Broken(), last])
+    logger.log_metrics({"loss": 0.5})
+    with pytest.raises(OSError, match="full"):
+        first.catch_up()
+    assert first.metrics == last.metrics == [{"loss": 0.5}]

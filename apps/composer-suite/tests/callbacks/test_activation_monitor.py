@@ -226,3 +226,40 @@ def test_all_loggers_get_the_values_when_asked_for(make_trainer):
 def test_an_interval_in_another_unit_is_refused(interval):
     with pytest.raises(ValueError, match="must be batches or epochs"):
         ActivationMonitor(interval)
+
+
+def test_a_forward_pass_that_failed_leaves_nothing_behind_for_an_evaluation():
+    def fail(*inputs):
+        raise ValueError("no")
+
+    model, monitor = Calls(fail), ActivationMonitor(SELDOM)
+    state = State(model=model, rank_zero_seed=0, run_name="run", device="cpu")
+    logger = Logger(state, InMemoryLogger())
+    monitor.before_forward(state, logger)
+    assert model.layer._forward_hooks
+    monitor.eval_start(state, logger)
+    assert not model.layer._forward_hooks
+
+
+@pytest.mark.parametrize(
+    "output",
+    [torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)],
+)
+def test_tensors_without_rows_are_left_out(output):
+    memory = InMemoryLogger()
+    model, monitor = Calls(lambda inputs: output), ActivationMonitor(SELDOM)
+    state = State(model=model, rank_zero_seed=0, run_name="run", device="cpu")
+    logger = Logger(state, memory)
+    monitor.before_forward(state, logger)
+    model.layer(torch.ones(2, 3))
+    monitor.after_forward(state, logger)
+    assert "activations/max/layer_input.0" in memory.data
+    assert not any("output" in name for name in memory.data)
+
+
+def test_what_can_be_read_once_is_left_to_the_model():
+    model, monitor = Calls(lambda inputs: (row for row in inputs)), ActivationMonitor(SELDOM)
+    state = State(model=model, rank_zero_seed=0, run_name="run", device="cpu")
+    logger = Logger(state, InMemoryLogger())
+    monitor.before_forward(state, logger)
+    assert len(list(model.layer(torch.ones(2, 3)))) == 2

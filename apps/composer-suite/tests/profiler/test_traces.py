@@ -299,3 +299,32 @@ def test_training_that_ends_before_a_cycle_does_says_why_there_is_no_trace(tmp_p
 def test_a_machine_that_would_be_read_without_pause_is_refused(interval_s):
     with pytest.raises(ValueError, match=r"stats_thread_interval_seconds=.* more than 0"):
         SystemProfiler(stats_thread_interval_seconds=interval_s)
+
+
+def test_a_name_without_the_time_keeps_its_latest_file(tmp_path):
+    handler = JSONTraceHandler(folder=str(tmp_path), filename="rank{rank}.json", num_traces_to_keep=1)
+    off = {"sys_prof_cpu": False, "torch_prof_profile_memory": False, "torch_prof_with_flops": False}
+    schedule = cyclic_schedule(wait=0, warmup=0, active=1)
+    with make_trainer(Profiler(schedule, handler, **off)) as trainer:
+        trainer.fit()
+    assert handler.saved_traces == [str(tmp_path / "rank0.json")]
+    assert (tmp_path / "rank0.json").exists()
+
+
+def test_files_of_ranks_are_not_called_as_the_merged_one():
+    with pytest.raises(ValueError, match=r"filename='merged_trace\.json' is merged_trace_filename, too"):
+        JSONTraceHandler(filename="merged_trace.json")
+
+
+def test_cycles_of_one_rank_stay_apart_when_their_files_are_merged(tmp_path):
+    def write(rank, clock_us, ts):
+        path = tmp_path / f"{rank}-{clock_us}.json"
+        facts = {"global_rank": rank, "clock_sync_timestamp_us": clock_us}
+        events = [{"name": n, "ph": "M", "pid": rank, "tid": 1, "args": {"value": v}} for n, v in facts.items()]
+        path.write_text(json.dumps([*events, {"name": "step", "ph": "B", "pid": rank, "tid": 1, "ts": ts}]))
+        return str(path)
+
+    files = [write(0, 1000, 1010), write(0, 5000, 5020), write(1, 1100, 1115), write(1, 5100, 5130)]
+    merge_traces(str(tmp_path / "merged.json"), *files)
+    merged = json.loads((tmp_path / "merged.json").read_text())
+    assert [(e["pid"], e["ts"]) for e in merged if e["name"] == "step"] == [(0, 1010), (0, 5020), (1, 1015), (1, 5030)]

@@ -127,7 +127,8 @@ def refuse_global(name: str) -> NoReturn:
     """Raise the error that names what a pickle asked for."""
     raise UnsafeCheckpointError(
         f"the file asks for {name} (global not in allowlist), which is refused; nothing of the file was run. If you "
-        f"trust who wrote it, load it with trusted=True and save it again."
+        f"trust who wrote it, load it with trusted=True (Trainer(load_trusted=True), composer-ckpt convert --trust) "
+        f"and save it again."
     )
 
 

@@ -70,11 +70,5 @@ def listening(callbacks: Iterable[Callback], event: Event) -> list[Callback]:
     return [
         callback
         for callback in callbacks
-        if overrides(callback, Callback, "run_event")
-        or (overrides(callback, Callback, event.value) and not _is_idle(callback, event.value))
+        if overrides(callback, Callback, "run_event") or overrides(callback, Callback, event.value)
     ]
-
-
-def _is_idle(callback: Callback, method: str) -> bool:
-    idle = getattr(callback, "idle_methods", ())  # any object may be a callback
-    return bool(idle) and method not in vars(callback) and getattr(type(callback), method) in idle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
 
 from composer_events.logger_destination import LoggerDestination
@@ -137,8 +138,9 @@ class MetricBuffer:
         """Hand over what was noted, to all destinations."""
         if self._noted:
             noted, self._noted = self._noted, []
-            for place in self._destinations:
-                place.take_metrics(noted)
+            with ExitStack() as rest:  # one that fails costs the others nothing
+                for place in reversed(self._destinations):
+                    rest.callback(place.take_metrics, noted)
 
 
 def takes_late(place: object) -> TypeGuard[BufferedDestination]:

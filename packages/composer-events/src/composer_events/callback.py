@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from composer_events.event import Event
@@ -35,24 +34,6 @@ class Callback(Serializable, ABC):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # a subclass may pass on whatever it was given
-
-    @property
-    def idle_methods(self) -> Collection[Callable[..., None]]:
-        """Functions of the class that do nothing for this callback as it is set up: the engine leaves them out.
-
-        It asks when it works out whom to call. A method that a subclass puts in the place of one is called as any.
-
-        Example:
-            >>> class SaveAtEnd(Callback):
-            ...     every_batch = False
-            ...     @property
-            ...     def idle_methods(self):
-            ...         return () if self.every_batch else (SaveAtEnd.batch_end,)
-            ...     def batch_end(self, state, logger):
-            ...         if self.every_batch:
-            ...             print("saved")
-        """
-        return ()
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Call the method named like the event. Override it to see every event in one place.

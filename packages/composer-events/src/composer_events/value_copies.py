@@ -64,9 +64,11 @@ def without_graphs(metrics: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         metrics: By name.
     """
-    return {
-        name: value.detach() if is_tensor(value) and value.requires_grad else value for name, value in metrics.items()
-    }
+    return {name: map_values(_without_graph, value) for name, value in metrics.items()}
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if is_tensor(value) and value.requires_grad else value
 
 
 def restored(value: Any) -> Any:

@@ -28,52 +28,6 @@ def test_a_method_that_a_base_class_overrides_counts(state, make_engine, make_ca
     assert diary == ["base"]
 
 
-class Sleeper(Callback):
-    def __init__(self, diary, is_asleep=True):
-        self.diary, self.is_asleep = diary, is_asleep
-
-    @property
-    def idle_methods(self):
-        return (Sleeper.batch_end,) if self.is_asleep else ()
-
-    def batch_start(self, state, logger):
-        self.diary.append("start")
-
-    def batch_end(self, state, logger):
-        self.diary.append("end")
-
-
-def test_methods_that_do_nothing_are_left_out(state, make_engine, diary):
-    state.callbacks.append(Sleeper(diary))
-    engine = make_engine()
-    for event in ("batch_start", "batch_end"):
-        engine.run_event(event)
-    assert diary == ["start"]
-
-
-def test_what_does_nothing_is_asked_again_when_training_begins(state, make_engine, diary):
-    sleeper = Sleeper(diary)
-    state.callbacks.append(sleeper)
-    engine = make_engine()
-    engine.run_event("batch_end")
-    sleeper.is_asleep = False
-    for event in ("fit_start", "batch_end"):
-        engine.run_event(event)
-    assert diary == ["end"]
-
-
-def test_a_method_in_the_place_of_one_that_does_nothing_is_called(state, make_engine, diary):
-    class Awake(Sleeper):
-        def batch_end(self, state, logger):
-            self.diary.append("awake")
-
-    patched = Sleeper(diary)
-    patched.batch_end = lambda state, logger: diary.append("patched")
-    state.callbacks += [Awake(diary), patched]
-    make_engine().run_event("batch_end")
-    assert diary == ["awake", "patched"]
-
-
 def test_a_callback_that_overrides_run_event_hears_every_event(state, make_engine):
     class HearAll(Callback):
         def __init__(self):

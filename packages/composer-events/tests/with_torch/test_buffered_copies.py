@@ -45,3 +45,14 @@ def test_what_waits_keeps_no_activations_in_memory():
     assert activations() is None
     late.catch_up()
     assert late.taken[0][0]["loss"].item() == pytest.approx(3 * math.exp(2))
+
+
+def test_what_waits_in_a_container_keeps_no_activations_either():
+    late, weight = Late(), torch.ones(3, requires_grad=True)
+    hidden = weight.exp()
+    activations = weakref.ref(hidden)
+    losses = {"loss": {"first": hidden.square().sum()}, "all": [hidden.square().sum()]}
+    late.copies_values = False
+    Logger(SimpleNamespace(timestamp=Timestamp()), late).log_metrics(losses)
+    del hidden, losses
+    assert activations() is None

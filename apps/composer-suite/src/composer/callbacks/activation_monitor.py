@@ -123,6 +123,18 @@ class ActivationMonitor(Callback):
         if not wandb:
             logger.log_metrics(metrics, step)
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Stop watching a forward pass that failed."""
+        self._stop_watching()
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Stop watching a forward pass that failed."""
+        self._stop_watching()
+
+    def predict_start(self, state: State, logger: Logger) -> None:
+        """Stop watching a forward pass that failed."""
+        self._stop_watching()
+
     def close(self, state: State, logger: Logger) -> None:
         """Leave nothing on the model."""
         self._stop_watching()
@@ -159,6 +171,8 @@ class ActivationMonitor(Callback):
     def _statistics_of(self, tensor: Tensor, *, as_rows: bool) -> Tensor | None:
         """Return the statistics of a tensor, which often is the output of one module and the input of the next."""
         # `_version`, which has no public name, counts what is done to a tensor in place.
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return None  # has no rows to speak of
         version = -1 if tensor.is_inference() else tensor._version
         known = self._measured.get((id(tensor), as_rows))
         if known is not None and known[0]() is tensor and known[1] == version != -1:
@@ -220,7 +234,7 @@ def _by_name(seen: Mapping[str, tuple[Tensor, int]]) -> dict[str, Any]:
 
 def _items(values: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors among inputs or outputs, with what their names end in."""
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, Iterator):  # what is read once belongs to the model
         return
     for index, item in enumerate(values):
         if isinstance(item, str):  # a key of an output that is like a dict

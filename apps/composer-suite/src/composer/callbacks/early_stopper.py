@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
@@ -62,11 +61,6 @@ class EarlyStopper(Callback):
             raise ValueError(f"patience={patience!r} must be in epochs or batches, such as '3ep' or '500ba'.")
         self.best: Any = None
         self.best_occurred: Time[int] | None = None
-
-    @property
-    def idle_methods(self) -> Collection[Callable[..., None]]:
-        """Batches pass by where patience is counted in epochs."""
-        return () if self.patience.unit is TimeUnit.BATCH else (EarlyStopper.batch_end,)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look whether there will be such a metric."""

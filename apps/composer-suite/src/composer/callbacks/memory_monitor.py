@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -61,16 +61,9 @@ class MemoryMonitor(Callback):
         check_texts(**names)
         self.memory_keys = dict(_NAMES if memory_keys is None else memory_keys)
         self.dist_aggregate_batch_interval = dist_aggregate_batch_interval
-        self._is_on_cpu = False
-
-    @property
-    def idle_methods(self) -> Collection[Callable[..., None]]:
-        """Nothing is to be watched where training is on the CPU."""
-        return (MemoryMonitor.after_train_batch,) if self._is_on_cpu else ()
 
     def init(self, state: State, logger: Logger) -> None:
         """Warn where there is no memory to watch."""
-        self._is_on_cpu = state.device.name == "cpu"
         parameter = next(state.model.parameters(), None)
         if parameter is not None and parameter.device.type in ("cuda", "xpu", "meta"):
             return

@@ -49,13 +49,13 @@ class OptimizerMonitor(Callback):
         check_counts(batch_log_interval=batch_log_interval)
         self.log_optimizer_metrics = log_optimizer_metrics
         self.batch_log_interval = batch_log_interval
-        self._known: tuple[Any, list[int], list[tuple[str, Tensor]]] | None = None  # a model, and what it has
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the norms, every `batch_log_interval` batches."""
         if state.timestamp.num_batches % self.batch_log_interval:
             return
-        parameters = {name: each for name, each in self._named(state) if each.grad is not None}
+        named = state.model.named_parameters()
+        parameters = {canonical_name(name): each for name, each in named if each.grad is not None}
         metrics: dict[str, Any] = {}
         if self.log_optimizer_metrics:
             metrics = numbers_at_hand(_optimizer_metrics(state.optimizers[0], parameters))
@@ -65,27 +65,6 @@ class OptimizerMonitor(Callback):
         if gradients:
             metrics[f"{_GRADIENT}/global"] = _norm_of([metrics[name] for name in gradients])
         logger.log_metrics(metrics)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Look for the parameters anew, next time."""
-        self._known = None
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Let go of the model."""
-        self._known = None
-
-    def close(self, state: State, logger: Logger) -> None:
-        """Let go of the model, where training did not come to its end."""
-        self._known = None
-
-    def _named(self, state: State) -> list[tuple[str, Tensor]]:
-        """Return the model's parameters with their names, which are looked for anew when the optimizers get others."""
-        groups = [group["params"] for optimizer in state.optimizers for group in optimizer.param_groups]
-        ids = [id(parameter) for parameters in groups for parameter in parameters]
-        if self._known is None or self._known[0] is not state.model or self._known[1] != ids:
-            named = [(canonical_name(name), each) for name, each in state.model.named_parameters()]
-            self._known = state.model, ids, named
-        return self._known[2]
 
 
 def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -126,7 +105,7 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
         if mesh is None:
             norms.update(zip(indices, _norms(shards), strict=True))
             continue
-        stacked: Any = torch.stack([torch.linalg.vector_norm(shard) for shard in shards])
+        stacked: Any = torch.stack([torch.linalg.vector_norm(shard, dtype=_wide(shard)) for shard in shards])
         norms.update(zip(indices, _at_hand(stacked.full_tensor()), strict=True))
     return [norms[index] for index in range(len(tensors))]
 
@@ -134,8 +113,13 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
 def _norms(tensors: list[Tensor]) -> Sequence[Any]:
     # As torch's own clipping of gradients computes them: on an accelerator by one kernel for many tensors. The public
     # `torch.nn.utils.get_total_norm` keeps only what they add up to.
-    norms: Sequence[Tensor] = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    norms: Sequence[Tensor] = torch._foreach_norm(tensors, dtype=_wide(tensors[0]))  # pyright: ignore[reportPrivateImportUsage]
     return _at_hand(torch.stack(list(norms))) if tensors[0].is_cpu else norms
+
+
+def _wide(tensor: Tensor) -> torch.dtype | None:
+    # Half precision ends at 65,504, which the norm of many gradients exceeds.
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _at_hand(numbers: Tensor) -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,11 +54,6 @@ class ThresholdStopper(Callback):
         self.threshold = threshold
         self.comp = choose_comparison(comp, monitor)
         self.stop_on_batch = stop_on_batch
-
-    @property
-    def idle_methods(self) -> Collection[Callable[..., None]]:
-        """Batches pass by unless `stop_on_batch` says otherwise."""
-        return () if self.stop_on_batch else (ThresholdStopper.batch_end,)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look whether there will be such a metric."""

@@ -48,11 +48,17 @@ class Snapshot:
         return {name: map_values(_to_number, value) for name, value in self.values.items()}
 
     def _take(self, value: Any) -> Any:
-        self.size_bytes += _BYTES_OF_A_NUMBER + int(getattr(value, "nbytes", 0))
+        self.size_bytes += _BYTES_OF_A_NUMBER + _size_bytes(value)
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
             return detached_copy(value)
         self._arrivals.setdefault(value.device, torch.Event(value.device))
         return value.detach().to("cpu", non_blocking=True)  # into pinned memory, without which this would wait
+
+
+def _size_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return int(value.element_size() * value.numel())  # of a sparse one the most that it can be
+    return int(getattr(value, "nbytes", 0))
 
 
 def _to_number(value: Any) -> Any:
@@ -64,6 +70,6 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, str):
         return None
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError, NotImplementedError):  # what arrays, tensors and others raise
         return None

@@ -31,7 +31,17 @@ def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent:
         -----  -------
         first   0.5123
         b      12.0000
+
+    Raises:
+        ValueError: If a row has more or fewer cells than there are columns.
     """
+    columns = [str(column) for column in columns]
+    for number, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(
+                f"rows[{number}]={list(row)!r} has {len(row)} cells, and the table {len(columns)} columns: "
+                f"{', '.join(columns)}. Give each row a cell for each column."
+            )
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(len(line[column]) for line in [columns, *cells]) for column in range(len(columns))]
     is_number = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(columns))]

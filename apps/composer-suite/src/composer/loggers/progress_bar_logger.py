@@ -7,6 +7,7 @@ from typing import Any, TextIO
 import tqdm.auto
 
 from composer.loggers._config_block import format_config
+from composer.loggers._snapshot import as_number
 from composer.loggers._streams import to_stream
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
@@ -214,8 +215,8 @@ class _Bar:
 
     def show(self) -> None:
         """Put the values beside the bar; they are drawn with the next move, as drawing now would draw twice."""
-        values = {name: float(value) for name, value in self._values.items() if _is_number(value)}
-        self._bar.set_postfix(values, refresh=False)
+        values = {name: as_number(value) for name, value in self._values.items()}
+        self._bar.set_postfix({name: value for name, value in values.items() if value is not None}, refresh=False)
 
     def close(self) -> None:
         """Draw a last time and leave the bar there."""
@@ -225,7 +226,3 @@ class _Bar:
         if self.is_of_one_epoch:
             return stamp.num_batches_in_epoch
         return stamp.num_batches if self._unit is TimeUnit.BATCH else stamp.get(self._unit).value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1

@@ -52,7 +52,7 @@ class JSONTraceHandler(TraceHandler):
         FileExistsError: If the folder is not empty, when training begins.
         RuntimeError: If there is no profiler to hear from.
         TypeError: If an argument is of another kind.
-        ValueError: If `num_traces_to_keep` is less than -1.
+        ValueError: If `num_traces_to_keep` is less than -1, or if the files of the ranks are called as the merged one.
     """
 
     def __init__(
@@ -76,6 +76,11 @@ class JSONTraceHandler(TraceHandler):
         )
         check_flags(overwrite=overwrite)
         check_counts(-1, num_traces_to_keep=num_traces_to_keep)
+        if filename == merged_trace_filename:
+            raise ValueError(
+                f"filename={filename!r} is merged_trace_filename, too, and one would overwrite the other. Give the "
+                "files of the ranks another name, such as 'ba{batch}-rank{rank}.json'."
+            )
         self.folder = folder
         self.filename = filename
         self.remote_file_name = remote_file_name
@@ -87,7 +92,7 @@ class JSONTraceHandler(TraceHandler):
         self.merged_trace: str | None = None
         self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # other threads record, too
         self._was_skipping = True
-        self._saves = False
+        self._saves = self._has_saved = False
 
     def init(self, state: State, logger: Logger) -> None:
         """Make the folder. Every rank must call this."""
@@ -124,12 +129,15 @@ class JSONTraceHandler(TraceHandler):
             logger.upload_file(remote, path, overwrite=self.overwrite)
         if self.merged_trace_filename is not None:
             self._merge(path, state, logger)
+        if os.fspath(path) in self.saved_traces:  # a name without the time, which is written each time
+            self.saved_traces.remove(os.fspath(path))
         self.saved_traces.append(os.fspath(path))
+        self._has_saved = True
         prune(self.saved_traces, self.num_traces_to_keep)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Say so if training was too short for a trace."""
-        if not self.saved_traces and not self._queue.empty():
+        if not self._has_saved and not self._queue.empty():
             _log.warning(
                 "There is no trace in %s: training has ended before a cycle of the schedule did. Train longer, or give "
                 "cyclic_schedule() fewer batches.",

@@ -20,7 +20,8 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
     """Merge traces in Chrome's format.
 
     A file says of itself which rank it is of, and when, by its own clock, a moment was that all ranks have in common;
-    the clock of the lowest rank counts. A file that was merged before goes in as it is.
+    the clock of the lowest rank counts. Of several files of a rank, the first goes with the first of the lowest rank,
+    and so on. A file that was merged before goes in as it is.
 
     Args:
         output_file: Where the events go, one a line.
@@ -33,16 +34,23 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
     traces = [read_trace(path) for path in trace_files]
     ranks = [_fact(trace, "global_rank") for trace in traces]
     clocks = [_fact(trace, "clock_sync_timestamp_us") for trace in traces]
-    # A rank's own file comes after one that was merged before and has its earlier clock.
-    known = {rank: clock for rank, clock in zip(ranks, clocks, strict=True) if rank is not None and clock is not None}
-    common = known[min(known)] if known else None
+    are_merged = [_fact(trace, _MERGED) is not None for trace in traces]
+    of_ranks: dict[int, list[int]] = {}
+    for rank, clock, is_merged in zip(ranks, clocks, are_merged, strict=True):
+        if rank is not None and clock is not None and not is_merged:
+            of_ranks.setdefault(rank, []).append(clock)
+    lowest = min((rank for rank in ranks if rank is not None), default=0)
+    common = of_ranks[min(of_ranks)] if of_ranks else []
+    turns = dict.fromkeys(of_ranks, 0)
     with open(output_file, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": ' if object_form else "")
-        mark = {"name": _MERGED, "ph": "M", "pid": min(known, default=0), "tid": 0, "args": {"value": 1}}
+        mark = {"name": _MERGED, "ph": "M", "pid": lowest, "tid": 0, "args": {"value": 1}}
         file.write("[\n" + json.dumps(mark))
-        for trace, rank, clock in zip(traces, ranks, clocks, strict=True):
-            is_merged = _fact(trace, _MERGED) is not None
-            shift = 0 if common is None or clock is None or is_merged else common - clock
+        for trace, rank, clock, is_merged in zip(traces, ranks, clocks, are_merged, strict=True):
+            shift = 0
+            if rank is not None and clock is not None and not is_merged:
+                shift = common[min(turns[rank], len(common) - 1)] - clock
+                turns[rank] += 1
             for event in _adjusted(trace, None if is_merged else rank, shift):
                 file.write(",\n" + json.dumps(event))
         file.write("\n]}\n" if object_form else "\n]\n")

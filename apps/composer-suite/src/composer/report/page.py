@@ -76,6 +76,10 @@ def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> 
         data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
     )
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{path} is a folder. Name the file that the page goes to, such as {path / 'report.html'}."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(page, encoding="utf-8")

@@ -117,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return an object of JSON from a file; an empty one if there is none."""
     try:
         value: Any = json.loads(path.read_text())
-    except (OSError, ValueError):  # a run that was killed may lack it
+    except (OSError, ValueError, RecursionError):  # a run that was killed may lack it
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
@@ -134,7 +134,7 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
                 if not all(map(math.isfinite, where.values())):
                     raise ValueError(f"{where} is no time in training")
                 values = {str(name): float(value) for name, value in record["metrics"].items()}
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 num_bad += 1
                 continue
             for name, value in values.items():
@@ -145,9 +145,9 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
     return curves, num_bad
 
 
-def _now_at(path: str, folder_then: str | None, folder: Path) -> str:
+def _now_at(path: str, folder_then: Any, folder: Path) -> str:
     """Return where a file of a run is after the run's folder was moved, with the file in it."""
-    if folder_then is None or os.path.exists(path) or not path.startswith(os.path.join(folder_then, "")):
+    if not isinstance(folder_then, str) or os.path.exists(path) or not path.startswith(os.path.join(folder_then, "")):
         return path
     return str(folder / os.path.relpath(path, folder_then))
 
