@@ -263,3 +263,4 @@ def test_what_can_be_read_once_is_left_to_the_model():
     logger = Logger(state, InMemoryLogger())
     monitor.before_forward(state, logger)
     assert len(list(model.layer(torch.ones(2, 3)))) == 2
+    monitor.close(state, logger)  # what is compiled would run as it was written
