@@ -32,6 +32,7 @@ from composer.models import ComposerClassifier
 WIDTH, DEPTH, NUM_CLASSES = 256, 4, 10
 BATCHES_IN_EPOCH = 50
 BLOCK = 100  # batches between two looks at the clock
+CHECKPOINTS = tempfile.TemporaryDirectory()  # until the process ends
 
 
 def ten_callbacks() -> list[Callback]:
@@ -46,7 +47,7 @@ def ten_callbacks() -> list[Callback]:
         EarlyStopper("MulticlassAccuracy", "train", patience="1000ep"),
         ThresholdStopper("MulticlassAccuracy", "train", 2.0),
         SystemMetricsMonitor(),
-        CheckpointSaver(folder=tempfile.mkdtemp(), save_interval="1000ep"),
+        CheckpointSaver(folder=tempfile.mkdtemp(dir=CHECKPOINTS.name), save_interval="1000ep"),
     ]
 
 
