@@ -2,7 +2,9 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +20,23 @@ else:
     )
     pytest_collect_file = _examples.pytest()
 
+try:
+    from fcntl import LOCK_EX, flock
+except ImportError:  # Windows, which has no shared memory that a killed run could leave behind
+    flock = None
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _BEFORE = {name: os.environ.get(name) for name in _VARIABLES}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let one test at a time clean `/dev/shm`: what one leaves there to be found, another would delete."""
+    if flock is None or item.path.name not in ("stale_memory.py", "test_stale_memory.py"):
+        return (yield)
+    with Path(tempfile.gettempdir(), f"composer-shared-memory-tests-{os.getuid()}").open("w") as lock:
+        flock(lock, LOCK_EX)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

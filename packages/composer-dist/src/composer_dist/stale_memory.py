@@ -38,8 +38,7 @@ def clean_stale_shared_memory() -> list[str]:
     while no other run is active.
 
     Example:
-        >>> clean_stale_shared_memory()
-        []
+        >>> removed = clean_stale_shared_memory()  # such as ['/dev/shm/000000_barrier', '/dev/shm/000000_locals']
     """
     removed: list[str] = []
     for path in find_stale_shared_memory():
