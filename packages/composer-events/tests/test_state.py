@@ -440,6 +440,14 @@ def test_a_state_without_parallelism_says_so():
     assert not state.fsdp_sharded_state_dict_enabled
     assert not state.load_monolith_rank0_only
     assert not state.is_model_ddp
+    assert state.fsdp_device_mesh is None
+    state.device_mesh = object()
+    assert state.fsdp_device_mesh is state.device_mesh  # its older name
+
+
+def test_what_is_read_the_short_way_is_explained_all_the_same():
+    assert State.max_duration.__doc__.startswith("How long to train.")
+    assert Timestamp.total_wct.__doc__ == "Wall-clock time trained."
 
 
 def test_the_modes_and_memory_formats_have_torchs_names():

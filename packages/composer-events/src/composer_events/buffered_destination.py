@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
 
 from composer_events.logger_destination import LoggerDestination
-from composer_events.value_copies import UNCHANGING, kept_metrics, without_graphs
+from composer_events.value_copies import UNCHANGING, as_of_now, kept_metrics
 
 if TYPE_CHECKING:
     from composer_time import Timestamp
@@ -126,10 +126,10 @@ class MetricBuffer:
         """
         if timestamp is not self._seen:  # loading a state changes a timestamp in place
             self._seen, self._now = timestamp, timestamp.copy()
-        kept = copies = dict(metrics)
-        if not _are_unchanging(map(type, kept.values())):  # most are
-            kept = without_graphs(kept)
-            copies = kept_metrics(kept) if self._copies else kept
+        if _are_unchanging(map(type, metrics.values())):  # most are
+            kept = copies = dict(metrics)
+        else:
+            kept, copies = as_of_now(metrics, self._copies)
         self._noted.append((kept, copies, self._now, step))
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()

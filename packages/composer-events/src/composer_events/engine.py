@@ -174,11 +174,7 @@ class Engine:
             if calls is None:
                 return OrderedDict()
             if event not in ENTRANCES:
-                state.num_running_events += 1
-                try:
-                    self._call_methods(calls, event)
-                finally:
-                    state.num_running_events -= 1
+                self._call_methods(calls, event)
                 return OrderedDict()
         if not isinstance(state, BatchInParts):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
             return self._run(event)
@@ -331,17 +327,21 @@ class Engine:
             call("callback", callback, "run_event", event, self.state, self.logger)
 
     def _call_methods(self, calls: Iterable[tuple[Callback, str | None]], event: Event) -> None:
-        """Do as `_run_callbacks` does, by the shortest way: callbacks of a batch are many and do little each."""
+        """Do as `_run_callbacks` for a `State`, the shortest way: callbacks of a batch are many, each does little."""
         state, logger = self.state, self.logger
-        for callback, method in calls:
-            if method is None:
-                call_hook("callback", callback, "run_event", event, state, logger)
-                continue
-            try:
-                getattr(callback, method)(state, logger)
-            except Exception as error:
-                blame(error, "callback", callback, event, state)
-                raise
+        callback: Callback | None = None
+        state.num_running_events += 1
+        try:
+            for callback, method in calls:
+                if method is None:
+                    method_of("callback", callback, "run_event")(event, state, logger)
+                else:
+                    getattr(callback, method)(state, logger)
+        except Exception as error:
+            blame(error, "callback", callback, event, state)
+            raise
+        finally:
+            state.num_running_events -= 1
 
     def _listeners_to(self, event: Event) -> Sequence[Callback]:
         if not self._listeners.is_current(self.state, event):

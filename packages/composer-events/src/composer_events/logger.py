@@ -70,7 +70,7 @@ class Logger:
         # Asked many times in each batch.
         self._at_once = tuple(place for place in self._takers["log_metrics"] if not takes_late(place))
         self._buffer.destinations = tuple(place for place in self._takers["log_metrics"] if takes_late(place))
-        self._has_late = bool(self._buffer.destinations)
+        self._note = self._buffer.note if self._buffer.destinations else None
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         """Log the settings of the run.
@@ -88,8 +88,8 @@ class Logger:
             metrics: By name. Tensors may stay on their device: a destination that reads them moves them.
             step: The count of batches that they belong to; by default the state's.
         """
-        if self._has_late:
-            self._buffer.note(metrics, self._state.timestamp, step)
+        if self._note is not None:
+            self._note(metrics, self._state.timestamp, step)
         if takers := self._at_once:
             if step is None:
                 step = self._state.timestamp.batch.value

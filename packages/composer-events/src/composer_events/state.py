@@ -6,7 +6,8 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from composer_events._batch_parts import BatchInParts
 from composer_events._data_source import DataSource
@@ -218,7 +219,8 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
             return None
         if self._max_duration.value == 0:
             return Time(1.0, TimeUnit.DURATION)
-        return cast("Time[float]", self.timestamp.get(self._max_duration.unit) / self._max_duration)
+        unit, length = self._max_duration.unit, self._max_duration.value
+        return Time(self.timestamp.get(unit).value / length, TimeUnit.DURATION)
 
     def stop_training(self) -> None:
         """End training after the current batch; its events and evaluations still take place."""
@@ -328,6 +330,10 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
             strict: Whether parameters that are missing or too many are an error.
         """
         load_optimizers(self, state_dict, strict)
+
+
+if not TYPE_CHECKING:  # read several times in each step of training, and this spares a Python call each time
+    State.max_duration = property(attrgetter("_max_duration"), State.max_duration.fset, doc=State.max_duration.__doc__)
 
 
 def _new_run_name() -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from composer_events.log_values import is_tensor
 
-__all__ = ["UNCHANGING", "detached_copy", "kept_metrics", "map_values", "restored", "without_graphs"]
+__all__ = ["UNCHANGING", "as_of_now", "detached_copy", "kept_metrics", "map_values", "restored"]
 
 UNCHANGING: Final = frozenset({bool, int, float, str, type(None)})
 """Types of values that need no copy."""
@@ -46,25 +46,32 @@ def kept_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         >>> restored(kept["losses"])
         [0.5, 0.25]
     """
-    torch: Any = sys.modules.get("torch")
-    kept: dict[str, Any] = {}
-    for name, value in metrics.items():
-        # Reading the number of a tensor that has one, and is at hand, takes a third of the time of copying the tensor.
-        is_number = torch is not None and type(value) is torch.Tensor and value.is_cpu and value.ndim == 0
-        if is_number and not value.is_quantized:
-            kept[name] = _Scalar((value.item(), value.dtype))
-        else:
-            kept[name] = detached_copy(value)
-    return kept
+    return as_of_now(metrics)[1]
 
 
-def without_graphs(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same metrics, of which none keeps the activations of a forward pass in memory.
+def as_of_now(metrics: Mapping[str, Any], copies: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return metrics that keep no forward pass in memory, and copies of them as they are now.
 
     Args:
         metrics: By name.
+        copies: Whether those are wanted, which are as of `kept_metrics`. Otherwise the same dict is returned twice.
     """
-    return {name: map_values(_without_graph, value) for name, value in metrics.items()}
+    torch: Any = sys.modules.get("torch")
+    tensor = None if torch is None else torch.Tensor
+    kept: dict[str, Any] = {}
+    copied: dict[str, Any] = {} if copies else kept
+    for name, value in metrics.items():
+        if type(value) in UNCHANGING:
+            kept[name] = copied[name] = value
+        elif type(value) is tensor and value.is_cpu and value.ndim == 0 and not value.requires_grad:
+            kept[name] = value
+            if copies:  # reading the number takes a third of the time of copying the tensor
+                copied[name] = detached_copy(value) if value.is_quantized else _Scalar((value.item(), value.dtype))
+        else:
+            kept[name] = map_values(_without_graph, value)
+            if copies:
+                copied[name] = detached_copy(kept[name])
+    return kept, copied
 
 
 def _without_graph(value: Any) -> Any:

@@ -185,7 +185,8 @@ class Timestamp(Serializable):
         Raises:
             ValueError: If the unit is `TimeUnit.DURATION` or unknown.
         """
-        unit = TimeUnit(unit)
+        if type(unit) is not TimeUnit:
+            unit = TimeUnit(unit)
         return Time(self._reading(unit), unit)
 
     def to_next_batch(
@@ -340,11 +341,15 @@ class Timestamp(Serializable):
         return after
 
 
+if not TYPE_CHECKING:  # read in each step, and this spares a Python call each time
+    for _name in CLOCKS:
+        setattr(Timestamp, _name, property(attrgetter(f"_{_name}"), doc=getattr(Timestamp, _name).__doc__))
+
 _READ = {unit: attrgetter(f"_{name}") for name, unit in COUNTERS.items() if "_in_" not in name}
 
 
 def _comparable(other: object) -> Time[Any] | None:
     """Return what a timestamp compares with as a `Time`, and `None` for anything else."""
-    if not isinstance(other, (Time, str)):
-        return None
-    return Time.from_input(other)  # pyright: ignore[reportUnknownArgumentType]  # isinstance cannot say Time[Any]
+    if isinstance(other, Time):
+        return other  # pyright: ignore[reportUnknownVariableType]  # isinstance cannot say Time[Any]
+    return Time.from_input(other) if isinstance(other, str) else None
