@@ -37,6 +37,7 @@ from composer.loggers import InMemoryLogger, LoggerDestination
 STEP_S = 0.010
 STEPS_IN_TURN = 13
 WARMUP_TURNS = 20
+LEAST_TURNS = 2 * WARMUP_TURNS
 LOOK_EVERY = 10  # steps
 STEP_BUDGET = 1.02
 LOOK_BUDGET = 0.5  # of a step
@@ -248,6 +249,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=None, help="with and without")
     add_option(parser)
     asked = parser.parse_args()
+    if asked.turns is not None and asked.turns < LEAST_TURNS:
+        parser.error(f"--turns={asked.turns} leaves nothing to compare. Take {LEAST_TURNS} or more.")
     torch.set_num_threads(1)
     turns = asked.turns or (60 if asked.quick else 300)
     batches = make_batches(False, calibrate())

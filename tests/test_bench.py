@@ -123,6 +123,12 @@ def test_every_benchmark_is_in_the_plan_and_can_be_asked_for_its_rows(bench, roo
         assert "add_option(" in text or "from gpt_steps import" in text, name
 
 
+def test_every_benchmark_of_the_plan_has_its_rows_and_its_command_on_the_page(bench, root):
+    page = (root / "docs" / "benchmarks.md").read_text()
+    assert {script.name for script in bench.PLAN if f"| `{script.command}` |" not in page} == set()
+    assert "**failed**" not in page
+
+
 def test_rows_are_written_as_the_table_reads_them(root):
     tree = ast.parse((root / "benchmarks" / "rows.py").read_text())
     fields = [node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
