@@ -168,3 +168,16 @@ def test_what_a_console_cannot_be(arguments, said):
 def test_a_row_that_does_not_fit_its_table_is_named():
     with pytest.raises(ValueError, match=r"rows\[1\]=\[1\] has 1 cells, and the table 2 columns: a, b"):
         ConsoleLogger(stream="stdout").log_table(["a", "b"], [[1, 2], [1]])
+
+
+def test_what_the_next_block_has_may_be_replaced(make_trainer):
+    class Drops(ConsoleLogger):
+        def batch_end(self, state, logger):
+            self.logged_metrics = {"loss of mine": 0.5}
+            super().batch_end(state, logger)
+
+    stream = io.StringIO()
+    with make_trainer(loggers=Drops("1ba", stream), max_duration="1ep") as trainer:
+        trainer.fit()
+    assert "Train loss of mine: 0.5000" in stream.getvalue()
+    assert "Train loss/train/total" not in stream.getvalue()

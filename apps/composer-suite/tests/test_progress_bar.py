@@ -111,7 +111,7 @@ def test_an_unknown_stream_is_refused():
 def test_a_value_that_no_bar_can_show_stops_nothing(make_trainer):
     class Logs(Callback):
         def batch_end(self, state, logger):
-            logger.log_metrics({"loss/train/complex": torch.tensor(1 + 2j)})
+            logger.log_metrics({"loss/train/complex": torch.tensor(1 + 2j), 7: 0.5})
 
     stream = io.StringIO()
     with make_trainer(progress_bar=True, console_stream=stream, max_duration="1ep", callbacks=Logs()) as trainer:

@@ -328,3 +328,32 @@ def test_cycles_of_one_rank_stay_apart_when_their_files_are_merged(tmp_path):
     merge_traces(str(tmp_path / "merged.json"), *files)
     merged = json.loads((tmp_path / "merged.json").read_text())
     assert [(e["pid"], e["ts"]) for e in merged if e["name"] == "step"] == [(0, 1010), (0, 5020), (1, 1015), (1, 5030)]
+
+
+def test_each_cycles_file_says_whose_it_is_also_without_a_pause_between(tmp_path):
+    handler = JSONTraceHandler(folder=str(tmp_path))
+    off = {"sys_prof_cpu": False, "torch_prof_profile_memory": False, "torch_prof_with_flops": False}
+    profiler = Profiler(cyclic_schedule(warmup=0, active=2, repeat=0), handler, **off)
+    with make_trainer(profiler, max_duration="1ep") as trainer:
+        trainer.fit()
+    assert len(handler.saved_traces) == 2
+    for path in handler.saved_traces:
+        with open(path) as file:
+            assert phases(json.load(file), "process_name") == ["M"]
+
+
+@pytest.mark.parametrize("answer", [None, "recording"])
+def test_a_schedule_that_names_no_action_is_refused_at_the_first_batch(answer, tmp_path):
+    handler = JSONTraceHandler(folder=str(tmp_path))
+    profiler = Profiler(lambda state: answer, handler, sys_prof_cpu=False, torch_prof_profile_memory=False)
+    with pytest.raises((TypeError, ValueError), match=r"ProfilerAction.*'active_and_save'"):
+        make_trainer(profiler).fit()
+
+
+def test_a_schedule_may_name_its_actions(tmp_path):
+    handler = JSONTraceHandler(folder=str(tmp_path))
+    off = {"sys_prof_cpu": False, "torch_prof_profile_memory": False, "torch_prof_with_flops": False}
+    profiler = Profiler(lambda state: "active_and_save", handler, **off)
+    with make_trainer(profiler, max_duration="2ba") as trainer:
+        trainer.fit()
+    assert len(handler.saved_traces) == 2

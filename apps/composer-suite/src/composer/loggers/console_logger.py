@@ -88,6 +88,11 @@ class ConsoleLogger(BufferedDestination):
         self.catch_up()
         return self._logged
 
+    @logged_metrics.setter
+    def logged_metrics(self, metrics: dict[str, Any]) -> None:
+        self.catch_up()
+        self._logged = metrics
+
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:

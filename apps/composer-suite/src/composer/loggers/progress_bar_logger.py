@@ -198,7 +198,7 @@ class _Bar:
 
     def keep(self, metrics: dict[str, Any]) -> None:
         """Take the values that belong to this bar."""
-        for name, value in metrics.items():
+        for name, value in zip(map(str, metrics), metrics.values(), strict=True):
             if name.startswith(self._shown) and not name.startswith("metrics/train"):
                 # The bar's title says already what is evaluated, and a line has room for little.
                 self._values[name.rpartition("/")[2] if name.startswith("metrics/") else name] = value

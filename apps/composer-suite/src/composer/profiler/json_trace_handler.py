@@ -91,7 +91,7 @@ class JSONTraceHandler(TraceHandler):
         self.saved_traces: list[str] = []
         self.merged_trace: str | None = None
         self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # other threads record, too
-        self._was_skipping = True
+        self._is_described = False
         self._saves = self._has_saved = False
 
     def init(self, state: State, logger: Logger) -> None:
@@ -109,10 +109,10 @@ class JSONTraceHandler(TraceHandler):
                 "A JSONTraceHandler hears from a profiler, and there is none. Give it to one: "
                 "Trainer(profiler=Profiler(schedule, trace_handlers=[JSONTraceHandler()]))."
             )
-        action = state.profiler.schedule(state)
-        if action is not ProfilerAction.SKIP and self._was_skipping:
+        action = state.profiler.action
+        if action is not ProfilerAction.SKIP and not self._is_described:
             self._describe_process()
-        self._was_skipping = action is ProfilerAction.SKIP
+        self._is_described = action is not ProfilerAction.SKIP
         self._saves = action is ProfilerAction.ACTIVE_AND_SAVE
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -120,6 +120,7 @@ class JSONTraceHandler(TraceHandler):
         if not self._saves:
             return
         self._saves = False
+        self._is_described = False  # each file says whose it is, also where no pause comes before
         stamp = state.timestamp
         path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
         path.parent.mkdir(parents=True, exist_ok=True)

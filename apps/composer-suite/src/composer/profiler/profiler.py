@@ -35,7 +35,7 @@ class Profiler(Callback):
     is a trace handler.
 
     Args:
-        schedule: From the state to what is done with the batch; see `cyclic_schedule`.
+        schedule: From the state to what is done with the batch, or its name; see `cyclic_schedule`.
         trace_handlers: One or several of those who read.
         sys_prof_cpu: Record how busy the processors are.
         sys_prof_memory: Record how much memory is used.
@@ -184,8 +184,13 @@ class Profiler(Callback):
 
     @property
     def action(self) -> ProfilerAction:
-        """What is done with the batch of now."""
-        return self.schedule(self.state)
+        """What is done with the batch of now.
+
+        Raises:
+            TypeError: If the schedule returned something that names no action, such as `None`.
+            ValueError: If it returned a text that names none.
+        """
+        return ProfilerAction(self.schedule(self.state))
 
     def bind_to_state(self, state: State) -> None:
         """Let training be profiled: put the profiler, what it made and its handlers among the state's callbacks."""

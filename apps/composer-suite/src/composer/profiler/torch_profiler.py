@@ -125,7 +125,7 @@ class TorchProfiler(Callback):
             del step  # it counts what torch has seen; the schedule knows the batch of the epoch
             if self._has_saved_last_batch(state):
                 return TorchAction.NONE
-            return _ACTIONS[state.profiler.schedule(state)]
+            return _ACTIONS[state.profiler.action]
 
         profiler = torch.profiler.profile(
             schedule=follow,
@@ -141,7 +141,7 @@ class TorchProfiler(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         """Do with the batch what the schedule says, if it was not foreseen: epochs begin anew."""
         assert self.profiler is not None
-        if self.profiler.current_action is not _ACTIONS[state.profiler.schedule(state)]:
+        if self.profiler.current_action is not _ACTIONS[state.profiler.action]:
             self._step()
         logger.log_traces({"profiler/state": self.profiler.current_action.name})
 
