@@ -1,6 +1,6 @@
 """What each method costs beside training without it: the ratio of processor time, for its card in docs/algorithms.
 
-    python benchmarks/method_costs.py [--rounds N] [--method NAME ...] [--write]
+    python benchmarks/method_costs.py [--rounds N] [--epochs N] [--method NAME ...] [--write]
 
 Each method trains a small model of its kind on one thread, in turns with a training without it: every round has both,
 one right after the other, each for the same steps from the beginning to the end. So methods that act in a part of
@@ -217,7 +217,7 @@ class Stopwatch(Callback):
         return [end_s - start_s for start_s, end_s in pairwise(self.starts_s)][NOT_COUNTED:]
 
 
-def train(workload: Workload, chosen: Sequence[Any]) -> list[float]:
+def train(workload: Workload, chosen: Sequence[Any], num_epochs: int) -> list[float]:
     """Train once, always in the same way, and return the processor time of each step, in seconds."""
     torch.manual_seed(0)
     model, dataset = workload.model(), workload.dataset()
@@ -227,7 +227,7 @@ def train(workload: Workload, chosen: Sequence[Any]) -> list[float]:
         model,
         train_dataloader=loader,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        max_duration=f"{EPOCHS * BATCHES}ba",  # in epochs, no time would pass for methods within one
+        max_duration=f"{num_epochs * BATCHES}ba",  # in epochs, no time would pass for methods within one
         algorithms=list(chosen),
         callbacks=[stopwatch],
         precision=workload.precision,
@@ -248,16 +248,16 @@ def make(key: str, metadata: Metadata) -> Any:
     return getattr(algorithms, metadata.class_name)(**CASES[key].settings)
 
 
-def measure(keys: Sequence[str], num_rounds: int) -> dict[str, Cost]:
+def measure(keys: Sequence[str], num_rounds: int, num_epochs: int) -> dict[str, Cost]:
     """Train with and without each method, round by round."""
     methods, costs = all_metadata(), {key: Cost([], []) for key in keys}
     for workload in {CASES[key].workload.name: CASES[key].workload for key in keys}.values():
-        train(workload, [])  # warms up
+        train(workload, [], num_epochs)  # warms up
     for _ in range(num_rounds):
         for key, cost in costs.items():
             workload = CASES[key].workload
-            cost.without_s.append(train(workload, []))
-            cost.with_s.append(train(workload, [make(key, methods[key])]))
+            cost.without_s.append(train(workload, [], num_epochs))
+            cost.with_s.append(train(workload, [make(key, methods[key])], num_epochs))
     return costs
 
 
@@ -305,16 +305,19 @@ def main() -> int:
     """Measure, print the table, and write it if asked to."""
     parser = argparse.ArgumentParser(description="Measure what each method costs.")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"of {BATCHES} steps, each time")
     parser.add_argument("--method", nargs="*", default=list(CASES), choices=list(CASES), help="only these")
     parser.add_argument("--write", action="store_true", help="into docs/algorithms; for all methods together")
     add_option(parser)
     asked = parser.parse_args()
     if asked.write and len(asked.method) != len(CASES):
         parser.error("--write writes a table of all methods: leave out --method.")
+    if asked.epochs < 1 or (asked.write and asked.epochs != EPOCHS):
+        parser.error(f"--epochs={asked.epochs}. Take 1 or more; --write goes by {EPOCHS}.")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # about what training on so little data is like
     logging.disable(logging.WARNING)
-    costs = measure(asked.method, asked.rounds)
+    costs = measure(asked.method, asked.rounds, asked.epochs)
     print(f"processor time of a step with the method to one without, medians of {asked.rounds} rounds")
     for key, cost in costs.items():
         print(f"{key:26}{cost!s:>6}   {cost.range}")

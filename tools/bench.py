@@ -39,8 +39,8 @@ A ratio is ours to the plain way's, both measured in turns; below 1 ours is fast
 median over pairs of turns, and need not be the quotient of the two times beside it. "met" tells whether the script's
 own budget was kept; what lost has its line as everything else.
 
-What a method adds to a step ("step with ...") is one round here, in processor time on one thread, to see that it still
-does what it did; [the methods' own table](algorithms/README.md) has seven rounds, and is the one to go by.
+What a method adds to a step ("step with ...") is one short round here, in processor time on one thread, to see that it
+still does what it did; [the methods' own table](algorithms/README.md) has seven rounds, and is the one to go by.
 
 The machine: {machine}.
 Others may have used it at the same time, and its clock rates change by themselves: the same command gives ratios that
@@ -73,17 +73,17 @@ PLAN = (
     Script("time_import"),
     Script("timestamp"),
     Script("engine"),
-    Script("import_time", ("3",), 120.0),
+    Script("import_time", ("2",), 120.0),
     Script("launch", ("--rounds", "3"), 120.0),
-    Script("trainer_overhead", ("--rounds", "5"), 150.0),
-    Script("peers", ("--rounds", "7"), 120.0),
+    Script("trainer_overhead", ("--rounds", "5", "--steps", "500"), 150.0),
+    Script("peers", ("--rounds", "5"), 120.0),
     Script("callbacks", ("--quick",), 150.0),
     Script("callbacks_long_runs", ("--quick",), 90.0),
     Script("optimizers", (), 90.0),
     Script("ema"),
-    Script("algorithms", ("--rounds", "7"), 180.0),
-    Script("algorithms_surgery", ("--rounds", "15"), 120.0),
-    Script("method_costs", ("--rounds", "1"), 150.0),
+    Script("algorithms", ("--rounds", "5"), 180.0),
+    Script("algorithms_surgery", ("--rounds", "11"), 120.0),
+    Script("method_costs", ("--rounds", "1", "--epochs", "2"), 150.0),
     Script("checkpoint", ("--quick",), 90.0),
     Script("checkpoint_async", ("--rounds", "3"), 120.0),
     Script("ddp", ("--rounds", "3"), 90.0),
