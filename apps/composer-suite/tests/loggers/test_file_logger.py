@@ -46,6 +46,15 @@ def test_each_kind_of_entry_has_its_line(begun, tmp_path):
     )
 
 
+def test_a_tensor_without_values_is_written_as_its_shape(begun, tmp_path):
+    logger = begun(FileLogger(capture_stdout=False, capture_stderr=False)).logger
+    logger.log_metrics({"loss": torch.zeros((), device="meta"), "norms": [torch.zeros(3, device="meta")]}, step=3)
+    assert lines_of(tmp_path / "plum/logs-rank0.txt") == [
+        '[metric][batch=3]: loss: "Tensor of shape torch.Size([])" ',
+        '[metric][batch=3]: norms: ["Tensor of shape torch.Size([3])"] ',
+    ]
+
+
 def test_traces_are_left_out_where_they_are_not_wanted(begun):
     file = FileLogger(log_traces=False, capture_stdout=False, capture_stderr=False)
     begun(file).logger.log_traces({"mine": 1})

@@ -14,7 +14,8 @@ def format_log_data_value(data: Any) -> str:
 
     Args:
         data: Text is quoted, a float gets four decimals, a tensor with one element reads as that element and any
-            other as its shape. Mappings and other iterables are written element by element.
+            other, or one on the `meta` device, as its shape. Mappings and other iterables are written element by
+            element.
 
     Raises:
         TypeError: If a mapping has a key that is not a string.
@@ -32,7 +33,8 @@ def format_log_data_value(data: Any) -> str:
     if isinstance(data, float):
         return f"{data:.4f}"
     if is_tensor(data):
-        return format_log_data_value(data.cpu().item()) if data.numel() == 1 else f"Tensor of shape {data.shape}"
+        has_number = data.numel() == 1 and not data.is_meta
+        return format_log_data_value(data.cpu().item()) if has_number else f"Tensor of shape {data.shape}"
     if isinstance(data, Mapping):
         return _format_mapping(cast("Mapping[Any, Any]", data))
     # An array without axes calls itself iterable and is not.

@@ -90,6 +90,7 @@ def test_closing_ends_persistent_workers_and_the_dataloader_can_be_used_again():
         (torch.tensor([3]), "3"),
         (torch.zeros(2, 3), "Tensor of shape torch.Size([2, 3])"),
         ([torch.tensor(1.0)], "[1.0000]"),
+        (torch.zeros((), device="meta"), "Tensor of shape torch.Size([])"),
     ],
 )
 def test_a_tensor_reads_as_its_only_element_or_as_its_shape(data, text):

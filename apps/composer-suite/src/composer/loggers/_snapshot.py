@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from composer_events.log_values import format_log_data_value
 from composer_events.value_copies import detached_copy, map_values
 
 __all__ = ["Snapshot", "as_number"]
@@ -49,6 +50,8 @@ class Snapshot:
 
     def _take(self, value: Any) -> Any:
         self.size_bytes += _BYTES_OF_A_NUMBER + _size_bytes(value)
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            return format_log_data_value(value)  # it has no values that could be copied
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
             return detached_copy(value)
         self._arrivals.setdefault(value.device, torch.Event(value.device))
