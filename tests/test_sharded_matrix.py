@@ -236,7 +236,7 @@ def callback(name, *arguments, **settings):
 
 
 ALGORITHMS = {
-    "AGC": Row(algorithm("AGC", 0.01)),
+    "AGC, the older name of adaptive GradientClipping": Row(algorithm("AGC", 0.01)),
     "Alibi": Row(algorithm("Alibi", 16, train_sequence_length_scaling=0.5), "gpt2"),
     "AugMix": Row(algorithm("AugMix"), "conv"),
     "BlurPool": Row(algorithm("BlurPool"), "conv"),
