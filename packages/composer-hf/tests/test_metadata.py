@@ -10,6 +10,7 @@ from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointErr
 from composer_hf import HuggingFaceMetadata, HuggingFaceModel, MissingMetadataError
 from composer_hf.model_classes import build_config, find_class
 from composer_hf.pretrained_folder import readable_config, write_tokenizer
+from composer_hf.saved_state import get_peft_config_from_composer_state_dict
 
 
 def content_of(model, tokenizer):
@@ -71,6 +72,31 @@ def test_code_is_written_only_where_it_is_trusted(tmp_path):
     write_tokenizer(tmp_path, metadata, trust_remote_code=True)
     assert (tmp_path / "tokenization.py").read_text() == "print(1)"
     assert "auto_map" in readable_config(metadata, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_checkpoint_chooses_no_kernel_of_the_hub(name):
+    nested = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, name: "somebody/kernel"}
+    metadata = HuggingFaceMetadata({**nested, "text_config": dict(nested)}, "transformers.GPT2LMHeadModel")
+
+    config = build_config(metadata)  # on some releases of transformers a model of it would import the kernel
+
+    assert "somebody/kernel" not in repr({**config.to_dict(), **vars(config)})
+    assert name not in repr(readable_config(metadata))
+    assert name in readable_config(metadata, trust_remote_code=True)
+    assert build_config(metadata, {"attn_implementation": "eager"})._attn_implementation == "eager"  # the caller's
+
+
+def test_an_adapter_names_no_module_of_megatron():
+    peft = pytest.importorskip("peft")
+    adapter = {"peft_type": "LORA", "r": 2, "megatron_config": {"a": 1}, "megatron_core": "somebody.module"}
+    saved = content_of({"model_type": "gpt2"}, {})
+    saved["model"]["peft_config"] = {"file_extension": ".json", "content": adapter, "class": "peft.LoraConfig"}
+
+    config = get_peft_config_from_composer_state_dict({"state": {"integrations": {"huggingface": saved}}})
+
+    assert isinstance(config, peft.LoraConfig)
+    assert (config.r, config.megatron_config) == (2, None)
 
 
 @pytest.mark.parametrize("name", ["../x.json", "/etc/x.json", "a/b.json", "..\\x.json", "c:x.json", "a\0.json"])

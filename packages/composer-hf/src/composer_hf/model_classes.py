@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from composer_checkpoint import CheckpointError, IncompatibleCheckpointError, UnsafeCheckpointError
+from composer_hf.code_settings import without_code
 from composer_hf.metadata import HuggingFaceMetadata
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def build_config(
     Args:
         metadata: What the checkpoint says.
         overrides: Values in place of the checkpoint's.
-        trust_remote_code: Whether code that lies where the model came from may be run.
+        trust_remote_code: Whether code that lies where the model came from may be run, and kernels of the Hub that the
+            checkpoint names.
         allow_network: Whether an architecture that transformers does not know may be looked for on the Hub.
 
     Raises:
@@ -41,7 +43,8 @@ def build_config(
     """
     from transformers import CONFIG_MAPPING, AutoConfig  # it takes seconds to load
 
-    values = {**metadata.config, **(overrides or {})}
+    own = metadata.config if trust_remote_code else without_code(metadata.config)
+    values = {**own, **(overrides or {})}
     model_type = values.pop("model_type", None)
     if overrides and "num_labels" in overrides and "id2label" not in overrides:
         values.pop("id2label", None)  # of so many labels as before

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from composer_checkpoint import write_atomically
+from composer_hf.code_settings import without_code
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.tokenizer_files import as_json, for_any_release
 
@@ -77,7 +78,7 @@ def write_description(
         trust_remote_code: Whether code that came with the checkpoint is written, too.
     """
     if metadata.peft_config is not None:
-        (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(dict(metadata.peft_config)))
+        (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(without_code(metadata.peft_config)))
     else:
         config = readable_config(metadata, dtype=dtype, trust_remote_code=trust_remote_code)
         if alibi := config.get("composer_alibi"):
@@ -102,15 +103,13 @@ def readable_config(
     metadata: HuggingFaceMetadata, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Return the values of `config.json` such that transformers 4 and 5 read them alike."""
-    config = dict(metadata.config)
+    config = dict(metadata.config) if trust_remote_code else without_code(metadata.config)
     config.pop("_name_or_path", None)  # where somebody else had the model
     if not config.get("architectures") and metadata.model_class:
         config["architectures"] = [metadata.model_class.rpartition(".")[2]]
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
-    if not trust_remote_code:
-        config.pop("auto_map", None)
     _add_older_rope(config)
     return config
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from composer_hf.adapters import adapter_of, is_peft_model, maybe_get_underlying_model, peft_config_values
+from composer_hf.code_settings import without_code
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import build_config, build_model, find_class
 from composer_hf.pretrained_folder import write_tokenizer
@@ -83,7 +84,7 @@ def get_peft_config_from_composer_state_dict(state_dict: Mapping[str, Any]) -> "
         return None
     from peft import get_peft_config  # optional, and who has such a checkpoint needs it
 
-    return get_peft_config(dict(metadata.peft_config))
+    return get_peft_config(without_code(metadata.peft_config))
 
 
 def load_tokenizer(
@@ -132,7 +133,7 @@ def load_model(
         return model
     from peft import get_peft_config, get_peft_model  # optional, and who has such a checkpoint needs it
 
-    adapted: Any = get_peft_model(model, get_peft_config(dict(metadata.peft_config)))
+    adapted: Any = get_peft_model(model, get_peft_config(without_code(metadata.peft_config)))
     return adapted
 
 
