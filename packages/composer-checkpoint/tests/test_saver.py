@@ -184,6 +184,8 @@ def test_a_program_that_is_missing_is_an_error_before_training(saver, monkeypatc
         ({"keep": {"newest": 3}}, "does not say which checkpoints to keep"),
         ({"save_async_policy": "hope"}, "save_async_policy='hope'"),
         ({"save_interval": "often"}, "often"),
+        ({"save_interval": "-1ep"}, "or 0 for never"),
+        ({"save_interval": -1}, "or 0 for never"),
         ({"keep": {"every": "often"}}, r"save_keep=\{'every': 'often'\} cannot be used: every='often'"),
         ({"keep": {"best": ("loss", "min", 0)}}, "does not say which checkpoints are best"),
         ({"remote_file_name": ""}, "remote_file_name='' is empty"),

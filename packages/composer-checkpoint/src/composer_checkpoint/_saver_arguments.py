@@ -52,8 +52,14 @@ def to_interval(save_interval: Any) -> "Time[Any] | Callable[..., bool]":
 
     Raises:
         TypeError: If it is neither.
-        ValueError: If it is a text that says no time.
+        ValueError: If it is a text that says no time, or less than 0.
     """
     if callable(save_interval):
         return cast(Callable[..., bool], save_interval)
-    return to_time("save_interval", save_interval, TimeUnit.EPOCH)
+    interval = to_time("save_interval", save_interval, TimeUnit.EPOCH)
+    if interval.value < 0:
+        raise ValueError(
+            f"save_interval={save_interval!r} is less than 0. Give how often to save, such as 1 (epoch) or '100ba', or 0 "
+            "for never."
+        )
+    return interval

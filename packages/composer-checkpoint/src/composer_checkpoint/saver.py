@@ -69,7 +69,8 @@ class CheckpointSaver(Callback):
         remote_file_name: The name in the store, or for loggers that take files. `None` uploads nothing.
         latest_filename: The name of the link to the latest one. `None` for no link.
         latest_remote_file_name: The name of the pointer in the store, to which `.symlink` is added.
-        save_interval: How often: epochs, a timestring, a `Time`, or a function of the state and the event.
+        save_interval: How often: epochs, a timestring, a `Time`, or a function of the state and the event. Also at the
+            end, unless it is 0, for never.
         overwrite: Whether a run may start where later checkpoints are, and replace them.
         num_checkpoints_to_keep: How many of the newest stay on the disk; -1 for all. 0 is for folders that are
             copied elsewhere.

@@ -102,7 +102,7 @@ class Trainer:
         save_filename: What each is called there, with placeholders for run, ranks and time.
         save_latest_filename: What the link to the latest is called; `None` for no link.
         save_overwrite: Whether to replace later checkpoints of another run.
-        save_interval: How often: epochs, a time, or a function of the state and the event. Also at the end.
+        save_interval: How often, and at the end: epochs, a time, or a function of the state and the event; 0 for never.
         save_weights_only: Save only the model and what describes it.
         save_ignore_keys: What to leave out, as `load_ignore_keys`.
         save_num_checkpoints_to_keep: How many of the newest stay on the disk; -1 for all.
