@@ -85,6 +85,12 @@ def test_every_page_that_was_laid_out_is_there(site):
     assert {name.replace("README.html", "index.html") for name in names} == site.pages.keys() - {NOT_FOUND}
 
 
+def test_nothing_is_there_that_only_the_build_needs(site):
+    names = {file.relative_to(site.folder).as_posix() for file in site.folder.iterdir() if file.is_file()}
+    assert not names & {"navigation.txt", "sitemap.xml"}
+    assert not [name for name, page in site.pages.items() if "sitemap.xml" in page.fetched]
+
+
 def test_every_internal_link_leads_to_a_page_and_an_anchor_that_exist(site):
     dead = [
         (name, link)

@@ -71,6 +71,16 @@ def test_the_command_says_in_a_sentence_what_it_refuses(release, monkeypatch, ca
     assert "'new' is no version" in capsys.readouterr().err
 
 
+def test_the_tag_comes_last_when_the_wheels_are_known_to_be_fit(release, workspace, root, monkeypatch, capsys):
+    monkeypatch.setattr(release, "ROOT", workspace)
+    monkeypatch.setattr("sys.argv", ["release.py", "low", "0.2.0"])
+    assert release.main() == 0
+    told = capsys.readouterr().out
+    assert "are to be released too: high." in told
+    for steps in (told, (root / "CONTRIBUTING.md").read_text()):
+        assert 0 < steps.index("git commit") < steps.index("make dist") < steps.index("git tag")
+
+
 def test_a_changelog_that_has_nothing_to_tell_is_refused(release, workspace):
     (workspace / "packages" / "low" / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (2029-01-01)\n")
     with pytest.raises(release.Refused, match="nothing to release"):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dist
-from environments import Environment, Environments, prepare
+from environments import Environment, Environments, prepare, runnable
 from packaging.requirements import Requirement
 from ranges import ROOT, members
 
@@ -168,6 +168,17 @@ def closure(name: str, extra: str, projects: dict[str, dict]) -> list[str]:
     return found
 
 
+def package(name: str) -> str:
+    """Return the name of a package that was typed.
+
+    Raises:
+        argparse.ArgumentTypeError: If this workspace has none of that name.
+    """
+    if name not in (known := members()):
+        raise argparse.ArgumentTypeError(f"{name!r} is no package of this workspace. Name some of {', '.join(known)}.")
+    return name
+
+
 def runs(names: list[str]) -> list[Run]:
     """Return what is to be tested, what takes longest first, so that at the end nobody waits long for another."""
     found = [Run(name, extra, chosen) for name in names for extra, chosen in RUNS.get(name, {"": ""}).items()]
@@ -177,9 +188,9 @@ def runs(names: list[str]) -> list[Run]:
 def main() -> int:
     """Build the wheels, test each package in its own environment, and return the exit status."""
     parser = argparse.ArgumentParser(description="Test each package by itself.")
-    parser.add_argument("names", nargs="*", help="distributions to test (default: all)")
+    parser.add_argument("names", nargs="*", type=package, metavar="NAME", help="distributions to test (default: all)")
     parser.add_argument("--record", action="store_true", help="write the lists of distributions")
-    parser.add_argument("--uv", default="uv", help="the uv that builds and installs")
+    parser.add_argument("--uv", type=runnable, default="uv", help="the uv that builds and installs")
     arguments = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from environments import Environment, prepare
+from environments import Environment, prepare, runnable
 from ranges import ROOT, members
 
 
@@ -72,7 +72,7 @@ def first_script(page: str) -> str:
 def main() -> int:
     """Build, install, and return the exit status."""
     parser = argparse.ArgumentParser(description="Build all wheels reproducibly.")
-    parser.add_argument("--uv", default="uv", help="the uv that builds")
+    parser.add_argument("--uv", type=runnable, default="uv", help="the uv that builds")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="the folder for the wheels")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -86,13 +86,13 @@ def main() -> int:
     except Refused as error:
         print(error, file=sys.stderr)
         return 1
-    moved = list(dependents(members(), asked.name, Version(asked.version)))
+    moved = list(dependents(members(ROOT), asked.name, Version(asked.version)))
     for path, text in changed.items():
         path.write_text(text)
         print(f"wrote {path.relative_to(ROOT)}")
     if moved:
         print(f"These ask for another range now and are to be released too: {', '.join(moved)}.")
-    print(f"Next: make lock lint test; git commit; git tag {asked.name}-v{asked.version}; make dist")
+    print(f"Next: make lock lint test; git commit; make dist; git tag {asked.name}-v{asked.version}")
     return 0
 
 

@@ -106,3 +106,16 @@ def test_a_model_without_an_adapter_is_written_as_it_is(make_model, ckpt, tmp_pa
     assert "there is no adapter to merge" in told["warnings"]
     assert ckpt("diff", tmp_path / "first", tmp_path / "out")[0] == 0
     assert ckpt("convert", tmp_path / "first", tmp_path / "no", "--peft", "adapter")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "option", [["--base-model", "base"], ["--max-shard-size", "1GB"]], ids=lambda option: option[0]
+)
+def test_options_of_a_whole_model_are_refused_where_the_adapter_is_written_alone(option, make_model, ckpt, tmp_path):
+    _, content = adapted(make_model, "plain")
+    save_file(content, tmp_path / "ep1.pt")
+    code, told = ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out", *option)
+    assert code == 2
+    assert told["error"]["message"].startswith(option[0])
+    assert "eave it out." in told["error"]["message"]
+    assert not (tmp_path / "out").exists()

@@ -186,6 +186,16 @@ def test_weights_that_do_not_fit_the_model_are_named(change, words, make_model, 
     assert os.listdir(tmp_path) == ["ep1.pt"]
 
 
+def test_a_folder_whose_weights_do_not_fit_its_config_is_told_what_mends_it(make_model, ckpt, tmp_path):
+    make_model("llama").save_pretrained(tmp_path / "first")
+    config = json.loads((tmp_path / "first" / "config.json").read_text())
+    (tmp_path / "first" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    code, told = ckpt("convert", tmp_path / "first", tmp_path / "out.pt")
+    assert code == 1
+    assert "Put the config.json that fits into the folder." in told["error"]["message"]  # --config is not for a .pt
+    assert "--config" not in told["error"]["message"]
+
+
 def test_an_unknown_architecture_is_named(make_model, checkpoint_of, ckpt, tmp_path):
     content = checkpoint_of(make_model("gpt2"))
     content["state"]["integrations"]["huggingface"]["model"]["config"]["content"]["model_type"] = "gpt-17"

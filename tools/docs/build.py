@@ -4,7 +4,7 @@
 
 The pages are laid out in `build/docs`, at the paths that they have in the repository, so that their links hold in both
 places; Zensical renders them into `site`. Both lie below the folder, which is the repository itself unless said
-otherwise. A warning fails the build.
+otherwise. A warning fails the build. What Zensical puts there that no reader has a use for is taken out.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from reference import MODULES, module_page, reference
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SETTINGS, NAVIGATION = "zensical.toml", "navigation.txt"
-PAGES = "build/docs"  # `docs_dir` of the settings
+PAGES, SITE = "build/docs", "site"  # `docs_dir` and `site_dir` of the settings
+# The order of the pages is in each of them, and a sitemap has nothing to say where no `site_url` is known.
+NOT_FOR_READERS = (NAVIGATION, "sitemap.xml")
 SOURCES = ["*.md", "docs/**/*.md", "packages/*/*.md", "apps/*/*.md"]
 
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
@@ -76,7 +78,10 @@ def main() -> int:
         shutil.copyfile(ROOT / SETTINGS, folder / SETTINGS)
     zensical = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", SETTINGS]
     environment = {**os.environ, "PYTHONPATH": str(HERE)}  # where the extension is that the settings name
-    return subprocess.run(zensical, cwd=folder, env=environment, check=False).returncode
+    built = subprocess.run(zensical, cwd=folder, env=environment, check=False)
+    for name in NOT_FOR_READERS:
+        (folder / SITE / name).unlink(missing_ok=True)
+    return built.returncode
 
 
 if __name__ == "__main__":

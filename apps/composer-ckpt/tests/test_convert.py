@@ -307,6 +307,8 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(how, run, tmp
     ("arguments", "words"),
     [
         (["convert", "w.pt", "out.pt", "--peft", "merge"], "--peft"),
+        (["convert", "w.pt", "out.pt", "--config", "x", "--tokenizer", "x"], "--config, --tokenizer are of Hugging"),
+        (["convert", "w.pt", "--composer_path", "other.pt", "--hf_output_path", "out"], "'other.pt' are both given"),
         (["convert", "w.pt", "out.pt", "--include", "nothing*"], "fits none"),
         (["convert", "w.pt", "out.pt", "--exclude", "*"], "leave none"),
         (["convert", "w.pt", ""], "DST=''"),
@@ -329,3 +331,64 @@ def test_arguments_that_do_not_fit_are_usage_errors(arguments, words, run, tmp_p
     assert code == 2
     assert words in errors
     assert sorted(os.listdir()) == ["empty.pt", "w.pt"]
+
+
+OF_HUGGING_FACE_FOLDERS = [
+    ["--config", "config.json"],
+    ["--config-override", "vocab_size=7"],
+    ["--tokenizer", "."],
+    ["--max-shard-size", "5GB"],
+    ["--format", "bin"],
+    ["--base-model", "base"],
+]
+WRITTEN_OTHERWISE = [
+    ["convert", "hf", "out.pt"],
+    ["convert", "hf", "out.safetensors"],
+    ["convert", "ep2.pt", "out.safetensors"],
+    ["convert", "ep2.pt", "out", "--to", "dcp"],
+    ["convert", "ep2.pt", "out_{rank}.pt", "--world-size", "2"],
+]
+
+
+@pytest.fixture
+def with_folder(beside, content):
+    """Return the current folder, in which `hf` has weights under a Hugging Face folder's names."""
+    (beside / "hf").mkdir()
+    save_file({"w": torch.ones(2)}, beside / "hf" / "model.safetensors")
+    return beside
+
+
+@pytest.mark.parametrize("option", OF_HUGGING_FACE_FOLDERS, ids=lambda option: option[0])
+@pytest.mark.parametrize("arguments", WRITTEN_OTHERWISE, ids=" ".join)
+def test_an_option_of_hugging_face_folders_is_refused_where_none_is_written(option, arguments, run, with_folder):
+    before = sorted(os.listdir())
+    code, _, errors = run(*arguments, *option)
+    assert code == 2
+    assert f"{option[0]} is of Hugging Face folders" in errors
+    assert "Leave it out." in errors
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["hf", "out.pt", "--optimizer", "--resumption"], "--optimizer, --resumption are of what resumes a run"),
+        (["w.safetensors", "out.pt", "--resumption"], "--resumption is of what resumes a run"),
+        (["sharded", "out.pt", "--trust"], "--trust is of .pt files, and SRC='sharded' is dcp"),
+        (["ep2.pt", "out.pt", "--deepspeed-weights", "16bit"], "--deepspeed-weights is of DeepSpeed's folders"),
+        (["ep2.pt", "out.pt", "--trust-remote-code"], "--trust-remote-code is of Hugging Face folders"),
+    ],
+)
+def test_an_option_of_another_kind_of_source_is_refused(arguments, words, run, with_folder):
+    save_file({"w": torch.ones(2)}, "w.safetensors")
+    code, _, errors = run("convert", *arguments)
+    assert code == 2
+    assert words in errors
+    assert "Leave " in errors
+    assert not os.path.exists("out.pt")
+
+
+def test_options_that_apply_to_a_hugging_face_folder_that_is_read_are_kept(run, with_folder):
+    more = ["--trust-remote-code", "--output-precision", "bf16", "--rename", "w=v"]
+    assert run("convert", "hf", "out.pt", *more)[0] == 0
+    assert weights_of("out.pt")["model.v"].dtype == torch.bfloat16

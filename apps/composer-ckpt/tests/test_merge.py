@@ -79,6 +79,8 @@ def test_checkpoints_of_other_models_are_refused(three, run):
         (["a.pt", "b", "out.pt", "--weights", f"1,{math.inf}"], "no list of numbers"),
         (["a.pt", "b", "b", "--to", "dcp", "--overwrite"], "which is read"),
         (["a.pt", "none.pt", "out.pt"], "none.pt"),
+        (["a.pt", "b", "out.pt", "--max-shard-size", "5GB"], "--max-shard-size is of Hugging Face folders"),
+        (["a.pt", "b", "out.pt", "--trust-remote-code"], "--trust-remote-code is of Hugging Face folders"),
     ],
 )
 def test_arguments_that_do_not_fit_are_usage_errors(arguments, words, three, run):

@@ -117,3 +117,37 @@ def test_an_address_that_nothing_is_written_to_is_a_usage_error(target, words, c
     code, _, errors = run("convert", tmp_path / "ep2.pt", target, "--to", "dcp")
     assert code == 2
     assert words in errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "foo://x/y"],
+        ["inspect", "foo://x/y.pt"],
+        ["inspect", "https://host.invalid/folder"],
+        ["verify", "foo://x/y"],
+        ["diff", "ep2.pt", "foo://x"],
+        ["convert", "foo://x/y", "out.pt"],
+        [
+            "convert",
+            "--composer_path",
+            "foo://x/y.pt",
+            "--hf_output_path",
+            "out",
+            "--local_checkpoint_save_location",
+            "k",
+        ],
+        ["merge", "ep2.pt", "foo://x/y", "out.pt"],
+        ["reshard", "foo://x/y", "out", "--world-size", "2"],
+        ["extract", "foo://x/y", "out.pt"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
+def test_an_address_that_nothing_is_read_from_is_a_usage_error(arguments, content, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_file(content, "ep2.pt")
+    code, _, errors = run(*arguments)
+    assert code == 2
+    address = next(argument for argument in arguments if "://" in argument)
+    assert errors.startswith(f"composer-ckpt: {address!r} cannot be read: there is no store for ")
+    assert errors.count("\n") == 1

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 
 from composer.core import Callback, Evaluator
 from composer.loggers import ConsoleLogger
+from composer.loggers._config_block import format_config
 
 
 @pytest.fixture
@@ -163,6 +165,34 @@ def test_traces_are_shown_where_they_are_asked_for(make_trainer, capsys):
 def test_what_a_console_cannot_be(arguments, said):
     with pytest.raises(ValueError, match=said):
         ConsoleLogger(*arguments)
+
+
+def test_the_settings_are_yaml_whatever_they_are():
+    yaml = pytest.importorskip("yaml")
+    texts = ["two\nlines", "a: b", "true", "No", "1e5", "12:30", "x # y", "", "- a", "b:", "ü", " c", "/a b", "f(x=1)"]
+    settings = {"lr": 0.1, "inf": math.inf, "on": None, "betas": [0.9, 0.95], "texts": texts}
+    settings |= {text: text for text in texts if "/" not in text}  # which nests settings
+    block = format_config({**settings, "nested/pair": {(0, 1): 2}})
+    assert yaml.safe_load("\n".join(block.splitlines()[2:-1])) == {**settings, "nested": {"pair": {"(0, 1)": 2}}}
+
+
+def test_settings_that_hold_themselves_end():
+    settings = {"lr": 0.1}
+    settings["itself"] = settings
+    assert "\nlr: 0.1\n" in format_config(settings)
+
+
+def test_tables_come_with_metrics_and_not_with_each_line_of_progress(make_trainer, make_loader):
+    class LogsTable(Callback):
+        def eval_start(self, state, logger):
+            logger.log_table(["a"], [[1]], name="mine")
+
+    stream = io.StringIO()
+    with make_trainer(loggers=ConsoleLogger(stream=stream), callbacks=LogsTable()) as trainer:
+        trainer.eval(make_loader(4, 1))
+    progress, *rest = [line for line in stream.getvalue().splitlines() if "Eval" in line]
+    assert progress.startswith("[Eval batch=1/4]")
+    assert sum("mine" in line for line in rest) == 1
 
 
 def test_a_row_that_does_not_fit_its_table_is_named():

@@ -127,7 +127,7 @@ def _add_conversion(command: argparse.ArgumentParser) -> None:
         default="keep",
         help="of floating point tensors",
     )
-    add("--max-shard-size", type=parse_size, default=5 * 10**9, metavar="SIZE", help="of a file, as 1GB (default: 5GB)")
+    add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file of a hf folder, as 1GB (default: 5GB)")
     add(
         "--format",
         choices=("safetensors", "bin"),

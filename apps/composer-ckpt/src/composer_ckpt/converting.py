@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from composer_checkpoint import CheckpointConflictError
 from composer_checkpoint.tensors import TensorSource
 from composer_checkpoint.uris import get_file, is_uri
+from composer_ckpt.fitting import refuse_for_source, refuse_for_target
 from composer_ckpt.hub import check_request, publish
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.plans import Plan
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import format_size
-from composer_ckpt.sources import opened
+from composer_ckpt.sources import Accept, opened, reaching_stores
 from composer_ckpt.targets import clear_leftovers, may_replace, written_to
 
 __all__ = ["convert", "write_converted"]
@@ -28,7 +29,7 @@ def convert(options: argparse.Namespace) -> Result:
     _take_old_spellings(options)
     check_request(options, _target_format(options))
 
-    def open_source(stack: ExitStack) -> TensorSource:
+    def open_source(stack: ExitStack, accept: Accept) -> TensorSource:
         return stack.enter_context(
             opened(
                 options.source,
@@ -37,6 +38,7 @@ def convert(options: argparse.Namespace) -> Result:
                 jobs=options.jobs,
                 verify=not (options.no_verify or options.dry_run),
                 trust=options.trust,
+                accept=accept,
                 zero_weights=options.deepspeed_weights,
             )
         )
@@ -45,14 +47,17 @@ def convert(options: argparse.Namespace) -> Result:
 
 
 def write_converted(
-    options: argparse.Namespace, sources: Iterable[str | None], open_source: Callable[[ExitStack], TensorSource]
+    options: argparse.Namespace,
+    sources: Iterable[str | None],
+    open_source: Callable[[ExitStack, Accept], TensorSource],
 ) -> Result:
     """Write a checkpoint in the format that the options ask for.
 
     Args:
         options: Of `convert`.
         sources: What is read, as it was typed.
-        open_source: Opens it, once it is known that the target may be written; the stack closes it.
+        open_source: Opens it, once it is known that the target may be written; the stack closes it. It is told what
+            to call, with the kind of what it opens, before anything is read.
 
     Raises:
         UsageError: If the options do not fit each other.
@@ -61,6 +66,10 @@ def write_converted(
     target, typed = _target_format(options), options.target
     options.replaces_repo = options.overwrite
     is_folder, notes = target in ("hf", "dcp"), list[str]()
+
+    def accept(kind: str) -> None:
+        refuse_for_source(options, kind, target)
+
     with ExitStack() as stack:
         options.target = stack.enter_context(
             written_to(
@@ -79,7 +88,7 @@ def write_converted(
             if not options.dry_run:
                 raise
             notes.append(str(error))
-        plan = _plan(target, open_source(stack), options, stack)
+        plan = _plan(target, open_source(stack, accept), options, stack)
         plan.target = typed
         plan.warnings += notes
         if not options.dry_run:
@@ -118,13 +127,17 @@ def _done(plan: Plan, options: argparse.Namespace) -> str:
 def _take_old_spellings(options: argparse.Namespace) -> None:
     """Take the arguments of Composer's own script for those of this one."""
     for name, old in (("source", options.old_source), ("target", options.old_target)):
-        if old is not None and getattr(options, name) is None:
+        typed = getattr(options, name)
+        if old is not None and typed is not None:
+            raise UsageError(f"{typed!r} and {old!r} are both given as {name}. Leave one out.")
+        if old is not None:
             setattr(options, name, old)
     if options.source is None or options.target is None:
         raise UsageError("convert needs SRC and DST, such as: composer-ckpt convert latest-rank0.pt ./out")
     kept = options.local_checkpoint_save_location
     if kept is not None and not options.dry_run:
-        get_file(options.source, kept, progress_bar=False)
+        with reaching_stores(options.source):
+            get_file(options.source, kept, progress_bar=False)
         options.source = kept
 
 
@@ -156,12 +169,5 @@ def _target_format(options: argparse.Namespace) -> str:
         raise UsageError(f"DST={options.target!r} is a file's name, and --to {found} writes a folder. Name a folder.")
     if found in ("hf", "safetensors") and (options.optimizer or options.resumption):
         raise UsageError(f"--optimizer and --resumption need --to pt, dcp or local: {found} holds weights alone.")
-    if found != "hf":
-        only_hf = {
-            "--peft": options.peft != "auto",
-            "--base-model": options.base_model,
-            "--format": options.format != "safetensors",
-        }
-        if given := [name for name, value in only_hf.items() if value]:
-            raise UsageError(f"{', '.join(given)} is of Hugging Face folders, and this writes {found}. Leave it out.")
+    refuse_for_target(options, found)
     return found

@@ -49,7 +49,7 @@ def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedMod
     if told := [f"{len(names)} {what}: {', '.join(names[:_MAX_NAMES])}" for what, names in lists if names]:
         raise UnfittingWeightsError(
             f"the weights do not fit the {type(model).__name__} that the folder's config.json describes: "
-            f"{'; '.join(told)}. Give --config with the one that fits."
+            f"{'; '.join(told)}. Put the config.json that fits into the folder."
         )
     return {name: found[name] for name in expected}
 

@@ -10,7 +10,7 @@ from composer_checkpoint import UnfittingWeightsError
 from composer_checkpoint.tensors import StoredTensor, TensorSource
 from composer_ckpt.converting import write_converted
 from composer_ckpt.outcomes import Result, UsageError
-from composer_ckpt.sources import opened
+from composer_ckpt.sources import Accept, opened
 
 __all__ = ["merge"]
 
@@ -26,6 +26,8 @@ _PLAIN = {
     "push_to_hub": None,
     "private": False,
     "test_uploaded_model": False,
+    "trust": False,
+    "deepspeed_weights": "fp32",
 }
 
 
@@ -39,7 +41,7 @@ def merge(options: argparse.Namespace) -> Result:
         raise UsageError(f"--weights has {len(shares)} numbers for {len(names)} checkpoints. Give one for each.")
     vars(options).update(_PLAIN, source=names[0])
 
-    def open_merged(stack: ExitStack) -> TensorSource:
+    def open_merged(stack: ExitStack, accept: Accept) -> TensorSource:
         sources = [
             stack.enter_context(
                 opened(
@@ -48,9 +50,10 @@ def merge(options: argparse.Namespace) -> Result:
                     tmp_dir=options.tmp_dir,
                     jobs=options.jobs,
                     verify=not (options.no_verify or options.dry_run),
+                    accept=None if number else accept,  # the first one describes the model
                 )
             )
-            for name in names
+            for number, name in enumerate(names)
         ]
         return _merged(sources, names, shares)
 

@@ -19,13 +19,11 @@ from composer_checkpoint.uris import is_uri
 from composer_ckpt.folders import is_weight_file
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
-from composer_ckpt.sizes import counted, format_size
+from composer_ckpt.sizes import DEFAULT_SHARD_BYTES, counted, format_size
 from composer_ckpt.sources import fetched, opened, place_of
 from composer_ckpt.targets import clear_leftovers, may_replace
 
 __all__ = ["reshard"]
-
-_DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 def reshard(options: argparse.Namespace) -> Result:
@@ -82,7 +80,7 @@ def _plan(source: TensorSource, kind: str, options: argparse.Namespace) -> list[
 def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]:
     aliases = aliases_of(source.tensors)
     own = {name: tensor for name, tensor in source.tensors.items() if name not in aliases}
-    return plan_shards(own, options.max_shard_size or _DEFAULT_SHARD_BYTES)
+    return plan_shards(own, options.max_shard_size or DEFAULT_SHARD_BYTES)
 
 
 def _write(source: TensorSource, kind: str, place: Path, options: argparse.Namespace, progress: Any) -> None:

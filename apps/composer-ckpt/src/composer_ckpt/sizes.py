@@ -3,7 +3,9 @@
 import argparse
 import re
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["DEFAULT_SHARD_BYTES", "format_size", "parse_size"]
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -4,7 +4,7 @@ import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,11 +26,12 @@ from composer_checkpoint.uris import (
 )
 from composer_ckpt.outcomes import UsageError
 
-__all__ = ["fetched", "find_files", "opened", "place_of", "verify_hashes"]
+__all__ = ["Accept", "fetched", "find_files", "opened", "place_of", "reaching_stores", "verify_hashes"]
 
 _RANK = "{rank}"
 _SYMLINK = ".symlink"
 _JOBS = 4
+Accept = Callable[[str], object]
 
 
 @contextmanager
@@ -42,6 +43,7 @@ def opened(
     jobs: int = _JOBS,
     verify: bool = False,
     trust: bool = False,
+    accept: Accept | None = None,
     **options: Any,
 ) -> Iterator[TensorSource]:
     """Open a checkpoint, here or in a store.
@@ -53,6 +55,7 @@ def opened(
         jobs: How many files are fetched at a time.
         verify: Whether to compare it with its hashes first, as far as it has any.
         trust: Whether a file that asks for more than data is loaded all the same, into memory, by running it.
+        accept: Called with what it is, before any of it is read; raises if that does not fit other arguments.
         **options: Of `open_checkpoint`.
 
     Raises:
@@ -62,6 +65,8 @@ def opened(
     """
     with fetched(path, tmp_dir, jobs) as local:
         found = _kind_of(local) if kind == "auto" else cast(Kind, kind)
+        if accept is not None:
+            accept(found)
         try:
             if verify:
                 verify_hashes(place_of(local), found)
@@ -83,7 +88,21 @@ def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterato
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=tmp_dir) as folder:
-        yield _fetch(path, Path(folder), jobs)
+        with reaching_stores(path):
+            local = _fetch(path, Path(folder), jobs)
+        yield local
+
+
+@contextmanager
+def reaching_stores(address: str) -> Iterator[None]:
+    """Raise a `UsageError` where an address turns out to be of no store."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UsageError(
+            f"{address!r} cannot be read: there is no store for {parse_uri(address).backend}:// addresses. Use s3, gs, "
+            f"oci, azure, sftp, hf, dbfs, or another scheme that fsspec knows; of the web, name a file with its ending."
+        ) from error
 
 
 def verify_hashes(place: Path, kind: str) -> list[bool]:

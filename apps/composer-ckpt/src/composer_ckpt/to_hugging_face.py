@@ -16,6 +16,7 @@ from composer_ckpt.descriptions import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters
 from composer_ckpt.outcomes import MismatchError, UsageError
 from composer_ckpt.plans import Plan, Progress
+from composer_ckpt.sizes import DEFAULT_SHARD_BYTES
 from composer_ckpt.weights import chosen_weights
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
@@ -61,7 +62,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
         pieces = plan_weights(_on_meta(weights), metadata, trust_remote_code=options.trust_remote_code)
         published, dropped = _published(pieces, weights), _dropped(pieces)
     name = _ADAPTER if is_adapter else _MODEL
-    files = plan_shards(published, _WHOLE if is_adapter else options.max_shard_size, name)
+    files = plan_shards(published, _WHOLE if is_adapter else options.max_shard_size or DEFAULT_SHARD_BYTES, name)
     if options.format == "bin":
         files = _as_bin(files)
     return Plan(
@@ -82,11 +83,23 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
 def _notes_on_adapters(metadata: HuggingFaceMetadata, options: argparse.Namespace) -> list[str]:
     """Refuse options for adapters that have nothing to do."""
     if metadata.peft_config is not None:
+        _refuse_options_of_bases(options)
         return []
     if options.peft == "adapter" or options.base_model is not None:
         given = "--peft adapter" if options.peft == "adapter" else f"--base-model {options.base_model!r}"
         raise UsageError(f"{given} is for adapters, and {options.source} is of a model without one. Leave it out.")
     return ["there is no adapter to merge"] if options.peft == "merge" else []
+
+
+def _refuse_options_of_bases(options: argparse.Namespace) -> None:
+    """Refuse options that say of a whole model what becomes of it, where the adapter is written alone."""
+    if options.peft != "merge" and options.base_model is not None:
+        raise UsageError(
+            f"--base-model {options.base_model!r} is for --peft merge, and the adapter is written alone. Give --peft "
+            f"merge, or leave it out."
+        )
+    if options.peft != "merge" and options.max_shard_size is not None:
+        raise UsageError("--max-shard-size is of whole models, and the adapter, one file, is written. Leave it out.")
 
 
 def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: HuggingFaceMetadata) -> Weights:

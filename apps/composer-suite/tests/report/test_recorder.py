@@ -3,14 +3,16 @@
 import json
 import math
 
+import numpy
 import pytest
 import torch
 
 from composer import Trainer
 from composer.algorithms import GradientClipping, LabelSmoothing
-from composer.core import Callback
+from composer.callbacks import ThresholdStopper
+from composer.core import Callback, Time
 from composer.loggers._snapshot import Snapshot
-from composer.models import ComposerModel
+from composer.models import ComposerClassifier, ComposerModel
 from composer.report import RunRecorder, read_run
 from composer.report.cli import main
 from composer.report.description import describe_runs
@@ -37,9 +39,14 @@ class StopsAt(Callback):
 
 
 def train(folder, run_name="run", **more):
+    with make_trainer(folder, run_name, **more) as trainer:
+        trainer.fit()
+
+
+def make_trainer(folder, run_name="run", *, model=None, **more):
     data = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long)) for _ in range(4)]
     torch.manual_seed(0)
-    model = ComposerModel.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
+    model = model or ComposerModel.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
     settings = {
         "train_dataloader": data,
         "device_train_microbatch_size": 4,
@@ -50,8 +57,7 @@ def train(folder, run_name="run", **more):
         "loggers": RunRecorder(f"{folder}/{{run_name}}", page=False),
         "run_name": run_name,
     }
-    with Trainer(model, **settings | more) as trainer:
-        trainer.fit()
+    return Trainer(model, **settings | more)
 
 
 def lines(path):
@@ -126,6 +132,84 @@ def test_a_run_that_fails_says_why_and_keeps_what_it_logged(tmp_path):
     assert run.status["status"] == "failed"
     assert "ArithmeticError: out of numbers" in run.status["error"]
     assert len(run.curves["own/value"].values) == 3
+
+
+class Odd:
+    def __float__(self):
+        raise ZeroDivisionError
+
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def test_values_steps_and_settings_of_any_kind_cost_only_themselves(tmp_path):
+    class LogsOddly(Callback):
+        def fit_start(self, state, logger):
+            circular = {}
+            circular["itself"] = circular
+            logger.log_hyperparameters({"weights": {(0, 1): 2.0}, "circular": circular, "odd": Odd(), "lr": 0.1})
+
+        def batch_start(self, state, logger):
+            for step in (numpy.int64(3), torch.tensor(3), Time(3, "ba"), "three"):
+                logger.log_metrics({f"own/{type(step).__name__}": 1.0}, step=step)
+            logger.log_metrics({"own/huge": 2**2000, "own/odd": Odd(), ("own", "pair"): 0.5, "own/value": 1.0})
+
+    train(tmp_path, callbacks=LogsOddly(), max_duration="1ep")
+    run = read_run(tmp_path / "run")
+    assert run.status["status"] == "finished"
+    assert (run.config["weights"], run.config["lr"]) == ({"(0, 1)": 2.0}, 0.1)
+    for name in ("own/int64", "own/Tensor", "own/Time"):
+        assert run.curves[name].at["batch"] == [3.0] * 4
+    for name in ("own/str", "('own', 'pair')", "own/value"):
+        assert run.curves[name].at["batch"] == [0.0, 1.0, 2.0, 3.0]
+    assert "own/odd" not in run.curves
+    assert "own/huge" not in run.curves
+
+
+def test_slow_batches_are_on_the_disk_after_a_while(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("composer.report.recorder.time.monotonic", lambda: clock[0])
+    seen = []
+
+    class IsSlow(Callback):
+        def batch_start(self, state, logger):
+            clock[0] += 4.0
+            seen.append(len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
+
+    train(tmp_path, callbacks=IsSlow(), max_duration="1ep")
+    assert seen == [0, 0, 0, 3]
+
+
+def test_a_run_that_was_stopped_says_so_and_why(tmp_path):
+    stopper = ThresholdStopper("MulticlassAccuracy", "train", -1.0, stop_on_batch=True)
+    train(tmp_path, "good", model=ComposerClassifier(torch.nn.Linear(3, 2), num_classes=2), callbacks=stopper)
+    train(tmp_path, callbacks=StopsAt(3))
+    train(tmp_path, "whole", callbacks=StopsAt(8))
+    good, stopped, whole = (read_run(tmp_path / name).status for name in ("good", "run", "whole"))
+    assert good["status"] == stopped["status"] == "stopped early"
+    assert good["reason"].startswith("ThresholdStopper: train/MulticlassAccuracy is ")
+    assert stopped["reason"] == "training was ended before 2ep, by state.stop_training()"
+    assert (whole["status"], whole["reason"]) == ("finished", None)
+
+
+def test_what_ended_a_run_is_told_also_where_somebody_caught_it(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=StopsAt(3, ArithmeticError("out of numbers")))
+    with pytest.raises(ArithmeticError):
+        trainer.fit()
+    trainer.close()
+    status = read_run(tmp_path / "run").status
+    assert status["status"] == "failed"
+    assert "ArithmeticError: out of numbers" in status["error"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for folder in ("a", "b"):
+        train(tmp_path / folder, "dup", max_duration="1ba")
+    train(tmp_path, "other", max_duration="1ba")
+    (tmp_path / "a" / "dup").rename(tmp_path / "a" / "dup-2")
+    folders = [tmp_path / "other", tmp_path / "a" / "dup-2", tmp_path / "b" / "dup"]
+    names = [run["name"] for run in describe_runs(folders)["runs"]]
+    assert names == ["other", "dup (dup-2)", "dup (dup)"]
 
 
 def test_checkpoints_are_listed_with_what_is_known_of_them(tmp_path):

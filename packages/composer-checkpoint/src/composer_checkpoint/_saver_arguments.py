@@ -59,7 +59,7 @@ def to_interval(save_interval: Any) -> "Time[Any] | Callable[..., bool]":
     interval = to_time("save_interval", save_interval, TimeUnit.EPOCH)
     if interval.value < 0:
         raise ValueError(
-            f"save_interval={save_interval!r} is less than 0. Give how often to save, such as 1 (epoch) or '100ba', or 0 "
-            "for never."
+            f"save_interval={save_interval!r} is less than 0. Give how often to save, such as 1 (epoch) or '100ba', "
+            "or 0 for never."
         )
     return interval

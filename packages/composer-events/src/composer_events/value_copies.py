@@ -19,7 +19,8 @@ def detached_copy(value: Any) -> Any:
     """Return a copy of a value; that of a tensor stays on its device and keeps no graph alive.
 
     Args:
-        value: A number, tensor, array, text, or a container of these.
+        value: A number, tensor, array, text, or a container of these. Anything else that cannot be copied, such as an
+            open file, is returned as it is.
     """
     if type(value) in UNCHANGING:
         return value
@@ -27,7 +28,10 @@ def detached_copy(value: Any) -> Any:
         return value.detach().clone() if value.requires_grad else value.clone()
     if isinstance(value, dict) or type(value) in (list, tuple):
         return map_values(detached_copy, value)
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever somebody else's object raises
+        return value
 
 
 def kept_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

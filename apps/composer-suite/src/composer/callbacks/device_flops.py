@@ -31,6 +31,7 @@ GPU_AVAILABLE_FLOPS: Final[dict[str, dict[str, float]]] = {
     "gb200": _peaks(fp64=40e12, fp32=80e12, tf32=1.25e15, fp16=2.5e15, bf16=2.5e15, fp8=5e15),
     "b300": _peaks(fp32=75e12, tf32=1.1e15, fp16=2.25e15, bf16=2.25e15, fp8=4.5e15),
     "b200": _peaks(fp64=37e12, fp32=75e12, tf32=1.1e15, fp16=2.25e15, bf16=2.25e15, fp8=4.5e15),
+    "b100": _peaks(fp64=30e12, fp32=60e12, tf32=0.9e15, fp16=1.75e15, bf16=1.75e15, fp8=3.5e15),
     "gh200": dict(_HOPPER_SXM),
     "h200-sxm": dict(_HOPPER_SXM),
     "h100-sxm": dict(_HOPPER_SXM),
@@ -43,6 +44,9 @@ GPU_AVAILABLE_FLOPS: Final[dict[str, dict[str, float]]] = {
     "a800": _peaks(fp32=19.5e12, tf32=156e12, fp16=312e12, bf16=312e12),
     "rtx-pro-6000-max": _peaks(fp16=438.9e12, bf16=438.9e12),
     "rtx-pro-6000": _peaks(fp32=125e12, fp16=503.8e12, bf16=503.8e12),
+    "rtx-6000-ada": _peaks(fp32=91.1e12, tf32=182.1e12, fp16=364.2e12, bf16=364.2e12, fp8=728.5e12),
+    "rtx-5090": _peaks(fp32=104.8e12, tf32=104.8e12, fp16=209.5e12, bf16=209.5e12, fp8=419e12, int8=838e12),
+    "rtx-4090": _peaks(fp32=82.6e12, tf32=82.6e12, fp16=165.2e12, bf16=165.2e12, fp8=330.3e12, int8=660.6e12),
     "a6000": _peaks(fp32=38.7e12, fp16=154.85e12, bf16=154.85e12),
     "a40": _peaks(fp32=37.4e12, fp16=149.7e12, bf16=149.7e12),
     "a30": _peaks(fp64=10.3e12, fp32=10.3e12, tf32=82e12, fp16=165e12, bf16=165e12),
@@ -59,12 +63,13 @@ GPU_AVAILABLE_FLOPS: Final[dict[str, dict[str, float]]] = {
     "mi350x": _peaks(fp16=2.3e15, bf16=2.3e15, fp8=4.6e15),
     "mi325x": _peaks(fp32=163.4e12, fp16=1.3e15, bf16=1.3e15, fp8=2.61e15),
     "mi300x": _peaks(fp32=163.4e12, fp16=1.3e15, bf16=1.3e15, fp8=2.61e15),
+    "mi300a": _peaks(fp32=122.6e12, fp16=980.6e12, bf16=980.6e12, fp8=1.96e15),
     "mi250x": _peaks(fp16=191.5e12, bf16=191.5e12),
     "trn1": _peaks(fp32=23.75e12, tf32=23.75e12, fp16=95e12, bf16=95e12, int8=190e12),
 }
 """Floating-point operations a second at most, without sparsity, by device and precision, as the makers publish them.
 
-A device is found by the words of its key, so `GPU_AVAILABLE_FLOPS['rtx-5090'] = {'amp_bf16': 2.095e14}` adds one.
+A device is found by the words of its key, so `GPU_AVAILABLE_FLOPS['rtx-3090'] = {'amp_bf16': 7.1e13}` adds one.
 """
 
 # What a driver says instead of how a board is built: HBM3 means SXM among the H100s, HBM2e means PCIe.

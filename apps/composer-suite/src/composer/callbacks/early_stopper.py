@@ -30,6 +30,9 @@ class EarlyStopper(Callback):
         patience: How long it may go without getting better: epochs, or a time in epochs (`'3ep'`) or batches
             (`'500ba'`).
 
+    Attributes:
+        stop_reason: Why it has ended training, for the run report; `None` while it has not.
+
     Raises:
         TypeError: If an argument is of another kind.
         ValueError: If `comp` is another word or `patience` has another unit; when training begins, if there is no such
@@ -61,6 +64,7 @@ class EarlyStopper(Callback):
             raise ValueError(f"patience={patience!r} must be in epochs or batches, such as '3ep' or '500ba'.")
         self.best: Any = None
         self.best_occurred: Time[int] | None = None
+        self.stop_reason: str | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look whether there will be such a metric."""
@@ -100,6 +104,10 @@ class EarlyStopper(Callback):
         if self.best is None or self.best_occurred is None or self._is_better(value):
             self.best, self.best_occurred = value, now
         elif now - self.best_occurred > self.patience:
+            self.stop_reason = (
+                f"{self.dataloader_label}/{self.monitor} has not got better than {float(self.best):.6g} since "
+                f"{self.best_occurred}"
+            )
             state.stop_training()
 
     def _is_better(self, value: Any) -> bool:

@@ -28,6 +28,9 @@ class ThresholdStopper(Callback):
             default less, where the metric's name has `loss`, `error` or `perplexity` in it, else greater.
         stop_on_batch: Whether to look after every batch, and not only after epochs and evaluations.
 
+    Attributes:
+        stop_reason: Why it has ended training, for the run report; `None` while it has not.
+
     Raises:
         TypeError: If an argument is of another kind.
         ValueError: If `comp` is another word; when training begins, if there is no such metric.
@@ -54,6 +57,7 @@ class ThresholdStopper(Callback):
         self.threshold = threshold
         self.comp = choose_comparison(comp, monitor)
         self.stop_on_batch = stop_on_batch
+        self.stop_reason: str | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look whether there will be such a metric."""
@@ -76,4 +80,5 @@ class ThresholdStopper(Callback):
         if self.dataloader_label == state.dataloader_label:
             value = compute_metric(state, self.monitor, self.dataloader_label)
             if self.comp(value, torch.as_tensor(self.threshold, device=value.device)):
+                self.stop_reason = f"{self.dataloader_label}/{self.monitor} is {float(value):.6g}, as good as asked for"
                 state.stop_training()

@@ -1,14 +1,20 @@
 """The settings of a run, as text for its console."""
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from composer.loggers._plain_values import to_plain
 from composer_events.hparams import convert_flat_dict_to_nested_dict
 
 __all__ = ["format_config"]
 
 _RULE = "*" * 30
+# A text that YAML reads as it stands: it begins like a word or a path, and no comment and no key begins in it.
+_PLAIN = re.compile(r"[A-Za-z_/](?:[\w./()=,+<>*-]| (?! |#|$)|:(?! |$))*")
+_OF_OTHER_KINDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
 def format_config(hyperparameters: Mapping[str, Any]) -> str:
@@ -23,16 +29,25 @@ def format_config(hyperparameters: Mapping[str, Any]) -> str:
         seed: 17
         ******************************
     """
-    lines = _to_yaml(convert_flat_dict_to_nested_dict(hyperparameters))
+    lines = _to_yaml(to_plain(convert_flat_dict_to_nested_dict(hyperparameters)))
     return "\n".join([_RULE, "Config:", *lines, _RULE])
 
 
 def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Return nested settings as lines of YAML: every scalar and list of JSON is one of YAML."""
+    """Return nested settings as lines of YAML."""
     lines: list[str] = []
     for name, value in sorted(values.items()):
         if isinstance(value, Mapping) and value:
-            lines += [f"{indent}{name}:", *_to_yaml(value, indent + "  ")]
+            lines += [f"{indent}{_scalar(name)}:", *_to_yaml(value, indent + "  ")]
         else:
-            lines.append(f"{indent}{name}: {value if isinstance(value, str) else json.dumps(value, default=str)}")
+            lines.append(f"{indent}{_scalar(name)}: {_scalar(value)}")
     return lines
+
+
+def _scalar(value: Any) -> str:
+    """Return a value as YAML reads it back: the texts, numbers and lists of JSON are YAML, too."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OF_OTHER_KINDS:
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+    return json.dumps(value, ensure_ascii=False)

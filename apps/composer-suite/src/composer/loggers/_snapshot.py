@@ -74,5 +74,5 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):  # what arrays, tensors and others raise
+    except Exception:  # whatever arrays, tensors and somebody else's objects raise
         return None

@@ -147,7 +147,7 @@ class ConsoleLogger(BufferedDestination):
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Say how far the evaluation is."""
         if state.eval_timestamp.num_batches in self.eval_batch_idxs_to_log:
-            self.log_to_console({}, state, prefix="Eval ", is_train=False)
+            self._write(_progress_of_evaluation(state))
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Write the results of the evaluation."""

@@ -7,6 +7,8 @@ from logging import DEBUG, WARNING, getLogger
 from pathlib import Path
 from typing import Any
 
+from composer.loggers._plain_values import to_plain
+
 __all__ = ["FactFiles"]
 
 _log = getLogger(__name__)
@@ -26,7 +28,7 @@ class FactFiles:
 
     def write(self, name: str, value: Any) -> None:
         """Replace a file, unless it says so already."""
-        text = json.dumps(value, indent=1, default=str)
+        text = _as_json(value)
         if self._texts.get(name) == text:
             return
         path, unfinished = self._folder / name, self._folder / f".{name}.unfinished"
@@ -37,3 +39,10 @@ class FactFiles:
         except OSError as error:  # a full disk ends no training, and is full for longer than anybody wants to read
             _log.log(DEBUG if self._has_warned else WARNING, "%s could not be written: %s", path, error)
             self._has_warned = True
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, indent=1, default=str)
+    except Exception:  # settings may be any objects, with keys that JSON has not, or in each other
+        return json.dumps(to_plain(value), indent=1)

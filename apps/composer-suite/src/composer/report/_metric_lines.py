@@ -49,6 +49,8 @@ class MetricLines:
 
     def add(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> None:
         """Keep values, those of a device until they are known."""
+        if step is not None and type(step) is not int:
+            step = _as_count(step)
         last = self._pending[-1] if self._pending else None
         if last is None or not last.has_room(stamp, step, metrics):
             last = _Line(stamp, step)
@@ -125,7 +127,7 @@ class _Line:
             except RuntimeError:  # of a device that has failed, which must not cost the other values
                 continue
             known |= arrived
-        values = {name: number for name, value in known.items() if (number := _plain(value)) is not None}
+        values = {str(name): number for name, value in known.items() if (number := _plain(value)) is not None}
         return {
             "batch": stamp.num_batches if self.step is None else self.step,
             "epoch": stamp.num_epochs,
@@ -140,3 +142,11 @@ def _plain(value: Any) -> float | str | None:
     """Return a number as JSON can have it, `None` for what is no number."""
     number = as_number(value)
     return number if number is None or math.isfinite(number) else str(number)
+
+
+def _as_count(step: Any) -> int | None:
+    """Return a step as JSON can have it, such as one of numpy or a `Time`; `None`, for now, if it is no number."""
+    try:
+        return int(step)
+    except Exception:  # whatever somebody else's object raises
+        return None

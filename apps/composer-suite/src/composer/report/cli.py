@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from composer.report.description import describe_runs
 
@@ -22,20 +23,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compare every byte of the checkpoints with their hashes")
     parser.add_argument("--max-points", type=int, default=4000, help="points of a curve at most (default: 4000)")
     asked = parser.parse_args(arguments)
-    folders = [run for folder in asked.folders for run in _runs_in(Path(folder))]
     try:
+        folders = [run for folder in asked.folders for run in _runs_in(Path(folder))]
         described = describe_runs(folders, max_points=asked.max_points, verify=asked.verify)
-        if asked.json:
-            sys.stdout.write(json.dumps(described, indent=1) + "\n")
-            return 0
+    except (OSError, ValueError) as error:
+        return _fail(_told(error, "a run cannot be read", "Mend it, or leave the folder of that run out."))
+    for run in described["runs"]:
+        _tell_bad_lines(Path(run["folder"]), run["num_bad_lines"])
+    if asked.json:
+        return _print_json(described)
+    output = Path(asked.output or folders[0] / "report.html")
+    try:
         from composer.report.page import write_described  # the data can be had without plotly
 
-        path = write_described(described, asked.output or folders[0] / "report.html")
+        path = write_described(described, output)
     except (ImportError, OSError, ValueError) as error:
-        sys.stderr.write(f"composer report: error: {error}\n")
-        return 2
+        return _fail(_told(error, f"{output} cannot be written", "Name a file where you may write, with -o FILE."))
     sys.stdout.write(f"{path}\n")
     return 0
+
+
+def _print_json(described: dict[str, Any]) -> int:
+    try:
+        sys.stdout.write(json.dumps(described, indent=1) + "\n")
+    except OSError as error:
+        return _fail(_told(error, "the JSON cannot be printed", "Write it to a file that has room for it."))
+    return 0
+
+
+def _fail(text: str) -> int:
+    sys.stderr.write(f"composer report: error: {text}\n")
+    return 2
+
+
+def _told(error: Exception, what: str, advice: str) -> str:
+    """Return what went wrong; the few words of the system become a sentence that says of what, and what to do."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    where = "" if error.filename is None else f": {error.filename}"
+    return f"{what} ({error.strerror}{where}). {advice}"
+
+
+def _tell_bad_lines(folder: Path, count: int) -> None:
+    """Say how much of a run's metrics the page does not have."""
+    if count:
+        lines, are = ("1 line", "is") if count == 1 else (f"{count} lines", "are")
+        path = folder / "metrics.jsonl"
+        sys.stderr.write(f"composer report: {lines} of {path} could not be read and {are} left out\n")
 
 
 def _runs_in(folder: Path) -> list[Path]:

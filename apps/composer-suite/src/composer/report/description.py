@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from composer.report.downsampling import largest_triangles
@@ -33,7 +35,10 @@ def describe_runs(
     if max_points < 3:
         raise ValueError(f"max_points={max_points!r} draws no curve. Pass 3 or more.")
     runs = [read_run(folder, verify=verify) for folder in folders]
-    return {"version": 1, "runs": [_describe(run, max_points) for run in runs]}
+    described = [_describe(run, max_points) for run in runs]
+    for run, name in zip(described, _labels(runs), strict=True):
+        run["name"] = name
+    return {"version": 1, "runs": described}
 
 
 def _describe(run: Run, max_points: int) -> dict[str, Any]:
@@ -52,6 +57,15 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
         "traces": run.traces,
         "num_bad_lines": run.num_bad_lines,
     }
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the runs, with their folders where several have one name."""
+    labels = [run.name for run in runs]
+    for longer in ([f"{run.name} ({Path(run.folder).name})" for run in runs], [run.folder for run in runs]):
+        counts = Counter(labels)
+        labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
+    return labels
 
 
 def _points(curve: Curve, max_points: int) -> dict[str, Any]:

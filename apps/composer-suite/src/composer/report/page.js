@@ -167,7 +167,8 @@
       const state = make("span", { class: status }, status + seen);
       const bad = run.num_bad_lines ? make("div", { class: "faint" }, `${run.num_bad_lines} line(s) of the metrics are cut off`) : null;
       const failure = run.status.error ? make("details", {}, make("summary", {}, "traceback"), make("pre", {}, run.status.error)) : null;
-      return make("tr", {}, ...cells(make("div", {}, swatch, run.name), make("div", {}, state, failure, bad), run.status.epoch ?? 0,
+      const reason = run.status.reason ? make("div", { class: "faint" }, run.status.reason) : null;
+      return make("tr", {}, ...cells(make("div", {}, swatch, run.name), make("div", {}, state, reason, failure, bad), run.status.epoch ?? 0,
         run.status.batch ?? 0, run.status.sample ?? 0, run.status.token ?? 0, duration(run.status),
         ...["device", "world_size", "torch"].map((name) => run.config[`environment/${name}`] ?? "")));
     });

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from composer.loggers._trouble import warn_of_trouble
 from composer.report._acting import Acting
-from composer.report._endings import fatal_error
+from composer.report._endings import fatal_error, reason_of_stop
 from composer.report._fact_files import FactFiles
 from composer.report._metric_lines import MetricLines
 from composer.report._run_facts import environment, profiler_times, saved_checkpoints, saved_traces
@@ -28,6 +28,7 @@ from composer_events.logger_destination import LoggerDestination
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Time
 
 __all__ = ["RunRecorder"]
 
@@ -35,6 +36,7 @@ _log = getLogger(__name__)
 _TRACES: Final = "algorithm_traces/"
 _ALL_LINES: Final = 2**62
 _REST_S: Final = 1.0  # between two flushes: short epochs would spend their time on them
+_LONGEST_REST_S: Final = 10.0  # so much of a killed run is lost, and whoever looks on sees it so late
 # Lines are made many at a time: one alone, between two batches, takes several times as long.
 _MOST_PENDING: Final = 256
 # What it acts on; of others the time is noted.
@@ -52,7 +54,7 @@ class RunRecorder(LoggerDestination):
     | `metrics.jsonl` | a line for what was logged at one time in training: that time and the values |
     | `acting.json` | which algorithm acted on which event, in which batches |
     | `times.json` | how long the parts of a step took, and the table of a profiler's `EventRecorder` |
-    | `status.json` | whether the run is running, finished, stopped early or failed; its checkpoints and traces |
+    | `status.json` | whether it is running, finished, stopped early or failed, and why; its checkpoints and traces |
     | `report.html` | the page, at the end |
 
     Rank 0 writes. Values that a device is still computing are written when they are there, and nobody waits for them;
@@ -61,7 +63,7 @@ class RunRecorder(LoggerDestination):
     Args:
         folder: Where to, with the placeholders of `format_name_with_dist`.
         flush_interval: After how many batches the files are brought up to date; also at the end of each epoch. Once a
-            second at most.
+            second at most, and every ten seconds at least, where batches are no longer than that.
         overwrite: Whether a folder of an earlier run may be replaced. A run that is resumed
             (`Trainer(autoresume=True)`) goes on with its folder; what was after the checkpoint is done again.
         page: Whether to write the page at the end, which needs plotly (`pip install 'composer-suite[report]'`);
@@ -116,6 +118,9 @@ class RunRecorder(LoggerDestination):
         self._flushed_at_s = 0.0
         self._is_writer = False
         self._is_fitting = False
+        self._planned: Time[int] | None = None
+        self._reason: str | None = None
+        self._failure: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -158,6 +163,10 @@ class RunRecorder(LoggerDestination):
         if event in _HEARD:
             super().run_event(event, state, logger)
 
+    def note_failure(self, error: BaseException) -> None:
+        """Keep what has ended training or an evaluation, should somebody catch it and close the Trainer later."""
+        self._failure = "".join(traceback.format_exception(error))
+
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Keep the settings of the run."""
         self._config.update(hyperparameters)
@@ -198,23 +207,29 @@ class RunRecorder(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
-        self._is_fitting = True
+        self._is_fitting, self._planned = True, state.max_duration
+        self._reason = self._failure = None
         self._flush("running")
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Bring the files up to date at the interval, and let no more wait than memory has room for."""
         if self._lines is not None and self._lines.num_pending >= _MOST_PENDING:
             self._lines.write(waits=False)
-        if state.timestamp.num_batches % self.flush_interval == 0:
-            self._flush_if_rested()
+        rested_s = time.monotonic() - self._flushed_at_s
+        if rested_s >= _LONGEST_REST_S or (
+            rested_s >= _REST_S and state.timestamp.num_batches % self.flush_interval == 0
+        ):
+            self._flush("running")
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
-        self._flush_if_rested()
+        if time.monotonic() - self._flushed_at_s >= _REST_S:
+            self._flush("running")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
         self._is_fitting = False
+        self._reason = reason_of_stop(state, self._planned)
         if self._lines is not None:
             self._lines.write(waits=True)
 
@@ -222,10 +237,11 @@ class RunRecorder(LoggerDestination):
         """Write what is left, how the run has ended, and the page."""
         if self._lines is None:
             return
-        error = fatal_error(was_busy=self._is_fitting)
-        status = "failed" if error is not None else "stopped early" if self._is_fitting else "finished"
+        if (error := fatal_error(was_busy=self._is_fitting)) is not None:
+            self.note_failure(error)
+        was_stopped = self._is_fitting or self._reason is not None
         self._lines.close()
-        self._write_facts(status, error)
+        self._write_facts("failed" if self._failure is not None else "stopped early" if was_stopped else "finished")
         self._lines = None
         if self.page:
             self._write_page()
@@ -249,17 +265,13 @@ class RunRecorder(LoggerDestination):
         self._config |= {"run_name": state.run_name, "environment": environment(state)}
         self._write_facts("running")
 
-    def _flush_if_rested(self) -> None:
-        if time.monotonic() - self._flushed_at_s >= _REST_S:
-            self._flush("running")
-
     def _flush(self, status: str) -> None:
         if self._lines is not None:
             self._lines.flush()
             self._write_facts(status)
             self._flushed_at_s = time.monotonic()
 
-    def _write_facts(self, status: str, error: BaseException | None = None) -> None:
+    def _write_facts(self, status: str) -> None:
         assert self._state is not None
         assert self._facts is not None
         write = self._facts.write
@@ -272,7 +284,8 @@ class RunRecorder(LoggerDestination):
             STATUS,
             {
                 "status": status,
-                "error": None if error is None else "".join(traceback.format_exception(error)),
+                "reason": self._reason,
+                "error": self._failure,
                 "started": self._started,
                 "updated": now.isoformat(),
                 "epoch": state.timestamp.num_epochs,

@@ -16,8 +16,9 @@ from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:
     from composer.trainer._given import Given
+    from composer_events.state import State
 
-__all__ = ["choose_destinations"]
+__all__ = ["choose_destinations", "record_failure"]
 
 
 def choose_destinations(given: Given) -> list[LoggerDestination]:
@@ -49,6 +50,13 @@ def choose_destinations(given: Given) -> list[LoggerDestination]:
             )
         destinations.append(console)
     return destinations
+
+
+def record_failure(error: BaseException, state: State) -> None:
+    """Tell the recorders of a run what has ended it: who catches it may close the Trainer much later."""
+    for destination in state.callbacks:
+        if isinstance(destination, RunRecorder):
+            destination.note_failure(error)
 
 
 def _wants_console(given: Given) -> bool:

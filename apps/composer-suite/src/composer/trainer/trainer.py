@@ -12,6 +12,7 @@ from composer.trainer import _export as export
 from composer.trainer import _sharding as sharding
 from composer.trainer._argument_kinds import to_plain
 from composer.trainer._blame import name_stage
+from composer.trainer._destinations import record_failure
 from composer.trainer._fit_arguments import take_fit_arguments
 from composer.trainer._given import Given
 from composer.trainer._keywords import naming_unknown
@@ -481,4 +482,5 @@ class Trainer:
         except BaseException as error:
             self._has_failed = True
             name_stage(error, self.state)
+            record_failure(error, self.state)
             raise

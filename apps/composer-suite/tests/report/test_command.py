@@ -1,0 +1,69 @@
+"""The command `composer report` says on the console what it could not read or write."""
+
+import json
+
+import pytest
+
+from composer.report.cli import main
+
+GOOD = json.dumps({"batch": 1, "metrics": {"loss": 0.5}})
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Run the command in a folder of the test, and return its exit status, what it printed and its errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        code = main(arguments)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def write_metrics(folder, *lines):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_lines_that_cannot_be_read_are_counted_for_each_run(run, tmp_path):
+    write_metrics(tmp_path / "runs" / "a", "garbage", "{}")
+    write_metrics(tmp_path / "runs" / "b", GOOD)
+    write_metrics(tmp_path / "runs" / "c", GOOD, GOOD[:9])
+    code, out, errors = run("runs", "--json")
+    assert code == 0
+    assert [len(one["curves"]) for one in json.loads(out)["runs"]] == [0, 1, 1]
+    assert errors.splitlines() == [
+        "composer report: 2 lines of runs/a/metrics.jsonl could not be read and are left out",
+        "composer report: 1 line of runs/c/metrics.jsonl could not be read and is left out",
+    ]
+
+
+def test_a_page_about_nothing_readable_is_written_and_says_so(run, tmp_path):
+    pytest.importorskip("plotly")
+    write_metrics(tmp_path / "c1", "garbage")
+    code, out, errors = run("c1")
+    assert (code, out) == (0, "c1/report.html\n")
+    assert errors == "composer report: 1 line of c1/metrics.jsonl could not be read and is left out\n"
+
+
+@pytest.mark.parametrize("folder", ["c1", "."])
+def test_a_folder_in_the_place_of_the_metrics_is_named(folder, run, tmp_path):
+    (tmp_path / "c1" / "metrics.jsonl").mkdir(parents=True)
+    code, out, errors = run(folder)
+    assert (code, out) == (2, "")
+    assert errors == (
+        "composer report: error: a run cannot be read (Is a directory: c1/metrics.jsonl). Mend it, or leave the "
+        "folder of that run out.\n"
+    )
+
+
+def test_a_page_that_cannot_be_written_is_named(run, tmp_path):
+    pytest.importorskip("plotly")
+    write_metrics(tmp_path / "c1", GOOD)
+    (tmp_path / "{file}").touch()
+    code, out, errors = run("c1", "-o", "{file}/page.html")
+    assert (code, out) == (2, "")
+    assert errors.startswith("composer report: error: {file}/page.html cannot be written (")
+    assert "[Errno" not in errors
+    assert errors.endswith("). Name a file where you may write, with -o FILE.\n")
