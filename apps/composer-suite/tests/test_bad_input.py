@@ -243,13 +243,21 @@ def test_numbers_out_of_range(make_trainer, make_loader, settings, said):
     [
         ({"schedulers": "cosine"}, "schedulers holds 'cosine', which is no scheduler"),
         ({"schedulers": LinearScheduler}, r"LinearScheduler.*Call it: LinearScheduler\(\.\.\.\)"),
-        ({"algorithms": "ema"}, "algorithms holds 'ema', which is no Algorithm"),
+        ({"algorithms": "ema"}, r"algorithms holds 'ema', which is no Algorithm. Give an object, such as EMA\(\)"),
+        ({"callbacks": ["speed"]}, r"which is no Callback. Give an object, such as SpeedMonitor\(\)"),
         ({"train_dataloader": 5, "device_train_microbatch_size": 1}, "train_dataloader=5 is no iterable"),
     ],
 )
 def test_things_of_another_kind(make_trainer, settings, said):
     with pytest.raises(TypeError, match=said):
         make_trainer(**settings)
+
+
+@pytest.mark.parametrize("name", ["..", "a/../../b", "a\\..\\b"])
+def test_a_run_name_that_leads_out_of_its_folders_is_refused_before_one_is_made(make_trainer, tmp_path, name):
+    with pytest.raises(ValueError, match="Give a name without"):
+        make_trainer(run_name=name, save_folder=str(tmp_path / "w" / "{run_name}"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_callbacks_of_a_trainer_that_could_not_be_made_are_free_again(make_trainer):

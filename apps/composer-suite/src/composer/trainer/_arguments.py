@@ -18,6 +18,8 @@ from composer_models import ComposerModel
 from composer_optim import DecoupledSGDW
 from composer_time import Time, TimeUnit, ensure_time
 
+_EXAMPLES = {"Algorithm": "EMA", "Callback": "SpeedMonitor", "LoggerDestination": "TensorboardLogger"}
+
 
 def check_model(model: Any) -> ComposerModel:
     """Return the model if it is one that the loop can train.
@@ -139,6 +141,13 @@ def check_iterable(name: str, dataloader: Any) -> None:
         raise TypeError(f"{name}={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of them.")
 
 
+def how_to_make(given: Any, kind: type) -> str:
+    """Say what to give in place of something that is no object of a kind."""
+    if isinstance(given, type):
+        return f"Call it: {given.__name__}()."
+    return f"Give an object, such as {_EXAMPLES.get(kind.__name__, kind.__name__)}()."
+
+
 def check_members(name: str, given: Any, kind: type) -> list[Any]:
     """Return the algorithms or callbacks as a list.
 
@@ -149,8 +158,7 @@ def check_members(name: str, given: Any, kind: type) -> list[Any]:
     members = list(given) if is_many else list(ensure_tuple(given))
     for member in members:
         if not isinstance(member, kind):
-            hint = f" Call it: {member.__name__}()." if isinstance(member, type) else ""
-            raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}.{hint}")
+            raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}. {how_to_make(member, kind)}")
     return members
 
 
@@ -178,5 +186,15 @@ def check_dist_timeout(timeout_s: Any) -> None:
 
 
 def choose_run_name(run_name: str | None) -> str | None:
-    """Return the name given, or the one in the environment; None leaves it to the State to make one up."""
-    return run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
+    """Return the name given, or the one in the environment; None leaves it to the State to make one up.
+
+    Raises:
+        ValueError: If folders of that name would lie elsewhere than in the folders that they are to be in.
+    """
+    name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
+    if name is not None and os.pardir in name.replace("\\", "/").split("/"):
+        raise ValueError(
+            f"run_name={name!r} leads out of the folders that are named after it, such as save_folder='{{run_name}}'. "
+            "Give a name without '..'."
+        )
+    return name

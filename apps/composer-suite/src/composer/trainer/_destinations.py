@@ -10,6 +10,7 @@ from composer.loggers.file_logger import FileLogger
 from composer.loggers.progress_bar_logger import ProgressBarLogger
 from composer.report.environment import recorder_of_environment
 from composer.report.recorder import RunRecorder
+from composer.trainer._arguments import how_to_make
 from composer.trainer._caller import level_of_user
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.logger_destination import LoggerDestination
@@ -33,8 +34,8 @@ def choose_destinations(given: Given) -> list[LoggerDestination]:
         destinations += recorder_of_environment()
     for destination in destinations:
         if not isinstance(destination, LoggerDestination):
-            hint = f" Call it: {destination.__name__}()." if isinstance(destination, type) else ""
-            raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination.{hint}")
+            hint = how_to_make(destination, LoggerDestination)
+            raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination. {hint}")
         if isinstance(destination, FileLogger | RunRecorder):
             destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):

@@ -118,10 +118,11 @@ def _check(scheduler: Any) -> None:
             f"without one. Use one that goes by time, or step it in a callback's eval_end."
         )
     if not isinstance(scheduler, LRScheduler) and (not callable(scheduler) or isinstance(scheduler, type)):
-        hint = f" Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else ""
+        is_class = isinstance(scheduler, type)
+        hint = f"Call it: {scheduler.__name__}(...)." if is_class else "Give an object, such as LinearScheduler()."
         raise TypeError(
             f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of the "
-            f"state.{hint}"
+            f"state. {hint}"
         )
 
 
