@@ -260,6 +260,10 @@ def test_a_run_name_that_leads_out_of_its_folders_is_refused_before_one_is_made(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_name_may_be_a_number(make_trainer):
+    make_trainer(run_name=12)
+
+
 def test_callbacks_of_a_trainer_that_could_not_be_made_are_free_again(make_trainer):
     callback = Callback()
     with pytest.raises(ValueError, match="reduced the max_duration to 0"):

@@ -169,8 +169,28 @@ def test_what_a_console_cannot_be(arguments, said):
 
 def test_the_settings_are_yaml_whatever_they_are():
     yaml = pytest.importorskip("yaml")
-    texts = ["two\nlines", "a: b", "true", "No", "1e5", "12:30", "x # y", "", "- a", "b:", "ü", " c", "/a b", "f(x=1)"]
-    settings = {"lr": 0.1, "inf": math.inf, "on": None, "betas": [0.9, 0.95], "texts": texts}
+    texts = [
+        "a\x7fb",
+        "\x85",
+        "\ud800",
+        "a,b",
+        "two\nlines",
+        "a: b",
+        "true",
+        "No",
+        "1e5",
+        "12:30",
+        "x # y",
+        "",
+        "- a",
+        "b:",
+        "ü",
+        " c",
+        "/a b",
+        "f(x=1)",
+    ]
+    settings = {"lr": 1e-5, "big": 1e16, "inf": math.inf, "on": None, "betas": [1e-8, -math.inf], "texts": texts}
+    settings |= {"none": {}, "dicts": [{"a,b": "c}", "d": 2.0}]}
     settings |= {text: text for text in texts if "/" not in text}  # which nests settings
     block = format_config({**settings, "nested/pair": {(0, 1): 2}})
     assert yaml.safe_load("\n".join(block.splitlines()[2:-1])) == {**settings, "nested": {"pair": {"(0, 1)": 2}}}

@@ -87,6 +87,18 @@ def test_a_checkpoint_chooses_no_kernel_of_the_hub(name):
     assert build_config(metadata, {"attn_implementation": "eager"})._attn_implementation == "eager"  # the caller's
 
 
+@pytest.mark.parametrize("target", ["_attn_implementation_internal", "_attn_implementation", "_experts_implementation"])
+def test_a_checkpoint_gives_no_setting_another_meaning(target):
+    renamed = {"attribute_map": {"hidden_size": "n_embd", "other": target}, "other": "somebody/kernel"}
+    metadata = HuggingFaceMetadata({"model_type": "gpt2", "n_embd": 8, **renamed}, "transformers.GPT2LMHeadModel")
+
+    config = build_config(metadata)
+
+    assert (config._attn_implementation, getattr(config, "_experts_implementation", None)) == (None, None)
+    assert config.hidden_size == 8
+    assert "attribute_map" not in readable_config(metadata)
+
+
 def test_an_adapter_names_no_module_of_megatron():
     peft = pytest.importorskip("peft")
     adapter = {"peft_type": "LORA", "r": 2, "megatron_config": {"a": 1}, "megatron_core": "somebody.module"}

@@ -10,7 +10,7 @@ import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping, LabelSmoothing
 from composer.callbacks import ThresholdStopper
-from composer.core import Callback, Time
+from composer.core import Callback, Evaluator, Time
 from composer.loggers._snapshot import Snapshot
 from composer.models import ComposerClassifier, ComposerModel
 from composer.report import RunRecorder, read_run
@@ -188,7 +188,7 @@ def test_a_run_that_was_stopped_says_so_and_why(tmp_path):
     good, stopped, whole = (read_run(tmp_path / name).status for name in ("good", "run", "whole"))
     assert good["status"] == stopped["status"] == "stopped early"
     assert good["reason"].startswith("ThresholdStopper: train/MulticlassAccuracy is ")
-    assert stopped["reason"] == "training was ended before 2ep, by state.stop_training()"
+    assert stopped["reason"] == "training has ended at 3ba, and was to be 2ep long"
     assert (whole["status"], whole["reason"]) == ("finished", None)
 
 
@@ -200,6 +200,43 @@ def test_what_ended_a_run_is_told_also_where_somebody_caught_it(tmp_path):
     status = read_run(tmp_path / "run").status
     assert status["status"] == "failed"
     assert "ArithmeticError: out of numbers" in status["error"]
+
+
+def test_an_evaluation_that_failed_is_forgotten_when_one_has_ended_well(tmp_path):
+    good = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))]
+    bad = Evaluator(label="eval", dataloader=[(torch.ones(4, 9), good[0][1])], device_eval_microbatch_size=4)
+    trainer = make_trainer(tmp_path, max_duration="1ep")
+    trainer.fit()
+    with pytest.raises(RuntimeError):
+        trainer.eval(bad)
+    trainer.eval(Evaluator(label="eval", dataloader=good, device_eval_microbatch_size=4))
+    trainer.close()
+    assert read_run(tmp_path / "run").status["status"] == "finished"
+    again = make_trainer(tmp_path, "bad", max_duration="1ep")
+    with pytest.raises(RuntimeError):
+        again.eval(bad)
+    again.close()
+    assert "shapes cannot be multiplied" in read_run(tmp_path / "bad").status["error"]
+
+
+def test_only_who_has_stopped_this_training_says_why(tmp_path):
+    class Talks(Callback):
+        stop_reason = "said before it began"
+
+    class Raises(Callback):
+        @property
+        def stop_reason(self):
+            raise RuntimeError("not stopped")
+
+    class Stops(LabelSmoothing):
+        def apply(self, event, state, logger):
+            super().apply(event, state, logger)
+            if int(state.timestamp.batch) == 2:
+                self.stop_reason = "two are enough"
+                state.stop_training()
+
+    train(tmp_path, callbacks=[Talks(), Raises()], algorithms=Stops(0.1))
+    assert read_run(tmp_path / "run").status["reason"] == "Stops: two are enough"
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

@@ -1,15 +1,15 @@
 """What a `CheckpointSaver` may be made with."""
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from composer_checkpoint.ignore_keys import check_ignore_keys
 from composer_checkpoint.save_names import check_templates
-from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_time
-from composer_time import Time, TimeUnit
+from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_interval
+from composer_time import Time
 
-__all__ = ["check_saver_arguments", "to_interval"]
+__all__ = ["check_saver_arguments"]
 
 _REMOTE_EXAMPLE = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt"
 
@@ -42,24 +42,6 @@ def check_saver_arguments(given: Mapping[str, Any]) -> None:
     if given["save_async_policy"] not in ("wait", "skip"):
         raise ValueError(f"save_async_policy={given['save_async_policy']!r} is not known. Use 'wait' or 'skip'.")
     check_ignore_keys("save_ignore_keys", given["ignore_keys"])
-    interval = to_interval(given["save_interval"])
+    interval = to_interval("save_interval", given["save_interval"])
     filename = os.fspath(given["filename"]).lstrip("/")
     check_templates(filename, latest, interval if isinstance(interval, Time) else None, bool(given["overwrite"]))
-
-
-def to_interval(save_interval: Any) -> "Time[Any] | Callable[..., bool]":
-    """Return how often to save, or the function of the user's that says when.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If it is a text that says no time, or less than 0.
-    """
-    if callable(save_interval):
-        return cast(Callable[..., bool], save_interval)
-    interval = to_time("save_interval", save_interval, TimeUnit.EPOCH)
-    if interval.value < 0:
-        raise ValueError(
-            f"save_interval={save_interval!r} is less than 0. Give how often to save, such as 1 (epoch) or '100ba', "
-            "or 0 for never."
-        )
-    return interval

@@ -9,7 +9,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer_checkpoint._mlflow_names import asks_for_run, path_with_run, run_of, with_run
-from composer_checkpoint._saver_arguments import check_saver_arguments, to_interval
+from composer_checkpoint._saver_arguments import check_saver_arguments
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.commit import replace_pointer
 from composer_checkpoint.discover import LINEAGE_KEY
@@ -37,6 +37,7 @@ from composer_checkpoint.state_io import (
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.upload import RemoteUploader
 from composer_checkpoint.uploads import CheckpointUploads
+from composer_events.arguments import to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
@@ -144,7 +145,7 @@ class CheckpointSaver(Callback):
     ) -> None:
         check_saver_arguments(locals())
         folder, filename = os.fspath(folder), os.fspath(filename).lstrip("/")
-        interval = to_interval(save_interval)
+        interval = to_interval("save_interval", save_interval)
         self.save_timeout_in_seconds = save_timeout_in_seconds
         self._kept = KeptFiles.under(combine_policies(num_checkpoints_to_keep, keep))
         remote_rules, said = remote_policy(remote_num_checkpoints_to_keep, keep, self._kept.policy)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ __all__ = [
     "check_seconds",
     "check_text_lists",
     "check_texts",
+    "to_interval",
     "to_time",
 ]
 
@@ -222,6 +223,27 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = ValueError if isinstance(value, str) else TypeError
         raise kind(f"{name}={value!r} is no length of training: {error}") from error
+
+
+def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
+    """Return an argument that says how often something is done, or a function that says when.
+
+    Args:
+        name: The argument's.
+        value: A function, a text, a `Time`, or a number of epochs.
+
+    Raises:
+        TypeError: If it is of another kind.
+        ValueError: If it is a text that says no time, or less than 0.
+    """
+    if callable(value):
+        return cast("Callable[..., bool]", value)
+    interval = to_time(name, value, TimeUnit.EPOCH)
+    if interval.value < 0:
+        raise ValueError(
+            f"{name}={value!r} is less than 0. Give how often, such as 1 (epoch) or '100ba', or 0 for never."
+        )
+    return interval
 
 
 def _is_list_of_texts(value: object) -> bool:

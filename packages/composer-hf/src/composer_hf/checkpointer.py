@@ -18,6 +18,7 @@ from composer_checkpoint import CheckpointConflictError, PartialFilePath, Remote
 from composer_checkpoint.uris import is_uri, parse_uri
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
+from composer_events.arguments import to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
@@ -117,8 +118,9 @@ class HuggingFaceCheckpointer(Callback):
         self.save_format: Format = save_format
         self.async_save = async_save
         self.max_shard_bytes = parse_size(max_shard_size or os.environ.get(_SIZE_VARIABLE) or "1GB")
+        interval = to_interval("save_interval", save_interval)
         self.save_interval: Callable[[State, Event], bool] = (
-            save_interval if callable(save_interval) else create_interval_scheduler(save_interval)
+            interval if callable(interval) else create_interval_scheduler(interval)
         )
         self.remote_uploader: RemoteUploader | None = None
         if is_uri(folder):

@@ -10,6 +10,7 @@ __all__ = ["without_code"]
 _NAMES: Final = frozenset(
     {
         "auto_map",
+        "attribute_map",  # lets one setting mean another; transformers has it on the class
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
         *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
         *("megatron_config", "megatron_core"),

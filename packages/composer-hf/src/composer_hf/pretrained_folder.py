@@ -78,7 +78,8 @@ def write_description(
         trust_remote_code: Whether code that came with the checkpoint is written, too.
     """
     if metadata.peft_config is not None:
-        (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(without_code(metadata.peft_config)))
+        adapter = dict(metadata.peft_config) if trust_remote_code else without_code(metadata.peft_config)
+        (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(adapter))
     else:
         config = readable_config(metadata, dtype=dtype, trust_remote_code=trust_remote_code)
         if alibi := config.get("composer_alibi"):

@@ -133,7 +133,8 @@ def load_model(
         return model
     from peft import get_peft_config, get_peft_model  # optional, and who has such a checkpoint needs it
 
-    adapted: Any = get_peft_model(model, get_peft_config(without_code(metadata.peft_config)))
+    adapter = dict(metadata.peft_config) if trust_remote_code else without_code(metadata.peft_config)
+    adapted: Any = get_peft_model(model, get_peft_config(adapter))
     return adapted
 
 

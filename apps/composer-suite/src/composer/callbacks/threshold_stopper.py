@@ -61,6 +61,7 @@ class ThresholdStopper(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look whether there will be such a metric."""
+        self.stop_reason = None
         check_watched(state, self.monitor, self.dataloader_label)
 
     def eval_end(self, state: State, logger: Logger) -> None:

@@ -48,6 +48,23 @@ def _scalar(value: Any) -> str:
     """Return a value as YAML reads it back: the texts, numbers and lists of JSON are YAML, too."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OF_OTHER_KINDS:
         return value
-    if isinstance(value, float) and not math.isfinite(value):
-        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_quoted(name)}: {_quoted(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_quoted, value))}]"
+    if isinstance(value, float):
+        return _float(value)
+    # Escaped where a reader of YAML, or the console, takes no such character.
+    return json.dumps(value, ensure_ascii=not (isinstance(value, str) and value.isprintable()))
+
+
+def _quoted(item: Any) -> str:
+    """Return an item of a list or of a mapping on one line, where a comma ends a text that stands as it is."""
+    return json.dumps(item, ensure_ascii=not item.isprintable()) if isinstance(item, str) else _scalar(item)
+
+
+def _float(value: float) -> str:
+    if math.isfinite(value):
+        text = repr(float(value))
+        return text if "." in text or "e" not in text else text.replace("e", ".0e")  # a text to YAML 1.1 without a dot
+    return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"

@@ -190,7 +190,11 @@ class Profiler(Callback):
             TypeError: If the schedule returned something that names no action, such as `None`.
             ValueError: If it returned a text that names none.
         """
-        return ProfilerAction(self.schedule(self.state))
+        answer = self.schedule(self.state)
+        try:
+            return ProfilerAction(answer)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"The schedule of the Profiler has returned {answer!r}: {error}") from None
 
     def bind_to_state(self, state: State) -> None:
         """Let training be profiled: put the profiler, what it made and its handlers among the state's callbacks."""

@@ -6,10 +6,11 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_events.state import State
-    from composer_time import Time
+    from collections.abc import Iterator
 
-__all__ = ["fatal_error", "reason_of_stop"]
+    from composer_events.state import State
+
+__all__ = ["Plan", "fatal_error"]
 
 
 def fatal_error(*, was_busy: bool) -> BaseException | None:
@@ -21,18 +22,32 @@ def fatal_error(*, was_busy: bool) -> BaseException | None:
     return getattr(sys, "last_value", None) if error is None and was_busy else error
 
 
-def reason_of_stop(state: State, planned: Time[int] | None) -> str | None:
-    """Return who ended training before its time and why, `None` if it was as long as planned.
+class Plan:
+    """What is known when training begins of how it is to end.
 
     Args:
-        state: The state when training ends.
-        planned: How long it was to be when it began.
+        state: The state then.
     """
-    if planned is None or state.timestamp >= planned:
-        return None
-    told = [
-        f"{type(callback).__name__}: {reason}"
-        for callback in state.callbacks
-        if isinstance(reason := getattr(callback, "stop_reason", None), str)
-    ]
-    return "; ".join(told) or f"training was ended before {planned.to_timestring()}, by state.stop_training()"
+
+    def __init__(self, state: State) -> None:
+        self._duration = state.max_duration
+        self._reasons = frozenset(_reasons(state))
+
+    def reason_of_stop(self, state: State) -> str | None:
+        """Return who has ended training before its time and why, `None` if it was as long as planned."""
+        if self._duration is None or state.timestamp >= self._duration:
+            return None
+        told = [reason for reason in _reasons(state) if reason not in self._reasons]
+        ended = "" if state.max_duration is None else f" at {state.max_duration.to_timestring()}"
+        return "; ".join(told) or f"training has ended{ended}, and was to be {self._duration.to_timestring()} long"
+
+
+def _reasons(state: State) -> Iterator[str]:
+    """Yield what callbacks and algorithms say of why they have stopped training."""
+    for each in (*state.callbacks, *state.algorithms):
+        try:
+            reason = getattr(each, "stop_reason", None)
+        except Exception:  # whatever somebody else's property raises
+            continue
+        if isinstance(reason, str):
+            yield f"{type(each).__name__}: {reason}"

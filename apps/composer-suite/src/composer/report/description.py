@@ -62,7 +62,9 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
 def _labels(runs: Sequence[Run]) -> list[str]:
     """Return the names of the runs, with their folders where several have one name."""
     labels = [run.name for run in runs]
-    for longer in ([f"{run.name} ({Path(run.folder).name})" for run in runs], [run.folder for run in runs]):
+    folders = [Path(os.path.abspath(run.folder)) for run in runs]
+    for shown in ([folder.name for folder in folders], folders):
+        longer = [f"{run.name} ({folder})" for run, folder in zip(runs, shown, strict=True)]
         counts = Counter(labels)
         labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
     return labels

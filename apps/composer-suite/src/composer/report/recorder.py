@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from composer.loggers._trouble import warn_of_trouble
 from composer.report._acting import Acting
-from composer.report._endings import fatal_error, reason_of_stop
+from composer.report._endings import Plan, fatal_error
 from composer.report._fact_files import FactFiles
 from composer.report._metric_lines import MetricLines
 from composer.report._run_facts import environment, profiler_times, saved_checkpoints, saved_traces
@@ -28,7 +28,6 @@ from composer_events.logger_destination import LoggerDestination
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
-    from composer_time import Time
 
 __all__ = ["RunRecorder"]
 
@@ -42,6 +41,7 @@ _MOST_PENDING: Final = 256
 # What it acts on; of others the time is noted.
 _HEARD: Final = frozenset(
     {Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_END, Event.EPOCH_END, Event.FIT_END}
+    | {Event.EVAL_STANDALONE_END, Event.PREDICT_END}
 )
 
 
@@ -118,9 +118,10 @@ class RunRecorder(LoggerDestination):
         self._flushed_at_s = 0.0
         self._is_writer = False
         self._is_fitting = False
-        self._planned: Time[int] | None = None
+        self._plan: Plan | None = None
         self._reason: str | None = None
         self._failure: str | None = None
+        self._has_fit_failed = False
 
     @property
     def folder(self) -> Path:
@@ -164,7 +165,11 @@ class RunRecorder(LoggerDestination):
             super().run_event(event, state, logger)
 
     def note_failure(self, error: BaseException) -> None:
-        """Keep what has ended training or an evaluation, should somebody catch it and close the Trainer later."""
+        """Keep what has ended training or an evaluation, should somebody catch it and close the Trainer later.
+
+        It is forgotten when training begins again, that of an evaluation also when a later one ends well.
+        """
+        self._has_fit_failed |= self._is_fitting
         self._failure = "".join(traceback.format_exception(error))
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -180,7 +185,7 @@ class RunRecorder(LoggerDestination):
         """Keep which algorithms acted."""
         if self._state is None:
             return
-        for name in traces:
+        for name in map(str, traces):
             if name.startswith(_TRACES):
                 algorithm, _, event = name.removeprefix(_TRACES).rpartition("/")
                 self._acting.add(
@@ -207,7 +212,7 @@ class RunRecorder(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
-        self._is_fitting, self._planned = True, state.max_duration
+        self._is_fitting, self._has_fit_failed, self._plan = True, False, Plan(state)
         self._reason = self._failure = None
         self._flush("running")
 
@@ -227,11 +232,21 @@ class RunRecorder(LoggerDestination):
             self._flush("running")
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Bring the files up to date."""
+        """Write the metrics, and note why training has ended if it was before its time."""
         self._is_fitting = False
-        self._reason = reason_of_stop(state, self._planned)
+        self._reason = None if self._plan is None else self._plan.reason_of_stop(state)
         if self._lines is not None:
             self._lines.write(waits=True)
+
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
+        """Forget an evaluation that failed before."""
+        if not self._has_fit_failed:
+            self._failure = None
+
+    def predict_end(self, state: State, logger: Logger) -> None:
+        """Forget a prediction that failed before."""
+        if not self._has_fit_failed:
+            self._failure = None
 
     def close(self, state: State, logger: Logger) -> None:
         """Write what is left, how the run has ended, and the page."""

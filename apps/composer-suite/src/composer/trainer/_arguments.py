@@ -192,7 +192,7 @@ def choose_run_name(run_name: str | None) -> str | None:
         ValueError: If folders of that name would lie elsewhere than in the folders that they are to be in.
     """
     name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
-    if name is not None and os.pardir in name.replace("\\", "/").split("/"):
+    if name is not None and os.pardir in str(name).replace("\\", "/").split("/"):
         raise ValueError(
             f"run_name={name!r} leads out of the folders that are named after it, such as save_folder='{{run_name}}'. "
             "Give a name without '..'."

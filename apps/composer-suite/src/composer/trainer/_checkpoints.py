@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer.trainer._caller import level_of_user
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import check_ignore_keys
-from composer_events.intervals import create_interval_scheduler
+from composer_events.arguments import to_interval
 
 if TYPE_CHECKING:
     from composer.trainer._given import Given
@@ -124,8 +124,7 @@ def _check_without_folder(saving: Saving) -> None:
     """Check what nothing is made of, so that a mistake does not wait for the run that saves."""
     if saving.save_async:
         raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
-    if not callable(saving.save_interval):
-        create_interval_scheduler(saving.save_interval)
+    to_interval("save_interval", saving.save_interval)
     if saving.save_num_checkpoints_to_keep != -1 or saving.save_keep is not None:
         from composer_checkpoint.kept_files import combine_policies  # here, since not every run saves
 
