@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ __all__ = ["DEFAULT_TIMEOUT_S", "initialize_dist", "get_timeout"]
 _log = logging.getLogger("composer.utils.dist")
 
 DEFAULT_TIMEOUT_S = 300.0
+_REST_AT_EXIT_S = 0.02
 
 # A group of both backends carries tensors wherever they are, and pickles without a detour through the GPU.
 _BACKENDS_TO_MAKE = {"nccl": "cpu:gloo,cuda:nccl", "": "gloo"}
@@ -167,4 +169,8 @@ def _world() -> "ProcessGroup":
 def _leave(made_here: "ref[ProcessGroup]") -> None:
     """Destroy the group at exit, if it is still the one that was made here; some backends hang or abort otherwise."""
     if tdist.is_initialized() and tdist.group.WORLD is made_here():
+        if tdist.get_world_size() > 1:
+            # Gloo's threads let go of the tensors of the last collective a little after it is said to be done, for
+            # which they need Python; once it has ended, they abort the process (pytorch/pytorch#179291).
+            time.sleep(_REST_AT_EXIT_S)
         tdist.destroy_process_group()
