@@ -1,6 +1,8 @@
 """What the tests of destinations share: no service is reached from here but those on this machine."""
 
 import os
+import random
+import threading
 import warnings
 
 import pytest
@@ -66,3 +68,17 @@ def begun():
     yield begin
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def drawing(monkeypatch):
+    """Keep the names of the threads that draw from Python's own generator, from which training draws, too."""
+    names = set()
+    draw = random.random
+
+    def note_and_draw():
+        names.add(threading.current_thread().name)
+        return draw()
+
+    monkeypatch.setattr(random, "random", note_and_draw)
+    return names

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from importlib.util import find_spec
@@ -338,3 +339,17 @@ def test_a_server_that_is_away_costs_one_warning_and_no_step(make_trainer, monke
     assert trainer.state.timestamp.batch == 2
     assert len(warned) == 1
     assert logger.run_id is None
+
+
+def test_asking_a_server_again_draws_nothing_that_training_would_draw(monkeypatch, drawing):
+    import mlflow
+
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        logger = MLFlowLogger(tracking_uri=f"http://127.0.0.1:{closed.getsockname()[1]}", log_system_metrics=False)
+        with pytest.raises(mlflow.exceptions.MlflowException, match="Max retries exceeded"):
+            mlflow.MlflowClient(logger.tracking_uri).search_experiments()
+    assert threading.current_thread().name not in drawing

@@ -126,12 +126,13 @@ def test_blocks_of_ones_own(begun, make_logger, slack):
     assert text_of(slack.messages[0]) == ["5: ['a', 'b']"]
 
 
-def test_a_slack_that_asks_for_patience_gets_it(begun, make_logger, slack):
+def test_a_slack_that_asks_for_patience_gets_it(begun, make_logger, slack, drawing):
     slack.answers = [429, 429]
     engine = begun(make_logger(["."]))
     engine.logger.log_metrics({"a": 1}, step=5)
     engine.close()
     assert len(slack.messages) == 1
+    assert "composer-SlackLogger" not in drawing
 
 
 def test_a_slack_that_refuses_costs_one_warning_and_no_step(make_trainer, make_logger, slack):
@@ -144,7 +145,7 @@ def test_a_slack_that_refuses_costs_one_warning_and_no_step(make_trainer, make_l
     assert len(warned) == 1
 
 
-def test_a_slack_that_is_away_costs_one_warning_and_no_step(make_trainer, make_logger, slack):
+def test_a_slack_that_is_away_costs_one_warning_and_no_step(make_trainer, make_logger, slack, drawing):
     logger = make_logger()
     slack.server.shutdown()
     slack.server.server_close()
@@ -154,6 +155,7 @@ def test_a_slack_that_is_away_costs_one_warning_and_no_step(make_trainer, make_l
     trainer.close()
     assert trainer.state.timestamp.batch == 4
     assert len(warned) == 1
+    assert "composer-SlackLogger" not in drawing
 
 
 def test_a_slack_that_hangs_is_waited_for_at_the_end_only_and_only_so_long(make_trainer, make_logger, slack):

@@ -121,6 +121,9 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
             tracking_uri = "databricks"
         if tracking_uri is not None:
             mlflow.set_tracking_uri(str(tracking_uri))
+        # Its client draws by how much longer to wait before it asks again from Python's own generator, on the logger's
+        # thread, and a batch that is being augmented on that of training would draw other numbers.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
         if log_system_metrics:
             for name, value in _SYSTEM_METRICS.items():
                 os.environ.setdefault(name, value)  # by which MLflow's own functions set it, too

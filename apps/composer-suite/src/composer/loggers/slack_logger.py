@@ -8,6 +8,7 @@ from typing import Any
 
 from composer.loggers._optional import require
 from composer.loggers._outbox import PATIENCE_S, Outbox
+from composer.loggers._slack_retries import retry_handlers
 from composer.loggers._snapshot import Snapshot
 from composer_events.arguments import check_counts, check_functions, check_text_lists, check_texts, to_time
 from composer_events.log_values import format_log_data_value
@@ -78,10 +79,7 @@ class SlackLogger(LoggerDestination):
         self.slack_logging_api_key = slack_logging_api_key or os.environ.get("SLACK_LOGGING_API_KEY")
         self.channel_id = channel_id or os.environ.get("SLACK_LOGGING_CHANNEL_ID")
         self._tell_what_is_missing(include_keys)
-        self.client = slack_sdk.WebClient()
-        # A channel takes about one message a second; what comes faster is sent when Slack says that it may be.
-        retries = require("slack_sdk.http_retry.builtin_handlers", extra="slack")
-        self.client.retry_handlers.append(retries.RateLimitErrorRetryHandler(max_retry_count=5))
+        self.client = slack_sdk.WebClient(retry_handlers=retry_handlers())
         self.formatter_func = formatter_func
         self.max_logs_per_message = min(max_logs_per_message, _MOST_PER_MESSAGE)
         self.log_dict: dict[str, Any] = {}
