@@ -13,6 +13,7 @@ from composer_time import Time, TimeUnit, ensure_time
 
 if TYPE_CHECKING:
     from composer_events.state import State
+    from composer_time import Timestamp
 
 __all__ = ["create_interval_scheduler", "evaluate_periodically"]
 
@@ -102,8 +103,15 @@ def _due_event(unit: TimeUnit, checkpoint_events: bool) -> Event:
 
 
 def _is_over(state: State) -> bool:
-    elapsed: Any = state.get_elapsed_duration()
-    return elapsed is not None and float(elapsed) >= 1.0
+    duration = state.max_duration
+    return duration is not None and _count(state.timestamp, duration.unit) >= duration.value
+
+
+def _count(now: Timestamp, unit: TimeUnit) -> float:
+    """Return how many of a unit have gone by, without an object for it where a batch asks."""
+    if unit is TimeUnit.BATCH:
+        return now.num_batches
+    return now.num_epochs if unit is TimeUnit.EPOCH else now.get(unit).value
 
 
 def _is_crossed(state: State, interval: Time[Any]) -> bool:
@@ -114,7 +122,7 @@ def _crosses(state: State, unit: TimeUnit, length: int) -> bool:
     assert state.previous_timestamp is not None
     if length <= 0:
         return False
-    before, now = state.previous_timestamp.get(unit).value, state.timestamp.get(unit).value
+    before, now = _count(state.previous_timestamp, unit), _count(state.timestamp, unit)
     return before // length != now // length
 
 
