@@ -220,3 +220,21 @@ def test_more_microbatches_than_samples_gives_one_sample_each_with_a_warning():
 def test_a_count_below_one_is_refused(count):
     with pytest.raises(ValueError, match="num_microbatches="):
         split_batch_by_count([1, 2], count)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"num_samples": "64"}, TypeError, "num_samples='64' must be a whole number, 0 or more"),
+        ({"num_samples": -1}, ValueError, "num_samples=-1 must be 0 or more"),
+        ({"num_tokens": 0.5}, TypeError, "num_tokens=0.5 must be a whole number, 0 or more"),
+        ({"batch_transforms": 3}, TypeError, "batch_transforms=3 must be a function, or None"),
+        ({"microbatch_transforms": []}, TypeError, r"microbatch_transforms=\[\] must be a function, or None"),
+        ({"split_batch": 4}, TypeError, "split_batch=4 must be a function, or None"),
+        ({"get_num_samples_in_batch": 4}, TypeError, "get_num_samples_in_batch=4 must be a function, or None"),
+        ({"get_num_tokens_in_batch": 4}, TypeError, "get_num_tokens_in_batch=4 must be a function, or None"),
+    ],
+)
+def test_what_cannot_transform_cut_or_count_is_refused_at_once(settings, kind, message):
+    with pytest.raises(kind, match=message):
+        DataSpec([1, 2], **settings)

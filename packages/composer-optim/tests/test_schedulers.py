@@ -7,12 +7,17 @@ from hypothesis import strategies as st
 from composer_optim import (
     ComposerScheduler,
     ConstantScheduler,
+    ConstantWithWarmupScheduler,
     CosineAnnealingScheduler,
     CosineAnnealingWarmRestartsScheduler,
+    CosineAnnealingWithWarmupScheduler,
     ExponentialScheduler,
     LinearScheduler,
+    LinearWithWarmupScheduler,
     MultiStepScheduler,
+    MultiStepWithWarmupScheduler,
     PolynomialScheduler,
+    PolynomialWithWarmupScheduler,
     StepScheduler,
 )
 
@@ -208,6 +213,37 @@ def test_a_milestone_may_be_the_start_but_not_lie_before_it(training):
     assert MultiStepScheduler(["0ba"], gamma=0.5)(training("10ba")) == 0.5
     with pytest.raises(ValueError, match=r"milestones='-1ba' is not a length.*0 or more"):
         MultiStepScheduler(["5ba", "-1ba"])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "least"),
+    [
+        (lambda gamma: StepScheduler("1ep", gamma), "gamma", "0 or more and "),
+        (lambda gamma: MultiStepScheduler(["1ep"], gamma), "gamma", "0 or more and "),
+        (lambda gamma: MultiStepWithWarmupScheduler("1ep", ["2ep"], gamma), "gamma", "0 or more and "),
+        (ExponentialScheduler, "gamma", "0 or more and "),
+        (ConstantScheduler, "alpha", ""),
+        (LinearScheduler, "alpha_i", ""),
+        (lambda alpha_f: LinearScheduler(alpha_f=alpha_f), "alpha_f", ""),
+        (lambda alpha_f: CosineAnnealingScheduler(alpha_f=alpha_f), "alpha_f", ""),
+        (lambda alpha_f: CosineAnnealingWarmRestartsScheduler("1ep", alpha_f=alpha_f), "alpha_f", ""),
+        (lambda t_mult: CosineAnnealingWarmRestartsScheduler("1ep", t_mult), "t_mult", ""),
+        (lambda alpha_f: PolynomialScheduler(2, alpha_f=alpha_f), "alpha_f", ""),
+        (lambda alpha: ConstantWithWarmupScheduler("1ep", alpha), "alpha", ""),
+        (lambda alpha_i: LinearWithWarmupScheduler("1ep", alpha_i), "alpha_i", ""),
+        (lambda alpha_f: LinearWithWarmupScheduler("1ep", alpha_f=alpha_f), "alpha_f", ""),
+        (lambda alpha_f: CosineAnnealingWithWarmupScheduler("1ep", alpha_f=alpha_f), "alpha_f", ""),
+        (lambda alpha_f: PolynomialWithWarmupScheduler("1ep", alpha_f=alpha_f), "alpha_f", ""),
+    ],
+)
+def test_what_a_learning_rate_cannot_be_multiplied_by_is_refused(make, name, least):
+    for number in (math.nan, math.inf, -math.inf, *([-0.5] if least else [])):
+        with pytest.raises(ValueError, match=f"{name}={number!r} must be {least}finite"):
+            make(number)
+    for value in ("0.1", None, True):
+        with pytest.raises(TypeError, match=f"{name}={value!r} is not a number"):
+            make(value)
+    make(0)
 
 
 @pytest.mark.parametrize(

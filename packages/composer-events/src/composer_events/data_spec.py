@@ -10,6 +10,7 @@ from typing import Any, cast
 from composer_events._counting import count_samples, count_tokens
 from composer_events._ranks import get_world_size
 from composer_events._splitting import default_split_batch, split_batch_by_count
+from composer_events.arguments import check_counts, check_functions
 
 __all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count"]
 
@@ -34,8 +35,9 @@ class DataSpec:
         device_transforms: The older name of `microbatch_transforms`. Deprecated.
 
     Raises:
-        ValueError: If the `DataLoader` has been iterated over with persistent workers, or if there are several ranks
-            and its sampler would give every rank the same samples.
+        TypeError: If a number is no whole number, or a function is none.
+        ValueError: If a number is negative; if the `DataLoader` has been iterated over with persistent workers, or if
+            there are several ranks and its sampler would give every rank the same samples.
 
     Example:
         >>> spec = DataSpec([["a", "b", "c"]], split_batch=lambda batch, size: [batch[:size], batch[size:]])
@@ -58,6 +60,15 @@ class DataSpec:
     ) -> None:
         if device_transforms is not None:
             microbatch_transforms = _renamed_transforms(device_transforms, microbatch_transforms)
+        check_functions(
+            batch_transforms=batch_transforms,
+            microbatch_transforms=microbatch_transforms,
+            split_batch=split_batch,
+            get_num_samples_in_batch=get_num_samples_in_batch,
+            get_num_tokens_in_batch=get_num_tokens_in_batch,
+        )
+        counts = {"num_samples": num_samples, "num_tokens": num_tokens}
+        check_counts(0, **{name: count for name, count in counts.items() if count is not None})
         self.dataloader: Any = dataloader
         self.num_tokens = num_tokens
         self.batch_transforms = batch_transforms or _unchanged

@@ -21,6 +21,21 @@ def cosine(done: float, alpha_f: float) -> float:
     return alpha_f + (1.0 - alpha_f) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+def checked_factor(name: str, factor: float, least: float = -math.inf) -> float:
+    """Return what a learning rate is multiplied by.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is NaN, infinite, or less than `least`.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, Real):
+        raise TypeError(f"{name}={factor!r} is not a number. Give one, such as 0.1.")
+    if not least <= factor < math.inf or factor == -math.inf:
+        at_least = "" if least == -math.inf else f"{least:g} or more and "
+        raise ValueError(f"{name}={factor!r} must be {at_least}finite. Give a number such as 0.1.")
+    return factor
+
+
 def checked_power(power: float) -> float:
     """Return the exponent of `polynomial`, which would divide by zero at the end of the way if it were negative."""
     if isinstance(power, bool) or not isinstance(power, Real):

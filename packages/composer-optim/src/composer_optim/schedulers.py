@@ -11,7 +11,7 @@ for fractions: they follow the duration, which whoever passes `ssr` has scaled a
 
 from collections.abc import Sequence
 
-from composer_optim._shapes import checked_power, cosine, fraction_done, linear, polynomial
+from composer_optim._shapes import checked_factor, checked_power, cosine, fraction_done, linear, polynomial
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time
 
@@ -68,7 +68,7 @@ class StepScheduler(ComposerScheduler):
 
     def __init__(self, step_size: str | Time, gamma: float = 0.1) -> None:
         self.step_size = parse_length(step_size, "step_size")
-        self.gamma = gamma
+        self.gamma = checked_factor("gamma", gamma, least=0)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -95,7 +95,7 @@ class MultiStepScheduler(ComposerScheduler):
                 f"milestones={milestones!r} is one length, not a sequence of them. Write [{str(milestones)!r}]."
             )
         self.milestones = [parse_length(milestone, "milestones", may_be_zero=True) for milestone in milestones]
-        self.gamma = gamma
+        self.gamma = checked_factor("gamma", gamma, least=0)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -115,7 +115,7 @@ class ConstantScheduler(ComposerScheduler):
     """
 
     def __init__(self, alpha: float = 1.0, t_max: str | Time = "1dur") -> None:
-        self.alpha = alpha
+        self.alpha = checked_factor("alpha", alpha)
         self.t_max = parse_length(t_max, "t_max")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -139,8 +139,8 @@ class LinearScheduler(ComposerScheduler):
     """
 
     def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: str | Time = "1dur") -> None:
-        self.alpha_i = alpha_i
-        self.alpha_f = alpha_f
+        self.alpha_i = checked_factor("alpha_i", alpha_i)
+        self.alpha_f = checked_factor("alpha_f", alpha_f)
         self.t_max = parse_length(t_max, "t_max")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -162,7 +162,7 @@ class ExponentialScheduler(ComposerScheduler):
     """
 
     def __init__(self, gamma: float, decay_period: str | Time = "1ep") -> None:
-        self.gamma = gamma
+        self.gamma = checked_factor("gamma", gamma, least=0)
         self.decay_period = parse_length(decay_period, "decay_period")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -190,7 +190,7 @@ class CosineAnnealingScheduler(ComposerScheduler):
 
     def __init__(self, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
         self.t_max = parse_length(t_max, "t_max")
-        self.alpha_f = alpha_f
+        self.alpha_f = checked_factor("alpha_f", alpha_f)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -217,8 +217,8 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
 
     def __init__(self, t_0: str | Time, t_mult: float = 1.0, alpha_f: float = 0.0) -> None:
         self.t_0 = parse_length(t_0, "t_0")
-        self.t_mult = t_mult
-        self.alpha_f = alpha_f
+        self.t_mult = checked_factor("t_mult", t_mult)
+        self.alpha_f = checked_factor("alpha_f", alpha_f)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`.
@@ -261,7 +261,7 @@ class PolynomialScheduler(ComposerScheduler):
     def __init__(self, power: float, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
         self.power = checked_power(power)
         self.t_max = parse_length(t_max, "t_max")
-        self.alpha_f = alpha_f
+        self.alpha_f = checked_factor("alpha_f", alpha_f)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""

@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from composer_optim._shapes import checked_power, cosine, fraction_done, linear, polynomial
+from composer_optim._shapes import checked_factor, checked_power, cosine, fraction_done, linear, polynomial
 from composer_optim.schedulers import ComposerScheduler, MultiStepScheduler
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time, TimeUnit
@@ -133,7 +133,7 @@ class ConstantWithWarmupScheduler(_ShapeAfterWarmup):
         self, t_warmup: str | Time, alpha: float = 1.0, t_max: str | Time = "1dur", scale_warmup: bool = False
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha = alpha
+        self.alpha = checked_factor("alpha", alpha)
 
     def _shape(self, done: float) -> float:
         return self.alpha
@@ -162,8 +162,8 @@ class LinearWithWarmupScheduler(_ShapeAfterWarmup):
         scale_warmup: bool = False,
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha_i = alpha_i
-        self.alpha_f = alpha_f
+        self.alpha_i = checked_factor("alpha_i", alpha_i)
+        self.alpha_f = checked_factor("alpha_f", alpha_f)
 
     def _shape(self, done: float) -> float:
         return linear(done, self.alpha_i, self.alpha_f)
@@ -186,7 +186,7 @@ class CosineAnnealingWithWarmupScheduler(_ShapeAfterWarmup):
         self, t_warmup: str | Time, t_max: str | Time = "1dur", alpha_f: float = 0.0, scale_warmup: bool = False
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha_f = alpha_f
+        self.alpha_f = checked_factor("alpha_f", alpha_f)
 
     def _shape(self, done: float) -> float:
         return cosine(done, self.alpha_f)
@@ -216,7 +216,7 @@ class PolynomialWithWarmupScheduler(_ShapeAfterWarmup):
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
         self.power = checked_power(power)
-        self.alpha_f = alpha_f
+        self.alpha_f = checked_factor("alpha_f", alpha_f)
 
     def _shape(self, done: float) -> float:
         return polynomial(done, self.power, self.alpha_f)
