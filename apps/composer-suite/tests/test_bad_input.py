@@ -12,7 +12,7 @@ from torch import nn
 
 from composer import Trainer
 from composer.algorithms import ChannelsLast
-from composer.core import Callback, Evaluator, Event
+from composer.core import Callback, DataSpec, Evaluator, Event
 from composer.loggers import InMemoryLogger, LoggerDestination
 from composer.optim import LinearScheduler
 
@@ -204,6 +204,24 @@ def test_a_duration_in_tokens_over_data_without_tokens(make_trainer):
     trainer = make_trainer(max_duration="3tok")
     with pytest.raises(ValueError, match=r"'3tok' counts tokens.*get_num_tokens_in_batch"):
         trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "message"),
+    [
+        (0, ValueError, r"returned 0 .*'64sp' counts samples, and would never be reached"),
+        (-8, ValueError, "returned -8 .*must return a number, 0 or more"),
+        (math.nan, ValueError, "returned nan .*must return a number, 0 or more"),
+        (None, TypeError, "returned None .*must return a number of samples"),
+        ({"total": 8}, TypeError, r"returned \{'total': 8\} .*must return a number of samples"),
+    ],
+)
+def test_a_count_of_samples_with_which_training_would_never_end(make_trainer, make_loader, count, kind, message):
+    data = DataSpec(make_loader(8, 4), get_num_samples_in_batch=lambda batch: count)
+    trainer = make_trainer(train_dataloader=data, max_duration="64sp")
+    with pytest.raises(kind, match=f"get_num_samples_in_batch {message}"):
+        trainer.fit()
+    assert trainer.state.timestamp.batch == 0
 
 
 def test_an_optimizer_over_another_models_parameters(make_trainer, make_model):
@@ -460,3 +478,14 @@ def test_no_file_is_replaced_before_all_arguments_are_checked(make_trainer, tmp_
     with pytest.raises(error, match=said):
         make_trainer(loggers=WritesAtInit(log), **settings)
     assert log.read_text() == "of the run before"
+
+
+def test_a_checkpoint_never_replaces_a_folder(make_trainer, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("1")
+    monkeypatch.chdir(tmp_path / "out")
+    trainer = make_trainer(max_duration="1ba")
+    for name in (str(tmp_path / "out"), ".", ""):
+        with pytest.raises(FileExistsError, match="out is a folder, and a file is to be written"):
+            trainer.save_checkpoint(name)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]

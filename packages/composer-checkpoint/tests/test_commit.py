@@ -101,15 +101,33 @@ def test_a_folder_that_exists_is_replaced_as_a_whole(tmp_path, monkeypatch, swap
 
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["swap", "no-swap"])
-def test_a_file_replaces_a_folder_and_a_folder_a_file(tmp_path, monkeypatch, swaps):
+def test_a_folder_replaces_a_file(tmp_path, monkeypatch, swaps):
     if not swaps:
         monkeypatch.setattr(commit, "exchange", lambda one, other: False)
-    write_folder(tmp_path / "x", a="1")
-    with write_atomically(tmp_path / "x") as unfinished:
-        unfinished.write_text("file")
-    assert contents(tmp_path) == {"x": "file"}
+    (tmp_path / "x").write_text("file")
     write_folder(tmp_path / "x", a="2")
     assert contents(tmp_path) == {"x/a": "2"}
+
+
+@pytest.mark.parametrize("name", ["x", ""])
+def test_a_file_never_replaces_a_folder(tmp_path, monkeypatch, name):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "precious").write_text("1")
+    monkeypatch.chdir(tmp_path / "x" if not name else tmp_path)  # an empty name is the current folder
+    with pytest.raises(FileExistsError, match="x is a folder, and a file is to be written"), write_atomically(name):
+        pytest.fail("nothing is to be written")
+    assert contents(tmp_path) == {"x/precious": "1"}
+
+
+def test_a_folder_that_came_meanwhile_is_not_replaced_by_a_file(tmp_path):
+    def write():
+        with write_atomically(tmp_path / "x") as unfinished:
+            unfinished.write_text("file")
+            write_folder(tmp_path / "x", a="1")
+
+    with pytest.raises(OSError, match="x"):
+        write()
+    assert contents(tmp_path) == {"x/a": "1"}
 
 
 def test_a_reader_never_finds_a_folder_missing_while_it_is_replaced(tmp_path):

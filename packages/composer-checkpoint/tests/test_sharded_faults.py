@@ -474,3 +474,15 @@ def test_a_full_disk_leaves_the_checkpoint_before_untouched(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in folder.parent.iterdir()] == ["ep1"]
     load_sharded(state(0.0), folder)
+
+
+def test_a_folder_that_is_no_sharded_checkpoint_is_never_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("1")
+    with pytest.raises(FileExistsError, match="mine is a folder with precious, which is no sharded checkpoint"):
+        save_sharded(state(), tmp_path / "mine", overwrite=True)
+    assert os.listdir(tmp_path / "mine") == ["precious"]
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):
+        save_sharded(state(), tmp_path / "empty", overwrite=True)
+    verify_folder(tmp_path / "empty")

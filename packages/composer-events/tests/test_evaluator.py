@@ -141,3 +141,22 @@ def test_ensure_evaluator_wraps_what_is_none_and_keeps_what_is_one():
 def test_the_check_of_microbatch_sizes_that_had_a_function_of_its_own_says_that_it_is_gone():
     with pytest.warns(DeprecationWarning, match="Evaluator checks device_eval_microbatch_size when it is made"):
         assert validate_eval_automicrobatching("auto", object()) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"label": 3}, TypeError, "label=3 must be a text"),
+        ({"label": ""}, ValueError, "label='' names no results"),
+        ({"subset_num_batches": 0}, ValueError, "subset_num_batches=0 leaves nothing to evaluate on"),
+        ({"subset_num_batches": -5}, ValueError, "subset_num_batches=-5 must be -1 or more"),
+        ({"subset_num_batches": "2"}, TypeError, "subset_num_batches='2' must be a whole number"),
+        ({"subset_num_batches": 1.5}, TypeError, "subset_num_batches=1.5 must be a whole number"),
+        ({"eval_interval": -1}, ValueError, "eval_interval=-1 is less than 0"),
+        ({"eval_interval": "x"}, ValueError, "eval_interval='x' is no length of training"),
+    ],
+)
+def test_what_says_neither_what_nor_when_to_evaluate_is_refused(settings, kind, message):
+    settings = {"label": "eval", "dataloader": [1], "device_eval_microbatch_size": 1, **settings}
+    with pytest.raises(kind, match=message):
+        Evaluator(**settings)

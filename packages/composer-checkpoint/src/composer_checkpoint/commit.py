@@ -47,7 +47,7 @@ def write_atomically(
 
     Args:
         path: The real name. Folders above it are made.
-        overwrite: Whether something that has this name may be replaced.
+        overwrite: Whether something that has this name may be replaced; never a folder by a file.
         folder: Whether a folder is written instead of a file. It is there, empty, when the body begins.
         need_bytes: How much will be written, to refuse before anything is if it cannot fit.
 
@@ -55,7 +55,8 @@ def write_atomically(
         The temporary path.
 
     Raises:
-        CheckpointConflictError: If `path` exists and `overwrite` is false; it is a `FileExistsError`.
+        CheckpointConflictError: If `path` exists and `overwrite` is false, or it is a folder and a file is written; it
+            is a `FileExistsError`.
         StorageError: If the disk is full, read-only, not permitted or broken; it is an `OSError`.
         RuntimeError: If the body wrote nothing.
 
@@ -68,7 +69,7 @@ def write_atomically(
         ['weights.bin']
     """
     final = Path(os.path.abspath(path))  # the body may change the current folder
-    refuse_existing(final, overwrite)
+    refuse_existing(final, overwrite, folder=folder)
     if need_bytes is not None:
         require_space(final, need_bytes)
     temporary = name_beside(final)
@@ -121,14 +122,24 @@ def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
         ) from error
 
 
-def refuse_existing(final: Path, overwrite: bool) -> None:
+def refuse_existing(final: Path, overwrite: bool, *, folder: bool = False) -> None:
     """Raise if something has a name that is to be given to something new.
 
+    Args:
+        final: The name.
+        overwrite: Whether what has it may be replaced.
+        folder: Whether the new one is a folder. A file never replaces one, whose files nobody has spoken of.
+
     Raises:
-        CheckpointConflictError: If `final` exists and `overwrite` is false.
+        CheckpointConflictError: If what is there may not be replaced.
     """
     if not overwrite and os.path.lexists(final):
         raise _conflict(final)
+    if not folder and is_folder(final):
+        raise CheckpointConflictError(
+            f"{final} is a folder, and a file is to be written. Give the file a name of its own, or remove the folder "
+            f"yourself."
+        )
 
 
 @contextmanager
@@ -157,7 +168,7 @@ def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:
             rename_without_replacing(temporary, final)
         except FileExistsError as error:
             raise _conflict(final) from error
-    elif temporary.is_dir() or is_folder(final):
+    elif temporary.is_dir():
         _replace_folder(temporary, final)
     else:
         os.replace(temporary, final)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from composer_events.arguments import check_counts, check_texts, to_interval
 from composer_events.data_spec import DataSpec, default_split_batch, ensure_data_spec
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler, evaluate_periodically
@@ -36,7 +37,9 @@ class Evaluator:
         metrics: The metrics themselves, one or a mapping, in place of the model's. They are copied. Deprecated.
 
     Raises:
-        ValueError: If `metric_names` is no list of regular expressions, or the microbatch size is none of these.
+        TypeError: If the label is no text, or the number of batches or the interval of another kind.
+        ValueError: If the label is empty, `metric_names` no list of regular expressions, the interval less than 0, or
+            one of the numbers none of these.
         AttributeError: If the dataloader has no `batch_size` and none is given.
     """
 
@@ -52,6 +55,8 @@ class Evaluator:
         metrics: Any = None,
     ) -> None:
         _check_metric_names(metric_names)
+        _check_label(label)
+        _check_subset(subset_num_batches)
         self.label = label
         self.dataloader: DataSpec = ensure_data_spec(dataloader)
         self.metric_names = metric_names
@@ -70,10 +75,11 @@ class Evaluator:
     def eval_interval(self, eval_interval: int | str | Time[Any] | Callable[[State, Event], bool] | None) -> None:
         if eval_interval is None or callable(eval_interval):
             self._eval_interval = eval_interval
-        else:
-            self._eval_interval = create_interval_scheduler(
-                eval_interval, checkpoint_events=False, final_events={Event.FIT_END}
-            )
+            return
+        to_interval("eval_interval", eval_interval)
+        self._eval_interval = create_interval_scheduler(
+            eval_interval, checkpoint_events=False, final_events={Event.FIT_END}
+        )
 
     def select_metrics(self, model_metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Choose the metrics to compute: this evaluator's own, else the model's, of which the names match.
@@ -103,6 +109,22 @@ def validate_eval_automicrobatching(*args: Any, **kwargs: Any) -> None:
         DeprecationWarning,
         stacklevel=2,
     )
+
+
+def _check_label(label: object) -> None:
+    check_texts(label=label)
+    if not label:
+        raise ValueError("label='' names no results. Give a name, such as 'eval'.")
+
+
+def _check_subset(num_batches: int | None) -> None:
+    if num_batches is None or num_batches == -1:
+        return
+    check_counts(-1, subset_num_batches=num_batches)
+    if num_batches == 0:
+        raise ValueError(
+            "subset_num_batches=0 leaves nothing to evaluate on. Give a number of batches from 1, or -1 for all."
+        )
 
 
 def _check_metric_names(metric_names: object) -> None:

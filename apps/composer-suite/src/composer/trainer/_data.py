@@ -1,20 +1,22 @@
 """The batches of the training dataloader, epoch after epoch, also across several calls of `fit`."""
 
+import math
 import warnings
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 from composer.trainer._blame import in_stage, name_dataset
 from composer.trainer._caller import level_of_user
 from composer.trainer._ranks import Ranks
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
-from composer_dist import get_global_rank, get_local_rank
+from composer_dist import get_global_rank, get_local_rank, get_world_size
 from composer_dist.stale_memory import tidy_shared_memory
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
-from composer_time import TimeUnit
+from composer_time import Time, TimeUnit
 
 
 class TrainBatches:
@@ -139,6 +141,8 @@ class TrainBatches:
         self.num_samples = self.data_spec.get_num_samples_in_batch(batch)
         self.num_tokens = self.data_spec.get_num_tokens_in_batch(batch)
         duration = self._state.max_duration
+        if type(self.num_samples) is not int or self.num_samples <= 0:
+            _check_samples(self.num_samples, duration)
         if self.num_tokens == 0 and duration is not None and duration.unit is TimeUnit.TOKEN:
             raise ValueError(
                 f"max_duration={duration.to_timestring()!r} counts tokens, and a batch of train_dataloader has none. "
@@ -153,3 +157,20 @@ class TrainBatches:
     def _open_epoch(self) -> Iterator[Any]:
         self._num_read, self._is_untouched = self._state.timestamp.num_batches_in_epoch, True
         return self._position.open(self._state, self.data_spec.dataloader)
+
+
+def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
+    """Refuse what counts no samples, or with which training would never end."""
+    returned = f"get_num_samples_in_batch returned {num_samples!r} for a batch of train_dataloader."
+    if isinstance(num_samples, bool) or not (isinstance(num_samples, Real) or hasattr(num_samples, "item")):
+        raise TypeError(f"{returned} It must return a number of samples.")
+    number = float(num_samples)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{returned} It must return a number, 0 or more.")
+    if number > 0 or get_world_size() > 1:  # other ranks may have some
+        return
+    if duration is not None and duration.unit is TimeUnit.SAMPLE:
+        raise ValueError(
+            f"{returned} max_duration={duration.to_timestring()!r} counts samples, and would never be reached. Count "
+            "them, or give a duration in batches ('500ba')."
+        )

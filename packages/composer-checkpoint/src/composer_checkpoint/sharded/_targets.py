@@ -56,6 +56,7 @@ class LocalTarget:
 
     def begin(self, need_bytes: int) -> str:
         """Make a temporary folder beside the real one."""
+        _refuse_other_folder(self._folder)
         unfinished = write_atomically(self._folder, overwrite=self._overwrite, folder=True, need_bytes=need_bytes)
         return str(self._unfinished.enter_context(unfinished))
 
@@ -75,6 +76,17 @@ class LocalTarget:
         except BaseException as same:
             if same is not error and same.__cause__ is not error:
                 raise
+
+
+def _refuse_other_folder(folder: Path) -> None:
+    """Raise if a folder would be replaced that holds something, and no sharded checkpoint."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    is_sharded = any(name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(".distcp") for name in names)
+    if names and not is_sharded:
+        raise CheckpointConflictError(
+            f"{folder} is a folder with {', '.join(names[:5])}, which is no sharded checkpoint, and only such a one is "
+            f"replaced. Choose another name, or remove the folder yourself."
+        )
 
 
 class RemoteTarget:
