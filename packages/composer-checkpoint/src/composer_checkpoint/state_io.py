@@ -186,7 +186,7 @@ def save_checkpoint(
     """Save a training state, whole or not at all. Every rank must call this.
 
     Rank 0 writes the file; with `state_dict_type='sharded'` all ranks write into a folder, and with `'local'` each
-    writes a file of its own. What has the name is replaced.
+    writes a file of its own. A checkpoint that has the name is replaced, and no folder of another kind.
 
     Args:
         state: The training state.

@@ -7,6 +7,9 @@ the learning rate; where several schedulers are used, their factors multiply.
 Lengths are `Time` objects or time strings: batches (`'500ba'`), epochs (`'10ep'`), samples, tokens, iterations, or
 fractions of the whole training (`'0.1dur'`). `ssr`, the scale schedule ratio, stretches or shortens them all, except
 for fractions: they follow the duration, which whoever passes `ssr` has scaled as well.
+
+Whoever makes a scheduler gets a `TypeError` for a factor (`alpha`, `gamma`, `t_mult`) that is no number, and a
+`ValueError` for one that is not finite, for a `gamma` below 0, and for a length that training cannot last.
 """
 
 from collections.abc import Sequence
