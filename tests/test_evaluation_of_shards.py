@@ -1,6 +1,7 @@
 """An evaluation counts every sample once, however unevenly the samples fall on the ranks."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer import Callback, Evaluator, Trainer
+from composer.algorithms import EMA
 from composer.models import ComposerClassifier
 from composer_dist import dist
 from composer_dist.testing import run_ranks
@@ -111,3 +113,43 @@ def evaluate_streams(lengths) -> list[int]:
 
 def test_the_shortest_of_unequal_streams_ends_the_evaluation_of_all(tmp_path):
     assert run_ranks(evaluate_streams, [2, 3], store=tmp_path / "store", world_size=2) == [[6, 12], [6, 12]]
+
+
+def evaluate_statistics(algorithms, folder) -> dict[str, float]:
+    """Return what an evaluation says at the end of training with a checkpoint, or of the last checkpoint."""
+    torch.manual_seed(3)
+    torch.set_num_threads(1)
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.9), nn.Linear(6, 3))
+    dataset = make_dataset(16)
+    loader = DataLoader(dataset, batch_size=2, sampler=dist.get_sampler(dataset))
+    is_trained = dist.get_world_size() > 1
+    with Trainer(
+        model=ComposerClassifier(network, num_classes=3),
+        train_dataloader=loader,
+        eval_dataloader=loader,
+        eval_interval="1ep",
+        max_duration="1ep",
+        optimizers=torch.optim.SGD(network.parameters(), lr=0.1),
+        algorithms=[make() for make in algorithms],
+        load_path=None if is_trained else f"{folder}/latest-rank0.pt",
+        save_folder=folder if is_trained else None,
+        device="cpu",
+        progress_bar=False,
+        seed=1,
+    ) as trainer:
+        if is_trained:
+            trainer.fit()
+        else:
+            trainer.eval()
+        return {name: float(value) for name, value in trainer.state.eval_metric_values.items()}
+
+
+@pytest.mark.parametrize("algorithms", [[], [partial(EMA, half_life="2ba")]])
+def test_the_ranks_of_ddp_evaluate_what_their_checkpoint_has(tmp_path, algorithms):
+    folder = str(tmp_path / "checkpoints")
+    on_two, other = run_ranks(evaluate_statistics, algorithms, folder, store=tmp_path / "store", timeout_s=120)
+    assert on_two == other
+    alone = evaluate_statistics(algorithms, folder)
+    assert on_two["MulticlassAccuracy"] == alone["MulticlassAccuracy"]
+    # The mean of 16 losses near 1, added up in another order and grouping.
+    assert on_two["CrossEntropy"] == pytest.approx(alone["CrossEntropy"], abs=16 * torch.finfo(torch.float32).eps)

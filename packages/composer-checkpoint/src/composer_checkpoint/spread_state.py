@@ -33,7 +33,9 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
     """
     content = _empty_content(path, state, weights_only)
     load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
-    content.setdefault("state", {})
+    saved = content.setdefault("state", {})
+    if isinstance(algorithms := saved.get("algorithms"), list):
+        saved["algorithms"] = [tuple(pair) for pair in algorithms]  # lists where shards were below
     return content
 
 
@@ -60,7 +62,7 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
             continue
         leaf: Any = None
         if isinstance(described, TensorStorageMetadata):
-            leaf = _empty(described, parameters.get(_parameter_of(keys)))
+            leaf = _empty(described, _parameter_of(keys, parameters))
         _put(content, keys, leaf)
     return _with_lists(content)
 
@@ -85,7 +87,7 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
     parameters, described = _spread_parameters(state), layout["tensors"]
 
     def spread(name: str, leaf: Any) -> Any:
-        parameter = parameters.get(_parameter_of(tuple(name.split("/"))))
+        parameter = _parameter_of(tuple(name.split("/")), parameters)
         if name not in described or parameter is None or list(parameter.shape) != described[name]["global_shape"]:
             return leaf
         return DTensor.from_local(
@@ -101,15 +103,18 @@ def _spread_parameters(state: "State") -> dict[str, DTensor]:
     return {name: value for name, value in weights.items() if isinstance(value, DTensor)}
 
 
-def _parameter_of(keys: tuple[Any, ...]) -> str:
-    """Return the name of the parameter to which a tensor of a checkpoint belongs."""
+def _parameter_of(keys: tuple[Any, ...], parameters: Mapping[str, DTensor]) -> DTensor | None:
+    """Return the parameter to which a tensor of a checkpoint belongs, if it is spread."""
     match keys:
         case ("state", "model", name):
-            return str(name)
+            return parameters.get(str(name))
         case ("state", "optimizers", _, "state", name, *_):
-            return str(name)
+            return parameters.get(str(name))
+        case ("state", "algorithms", *_, name):  # an average of it, say
+            plain = str(name).removeprefix("module.")
+            return parameters.get(str(name), parameters.get(plain))
         case _:
-            return ""
+            return None
 
 
 def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._rank_zero_file import write_on_rank_zero
-from composer_checkpoint._tree import map_tree
+from composer_checkpoint._tree import map_tree, named_leaves
 from composer_checkpoint.data_position import (
     EPOCH_START_KEY,
     LOADER_KEY,
@@ -25,6 +25,7 @@ from composer_checkpoint.local_files import save_local
 from composer_checkpoint.names import PartialFilePath, sharded_folder
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.sharded.planner import WholeSavePlanner
 from composer_checkpoint.strategy_state import PARTS, collect_parts, owner_of
 from composer_checkpoint.train_data import TRAIN_DATA_KEY, describe_train_data
 from composer_dist import dist
@@ -148,8 +149,8 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
         attributes = [name for name in attributes if name not in PARTS]
     with as_sharded(state), _only(state, attributes):
         content: dict[str, Any] = {"state": state.state_dict()}
-    if layout_of(state) is not Layout.SHARDED:
-        content["state"] = {name: part if name in PARTS else _whole(part) for name, part in content["state"].items()}
+    prepared = _open if layout_of(state) is Layout.SHARDED else _whole
+    content["state"] = {name: part if name in PARTS else prepared(part) for name, part in content["state"].items()}
     if strategy is not None:
         content["state"].update(collect_parts(state, strategy, weights_only=weights_only))
     if not weights_only:
@@ -163,6 +164,18 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
 def _whole(part: Any) -> Any:
     """Return what algorithms and callbacks keep with whole tensors in place of shards. Every rank must call this."""
     return map_tree(part, lambda _, leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
+
+
+def _open(part: Any) -> Any:
+    """Return what algorithms and callbacks keep with lists in place of the tuples around shards.
+
+    Into a tuple DCP does not look: it would be one item, which one rank writes.
+    """
+    around: set[str] = set()
+    for name, _ in named_leaves(part, DTensor):
+        while name := name.rpartition("/")[0]:
+            around.add(name)
+    return map_tree(part, lambda name, value: list(value) if name in around and type(value) is tuple else value)
 
 
 def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
@@ -217,9 +230,12 @@ def save_checkpoint(
     return write(content, path, layout_of(state), info, planner=save_planner_of(state))
 
 
-def save_planner_of(state: "State") -> "SavePlanner | None":
-    """Return the planner that the FSDP settings give to sharded checkpoints, if they do."""
-    return getattr(state.fsdp_config, "save_planner", None)
+def save_planner_of(state: "State") -> "SavePlanner":
+    """Return the planner of sharded checkpoints: the one of the FSDP settings, or ours.
+
+    Buffers, which are not sharded, are each rank's own, and belong together: ours takes all of them of rank 0.
+    """
+    return getattr(state.fsdp_config, "save_planner", None) or WholeSavePlanner(first_rank_decides=True)
 
 
 def write(

@@ -20,7 +20,7 @@ from composer_time import StringEnum
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["DDP", "DDPSyncStrategy", "ddp_sync_context", "prepare_ddp_module"]
+__all__ = ["DDP", "DDPSyncStrategy", "ddp_sync_context", "prepare_ddp_module", "share_buffers"]
 
 _COMM_HOOKS = ("bf16_compress", "fp16_compress", "powersgd")
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
@@ -63,6 +63,20 @@ def prepare_ddp_module(module: "Module", find_unused_parameters: bool) -> "Modul
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
+
+
+def share_buffers(model: "Module") -> None:
+    """Give every rank the buffers of rank 0, if the model is wrapped for DDP. Every rank must call this.
+
+    Since the last forward pass of training each rank has its own, such as running statistics of its part of the batch,
+    and a checkpoint has rank 0's. Before an evaluation this makes all ranks evaluate the same model, that of the
+    checkpoint.
+
+    Args:
+        model: As `prepare_ddp_module` returned it. Nothing happens to any other.
+    """
+    if isinstance(model, DistributedDataParallel):
+        broadcast_tensors(model.module.buffers(), model.process_group)
 
 
 def ddp_sync_context(

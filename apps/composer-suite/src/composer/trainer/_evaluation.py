@@ -19,6 +19,7 @@ from composer.trainer._ranks import Ranks
 from composer.trainer._undo import MetricsUndo
 from composer_checkpoint.data_position import set_epoch
 from composer_dist import get_global_rank
+from composer_dist.ddp import share_buffers
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
@@ -81,6 +82,7 @@ class Evaluation:
             with torch.no_grad(), model_eval_mode(state.model):
                 state.set_dataloader(evaluator.dataloader.dataloader, evaluator.label, subset_num_batches)
                 run_event(Event.EVAL_START)
+                share_buffers(state.model)  # by now those of an average, if algorithms put one into the model
                 for metric in metrics.values():
                     state.device.module_to_device(metric).reset()
                 ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)

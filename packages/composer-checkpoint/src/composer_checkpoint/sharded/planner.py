@@ -1,24 +1,56 @@
-"""A DCP planner that compares what is asked for with what there is."""
+"""DCP planners: one that compares what is asked for with what there is, and one that saves empty dicts as well."""
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItemType
 
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.sharded._objects import decode_object, encode_object
 from composer_checkpoint.sharded._old_names import flatten_as_torch_2_3
 
-__all__ = ["ComparingLoadPlanner"]
+__all__ = ["ComparingLoadPlanner", "WholeSavePlanner"]
 
 log = getLogger(__name__)
 
 _MAX_LISTED = 10
+
+
+class WholeSavePlanner(DefaultSavePlanner):
+    """Saves dicts in which there is nothing, too, of which DCP leaves no trace: who wrote them looks for them later.
+
+    Args:
+        first_rank_decides: Whether of a tensor that is whole on several ranks the first rank's is written. Otherwise
+            they are taken for equal, and each is written by the rank that has least to write.
+    """
+
+    def __init__(self, *, first_rank_decides: bool = False) -> None:
+        super().__init__()
+        self._first_rank_decides = first_rank_decides
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state dict."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        for path in _empty_dicts(state_dict, ()):
+            name = ".".join(map(str, path))
+            if name not in self.state_dict:
+                self.state_dict[name], self.mappings[name] = {}, path
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the first rank: return who writes what."""
+        return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
 
 class ComparingLoadPlanner(DefaultLoadPlanner):
@@ -87,6 +119,29 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
                 f"nothing of the checkpoint fits what is loaded: {lists}. Load the checkpoint of this model."
             )
         log.warning("Loaded %d of %d entries that were asked for: %s.", num_matched, num_asked, lists)
+
+
+def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """Yield the paths of empty dicts below the outermost one, as DCP writes paths."""
+    if isinstance(value, Mapping):
+        if not value and path:
+            yield path
+        for key, child in value.items():
+            yield from _empty_dicts(child, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _empty_dicts(child, (*path, index))
+
+
+def _first_copies(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave out the tensors that are whole on an earlier rank, too."""
+    seen: set[MetadataIndex] = set()
+    left: list[SavePlan] = []
+    for plan in plans:
+        items = [item for item in plan.items if item.type is not WriteItemType.TENSOR or item.index not in seen]
+        seen.update(item.index for item in items)
+        left.append(replace(plan, items=items))
+    return left
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.sharded.planner import WholeSavePlanner
 from composer_checkpoint.sharded.writer import VerifiedWriter
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def plan_save(
     state_dict: Mapping[str, Any], writer: VerifiedWriter, ranks: Ranks, planner: SavePlanner | None = None
 ) -> PlannedSave:
     """Agree on who writes what. Every rank must call this; nothing is copied or written."""
-    planner = planner or DefaultSavePlanner()
+    planner = planner or WholeSavePlanner()
     is_first = ranks.rank == 0
     metadata: list[Metadata] = []
 
