@@ -2,7 +2,9 @@ import copy
 import logging
 import math
 import pickle
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -453,3 +455,67 @@ def test_adamw_refuses_to_be_recorded_without_capturable():
     optimizer.step()
     with pytest.raises(RuntimeError, match="capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
+
+
+@pytest.mark.parametrize("make_bad", [lambda make, bad: make(make_params(), **bad), None])
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"lr": math.nan}, ValueError, "lr=nan must be 0 or more and finite"),
+        ({"lr": math.inf}, ValueError, "lr=inf must be 0 or more and finite"),
+        ({"lr": -0.1}, ValueError, "lr=-0.1 must be 0 or more"),
+        ({"lr": "1e-3"}, TypeError, "lr='1e-3' is not a number"),
+        ({"lr": True}, TypeError, "lr=True is not a number"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay=-1.0 must be 0 or more"),
+        (
+            {"weight_decay": 10**5000},
+            ValueError,
+            "weight_decay='a number larger than any float' must be 0 or more and finite",
+        ),
+        ({"maximize": "no"}, TypeError, "maximize='no' is neither True nor False"),
+        ({"foreach": 3}, TypeError, "foreach=3 is neither True nor False"),
+    ],
+)
+@both
+def test_options_that_no_weights_could_be_trained_with_are_refused(make, bad, error, message, make_bad):
+    if make_bad is None:  # in a group of its own, beside one that is well
+        good, other = make_params(), make_params()
+
+        def make_bad(make, bad):
+            return make([{"params": good}, {"params": other, **bad}], lr=0.1)
+
+        optimizer = make(good, lr=0.1)
+        with pytest.raises(error, match=re.escape(message)):
+            optimizer.add_param_group({"params": other, **bad})
+        assert len(optimizer.param_groups) == 1
+    with pytest.raises(error, match=re.escape(message)):
+        make_bad(make, {"lr": 0.1, **bad})
+
+
+@pytest.mark.parametrize(
+    ("make", "bad", "error", "message"),
+    [
+        (DecoupledAdamW, {"betas": (0.9,)}, ValueError, "betas=(0.9,) must be two numbers"),
+        (DecoupledAdamW, {"betas": 0.9}, ValueError, "betas=0.9 must be two numbers"),
+        (DecoupledAdamW, {"betas": (0.9, 1.0)}, ValueError, "betas[1]=1.0 must be 0 or more and less than 1"),
+        (DecoupledAdamW, {"betas": (math.nan, 0.9)}, ValueError, "betas[0]=nan must be finite"),
+        (DecoupledAdamW, {"eps": math.nan}, ValueError, "eps=nan must be 0 or more and finite"),
+        (DecoupledAdamW, {"amsgrad": "x"}, TypeError, "amsgrad='x' is neither True nor False"),
+        (DecoupledSGDW, {"momentum": -1}, ValueError, "momentum=-1 must be 0 or more"),
+        (DecoupledSGDW, {"dampening": "x"}, TypeError, "dampening='x' is not a number"),
+        (DecoupledSGDW, {"nesterov": True}, ValueError, "Use a momentum above 0"),
+    ],
+)
+def test_options_of_one_optimizer_are_looked_at_as_well(make, bad, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        make(make_params(), lr=0.1, **bad)
+    optimizer = make(make_params(), lr=0.1)
+    with pytest.raises(error, match=re.escape(message)):
+        optimizer.add_param_group({"params": make_params(), **bad})
+
+
+@both
+def test_numbers_of_any_kind_and_lists_are_taken(make):
+    options = {"betas": [0.9, 0.95]} if make is DecoupledAdamW else {"momentum": 1}
+    optimizer = make(make_params(), lr=np.float32(0.5), weight_decay=0, **options)
+    assert optimizer.param_groups[0]["initial_lr"] == 0.5

@@ -240,6 +240,8 @@ def test_what_a_learning_rate_cannot_be_multiplied_by_is_refused(make, name, lea
     for number in (math.nan, math.inf, -math.inf, *([-0.5] if least else [])):
         with pytest.raises(ValueError, match=f"{name}={number!r} must be {least}finite"):
             make(number)
+    with pytest.raises(ValueError, match=f"{name}='a number larger than any float' must be {least}finite"):
+        make(10**5000)
     for value in ("0.1", None, True):
         with pytest.raises(TypeError, match=f"{name}={value!r} is not a number"):
             make(value)

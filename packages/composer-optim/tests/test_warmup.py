@@ -182,3 +182,16 @@ def test_a_shape_needs_time_and_a_power():
         LinearWithWarmupScheduler("1ba", t_max="0ba")
     with pytest.raises(ValueError, match="power=-1 must be 0 or more"):
         PolynomialWithWarmupScheduler("1ba", power=-1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda flag: MultiStepWithWarmupScheduler("1ep", ["2ep"], scale_warmup=flag),
+        lambda flag: ConstantWithWarmupScheduler("1ep", scale_warmup=flag),
+        lambda flag: CosineAnnealingWithWarmupScheduler("1ep", scale_warmup=flag),
+    ],
+)
+def test_a_text_is_no_answer_to_whether_the_ramp_is_scaled(make):
+    with pytest.raises(TypeError, match="scale_warmup='False' is neither True nor False"):
+        make("False")

@@ -1,7 +1,8 @@
 """The curves that plain schedulers and those with a warm-up share, over the fraction of the way that is done."""
 
 import math
-from numbers import Real
+
+from composer_optim._numbers import as_finite
 
 
 def fraction_done(now: int, start: int, end: int) -> float:
@@ -28,20 +29,13 @@ def checked_factor(name: str, factor: float, least: float = -math.inf) -> float:
         TypeError: If it is no number.
         ValueError: If it is NaN, infinite, or less than `least`.
     """
-    if isinstance(factor, bool) or not isinstance(factor, Real):
-        raise TypeError(f"{name}={factor!r} is not a number. Give one, such as 0.1.")
-    if not least <= factor < math.inf or factor == -math.inf:
-        at_least = "" if least == -math.inf else f"{least:g} or more and "
-        raise ValueError(f"{name}={factor!r} must be {at_least}finite. Give a number such as 0.1.")
+    as_finite(name, factor, least)
     return factor
 
 
 def checked_power(power: float) -> float:
     """Return the exponent of `polynomial`, which would divide by zero at the end of the way if it were negative."""
-    if isinstance(power, bool) or not isinstance(power, Real):
-        raise TypeError(f"power={power!r} is not a number. Use 1.0 for a straight line, 2.0 for a parabola.")
-    if not 0 <= power < math.inf:
-        raise ValueError(f"power={power!r} must be 0 or more and finite. Use 1.0 for a straight line.")
+    as_finite("power", power, least=0.0)
     return power
 
 

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from composer_optim._adamw_metrics import METRIC_FUNCTIONS, last_update, reduce_over_ranks, square_norms
 from composer_optim._decay import decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
+from composer_optim._options import check_group
 
 __all__ = ["DecoupledAdamW"]
 
@@ -35,6 +36,10 @@ class DecoupledAdamW(AdamW):
         foreach: Whether to use kernels over all tensors at once; by default PyTorch decides.
         capturable: Whether steps can be recorded in a CUDA graph.
         fused: Whether to use the one kernel that does it all.
+
+    Raises:
+        TypeError: If an option, also one of a group, is of the wrong kind.
+        ValueError: If a number is NaN, infinite, or out of its range.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -63,6 +68,7 @@ class DecoupledAdamW(AdamW):
         capturable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        check_group({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         super().__init__(
             params,
             lr,
@@ -82,7 +88,13 @@ class DecoupledAdamW(AdamW):
 
         Args:
             param_group: `params`, and whichever options are not those of the constructor.
+
+        Raises:
+            TypeError: If an option is of the wrong kind.
+            ValueError: If a number is NaN, infinite, or out of its range.
         """
+        if isinstance(param_group, dict):  # PyTorch says so if it is none
+            check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         get_initial_lr(self.param_groups[-1])
 

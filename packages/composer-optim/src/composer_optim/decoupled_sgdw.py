@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from composer_optim._decay import decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
+from composer_optim._options import check_group
 
 __all__ = ["DecoupledSGDW"]
 
@@ -34,6 +35,10 @@ class DecoupledSGDW(SGD):
         foreach: Whether to use kernels over all tensors at once; by default PyTorch decides.
         fused: Whether to use the one kernel that does it all.
 
+    Raises:
+        TypeError: If an option, also one of a group, is of the wrong kind.
+        ValueError: If a number is NaN, infinite, or out of its range.
+
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = DecoupledSGDW(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5)
@@ -55,6 +60,8 @@ class DecoupledSGDW(SGD):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
+        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        check_group({"lr": lr, **options})
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach, fused=fused
         )
@@ -65,7 +72,13 @@ class DecoupledSGDW(SGD):
 
         Args:
             param_group: `params`, and whichever options are not those of the constructor.
+
+        Raises:
+            TypeError: If an option is of the wrong kind.
+            ValueError: If a number is NaN, infinite, or out of its range.
         """
+        if isinstance(param_group, dict):  # PyTorch says so if it is none
+            check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         get_initial_lr(self.param_groups[-1])
 

@@ -11,6 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from composer_optim._numbers import check_flag
 from composer_optim._shapes import checked_factor, checked_power, cosine, fraction_done, linear, polynomial
 from composer_optim.schedulers import ComposerScheduler, MultiStepScheduler
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
@@ -46,6 +47,7 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
         self, t_warmup: str | Time, milestones: Sequence[str | Time], gamma: float = 0.1, scale_warmup: bool = False
     ) -> None:
         self.t_warmup = parse_length(t_warmup, "t_warmup", may_be_zero=True)
+        check_flag("scale_warmup", scale_warmup)
         self.scale_warmup = scale_warmup
         self._steps = MultiStepScheduler(milestones, gamma)
 
@@ -73,6 +75,7 @@ class _ShapeAfterWarmup(ComposerScheduler, ABC):
     def __init__(self, t_warmup: str | Time, t_max: str | Time, scale_warmup: bool) -> None:
         self.t_warmup = parse_length(t_warmup, "t_warmup", may_be_zero=True)
         self.t_max = parse_length(t_max, "t_max")
+        check_flag("scale_warmup", scale_warmup)
         self.scale_warmup = scale_warmup
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
