@@ -82,12 +82,17 @@ def test_names_of_other_files(name):
         ("{total_wct}.pt", "60sec"),
         ("ep{epoch}.pt", None),
         ("final.pt", "1dur"),
-        ("{mlflow_run_id}-{unknown}-{sample}.pt", "100sp"),
+        ("{mlflow_run_id}-{mlflow_experiment_id}-{sample}.pt", "100sp"),
         ("{{literal}}-{batch}.pt", "10ba"),
     ],
 )
 def test_a_template_that_names_each_save_is_taken(template, interval):
     check_filename(template, interval=interval)
+
+
+def test_what_nothing_fills_in_stays_as_it_is_with_a_warning():
+    with pytest.warns(UserWarning, match=r"save_filename='\{smple\}-\{batch\}.pt' .* Did you mean \{sample\}\?"):
+        check_filename("{smple}-{batch}.pt")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +146,7 @@ def test_a_malformed_template_is_refused_with_the_name_that_the_user_typed(templ
         check_filename(template, argument="save_latest_filename")
 
 
+@pytest.mark.filterwarnings("ignore:.* has the placeholder:UserWarning")
 @settings(deadline=None, max_examples=1000)
 @given(st.text(st.sampled_from("{}ab./:0!r[]epochbatch \\\0é"), max_size=30))
 @example("{:")
@@ -153,6 +159,7 @@ def test_whatever_is_typed_is_taken_or_refused_and_what_is_taken_can_be_filled_i
     assert format_name_with_dist_and_time(template, "run", Timestamp(batch=1))
 
 
+@pytest.mark.filterwarnings("ignore:.* has the placeholder:UserWarning")
 def test_ten_thousand_templates_are_taken_or_refused():
     chance = random.Random(47)
     pieces = [

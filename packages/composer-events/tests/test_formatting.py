@@ -1,6 +1,7 @@
 """Names with placeholders."""
 
 from datetime import timedelta
+from pathlib import Path
 from string import ascii_letters
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_events import format_name_with_dist, format_name_with_dist_and_time, partial_format
+from composer_events.formatting import OF_TIME, check_placeholders
 from composer_time import Timestamp
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -137,3 +139,24 @@ def test_counters_are_whole_numbers_and_clocks_are_seconds(launch):
     )
     expected = "plum 1 2 3 4 5 6 7 36000.0 8.5 0.0 0 0002 {unknown}"
     assert format_name_with_dist_and_time(template, "plum", timestamp) == expected
+
+
+def test_a_placeholder_that_nothing_fills_in_is_told_with_the_one_that_was_meant():
+    with pytest.warns(UserWarning, match=r"has the placeholder \{run_nme\}, .* Did you mean \{run_name\}\?"):
+        check_placeholders(folder="runs/{run_nme}")
+    with pytest.warns(UserWarning, match=r"has the placeholder \{zz\}, .* There are .*rank, run_name"):
+        check_placeholders(folder=Path("runs/{zz}"))
+    with pytest.warns(UserWarning, match=r"filename='\{batch\}' has the placeholder \{batch\}"):
+        check_placeholders(folder=None, filename="{batch}")
+
+
+def test_a_name_that_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match=r"folder='runs/\{rank' is malformed"):
+        check_placeholders(folder="runs/{rank")
+
+
+@pytest.mark.filterwarnings("error")
+def test_placeholders_that_are_filled_in_are_not_told():
+    check_placeholders(folder="{run_name}/{rank:03d}-{world_size}/{local_rank}{local_world_size}{node_rank}/{{zz}}")
+    check_placeholders(OF_TIME, name="ep{epoch:04d}-ba{batch}-{total_wct}-{run_name!r}")
+    check_placeholders(OF_TIME, name="{batch.real}")

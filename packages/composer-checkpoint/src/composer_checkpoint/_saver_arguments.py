@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_checkpoint.ignore_keys import check_ignore_keys
+from composer_checkpoint.names import OF_FOLDER, OF_SAVE
 from composer_checkpoint.save_names import check_templates
 from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_interval
+from composer_events.formatting import check_placeholders
 from composer_time import Time
 
 __all__ = ["check_saver_arguments"]
@@ -31,6 +33,8 @@ def check_saver_arguments(given: Mapping[str, Any]) -> None:
 
     check_places(**some("folder", "filename"))
     check_names(_REMOTE_EXAMPLE, **some("remote_file_name", "latest_remote_file_name"))
+    check_placeholders(OF_FOLDER, **some("folder"))
+    check_placeholders(OF_SAVE, **some("remote_file_name", "latest_remote_file_name"))
     latest = given["latest_filename"]
     if latest is not None:
         check_places(latest_filename=latest)

@@ -7,7 +7,14 @@ from pathlib import PurePosixPath
 from string import Formatter
 from typing import TYPE_CHECKING, Final
 
-from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time, partial_format
+from composer_events.formatting import (
+    OF_RUN,
+    OF_TIME,
+    check_placeholders,
+    format_name_with_dist,
+    format_name_with_dist_and_time,
+    partial_format,
+)
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
@@ -16,6 +23,8 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
+    "OF_FOLDER",
+    "OF_SAVE",
     "PartialFilePath",
     "check_filename",
     "format_name_with_dist",
@@ -31,6 +40,12 @@ _GROWS: Final = {"batch", "sample", "token", "total_wct"}
 _GROWS_WITH_EPOCHS: Final = {"epoch", "iteration"}
 _GROWS_INSIDE_EPOCHS: Final = {"batch_in_epoch", "sample_in_epoch", "token_in_epoch", "epoch_wct"}
 _WIDEST: Final = 99
+
+_OF_MLFLOW: Final = frozenset({"mlflow_experiment_id", "mlflow_run_id"})
+OF_FOLDER: Final = OF_RUN | _OF_MLFLOW
+"""The placeholders of a folder for checkpoints."""
+OF_SAVE: Final = OF_TIME | _OF_MLFLOW | {"iteration"}
+"""The placeholders of a checkpoint."""
 
 
 class PartialFilePath:
@@ -112,7 +127,7 @@ def check_filename(
 ) -> None:
     """Raise, before any training step, if a template cannot name the checkpoints of a run.
 
-    Sub-folders are welcome, and so are placeholders that nothing fills in: they stay as they are. Two saves must not
+    Sub-folders are welcome. Placeholders that nothing fills in stay as they are, with a warning. Two saves must not
     get one name, since the second would replace the first. What tells them apart: with an interval of epochs or
     iterations, any of `{epoch}`, `{iteration}`, `{batch}`, `{sample}`, `{token}` and `{total_wct}`; with others one of
     the last four, or `{epoch}` with a count inside the epoch such as `{batch_in_epoch}`. With an interval of `'1dur'`,
@@ -128,6 +143,9 @@ def check_filename(
     Raises:
         ValueError: If the template is empty, leads out of its folder, is malformed, reaches into objects
             (`{epoch.real}`), or gives two saves one name.
+
+    Warns:
+        UserWarning: If a placeholder is not known.
     """
     if not template.strip("/ ") or template.endswith("/") or "\0" in template:
         raise ValueError(
@@ -143,6 +161,7 @@ def check_filename(
         if name is not None:
             _check_placeholder(argument, template, name, spec or "")
             names.add(name)
+    check_placeholders(OF_SAVE, **{argument: template})
     if not overwrite and not _tells_apart(names, interval):
         raise ValueError(
             f"{argument}={template!r} gives several checkpoints one name, so that each save would replace the one "

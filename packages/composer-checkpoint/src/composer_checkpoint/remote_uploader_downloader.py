@@ -18,7 +18,7 @@ from composer_checkpoint.stores.mlflow import MLFlowObjectStore
 from composer_checkpoint.stores.opening import CREDENTIALS_PROBE, arguments_of, check_scheme, validate_credentials
 from composer_checkpoint.upload import RemoteUploader
 from composer_events.arguments import check_counts, check_flags, check_mappings, check_places, check_texts
-from composer_events.formatting import format_name_with_dist, partial_format
+from composer_events.formatting import OF_RUN, check_placeholders, format_name_with_dist, partial_format
 from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         num_attempts: int = 3,
     ) -> None:
         check_texts(bucket_uri=bucket_uri, file_path_format_string=file_path_format_string)
+        check_placeholders(OF_RUN | {"remote_file_name"}, file_path_format_string=file_path_format_string)
         check_mappings(backend_kwargs=backend_kwargs)
         check_counts(num_concurrent_uploads=num_concurrent_uploads, num_attempts=num_attempts)
         check_flags(may_be_none=True, use_procs=use_procs)

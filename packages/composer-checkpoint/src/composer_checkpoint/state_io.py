@@ -22,7 +22,7 @@ from composer_checkpoint.data_position import (
 from composer_checkpoint.files import save_file
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.local_files import save_local
-from composer_checkpoint.names import PartialFilePath, sharded_folder
+from composer_checkpoint.names import OF_SAVE, PartialFilePath, sharded_folder
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded.planner import WholeSavePlanner
@@ -30,6 +30,8 @@ from composer_checkpoint.strategy_state import PARTS, collect_parts, owner_of
 from composer_checkpoint.train_data import TRAIN_DATA_KEY, describe_train_data
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
+from composer_events.arguments import check_flags
+from composer_events.formatting import check_placeholders
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
@@ -224,6 +226,8 @@ def save_checkpoint(
         'ep0-ba0.pt'
     """
     check_ignore_keys("ignore_keys", ignore_keys)
+    check_flags(weights_only=weights_only)
+    check_placeholders(OF_SAVE, filename=filename)
     path = path_of(state, filename)
     content = collect(state, weights_only=weights_only, ignore_keys=ignore_keys)
     info = describe(state, weights_only=weights_only)

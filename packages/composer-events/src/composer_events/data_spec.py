@@ -35,7 +35,7 @@ class DataSpec:
         device_transforms: The older name of `microbatch_transforms`. Deprecated.
 
     Raises:
-        TypeError: If a number is no whole number, or a function is none.
+        TypeError: If the dataloader is no iterable, a number is no whole number, or a function is none.
         ValueError: If a number is negative; if the `DataLoader` has been iterated over with persistent workers, or if
             there are several ranks and its sampler would give every rank the same samples.
 
@@ -58,6 +58,10 @@ class DataSpec:
         *,
         device_transforms: Callable[[Any], Any] | None = None,
     ) -> None:
+        if not hasattr(dataloader, "__iter__"):
+            raise TypeError(
+                f"dataloader={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of batches."
+            )
         if device_transforms is not None:
             microbatch_transforms = _renamed_transforms(device_transforms, microbatch_transforms)
         check_functions(

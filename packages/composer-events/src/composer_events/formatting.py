@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
+from collections.abc import Collection
+from difflib import get_close_matches
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +15,14 @@ from composer_events._ranks import get_global_rank, get_world_size
 if TYPE_CHECKING:
     from composer_time import Timestamp
 
-__all__ = ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"]
+__all__ = [
+    "OF_RUN",
+    "OF_TIME",
+    "check_placeholders",
+    "format_name_with_dist",
+    "format_name_with_dist_and_time",
+    "partial_format",
+]
 
 _MAX_FIELDS: Final = 10_000
 
@@ -25,6 +36,11 @@ _LOCAL_VARIABLES: Final = {
 
 _COUNTERS: Final = ("epoch", "batch", "batch_in_epoch", "sample", "sample_in_epoch", "token", "token_in_epoch")
 _CLOCKS: Final = ("total_wct", "epoch_wct", "batch_wct")
+
+OF_RUN: Final = frozenset({"run_name", "rank", "world_size", *_LOCAL_VARIABLES})
+"""The placeholders of `format_name_with_dist`."""
+OF_TIME: Final = OF_RUN | {*_COUNTERS, *_CLOCKS}
+"""The placeholders of `format_name_with_dist_and_time`."""
 
 
 def partial_format(template: str, *args: Any, **kwargs: Any) -> str:
@@ -106,6 +122,46 @@ def format_name_with_dist_and_time(
     times: dict[str, int | float] = {name: int(getattr(timestamp, name)) for name in _COUNTERS}
     times.update({name: getattr(timestamp, name).total_seconds() for name in _CLOCKS})
     return format_name_with_dist(format_str, run_name, **times, **extra_format_kwargs)
+
+
+def check_placeholders(known: Collection[str] = OF_RUN, **templates: str | os.PathLike[str] | None) -> None:
+    """Look for placeholders in names of files and folders that nothing will fill in, which stay there as they are.
+
+    Args:
+        known: What will be filled in.
+        **templates: Texts or paths by the names of their arguments. `None` is passed over.
+
+    Raises:
+        ValueError: If a brace is not closed or not opened.
+
+    Warns:
+        UserWarning: If a placeholder is not among the known ones.
+
+    Example:
+        >>> check_placeholders(folder="runs/{run_name}", filename=None)
+    """
+    for argument, template in templates.items():
+        if template is None:
+            continue
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(str(template)) if name is not None]
+        except ValueError as error:
+            raise ValueError(
+                f"{argument}={template!r} is malformed: {error}. Close each brace, and double those that belong to the "
+                f"name itself."
+            ) from error
+        for name in names:
+            root = re.split(r"[.\[]", name, maxsplit=1)[0]
+            if root in known:
+                continue
+            close = get_close_matches(root, known, 1)
+            advice = f"Did you mean {{{close[0]}}}?" if close else f"There are {', '.join(sorted(known))}."
+            warnings.warn(
+                f"{argument}={template!r} has the placeholder {{{name}}}, which nothing fills in, so that it stays in "
+                f"the name. {advice}",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _rank_variables() -> dict[str, int]:

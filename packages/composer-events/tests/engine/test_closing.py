@@ -158,6 +158,9 @@ class Loader:
     def __init__(self):
         self._iterator = self.workers = Workers()
 
+    def __iter__(self):
+        return iter([])
+
 
 @pytest.mark.parametrize("where", ["dataloader", "train_dataloader", "train_dataloader in a DataSpec", "evaluator"])
 def test_the_persistent_workers_of_every_dataloader_are_ended(plain_state, where):

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
+from composer_checkpoint.names import OF_FOLDER, OF_SAVE
 from composer_checkpoint.uris import is_uri, parse_uri
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
+from composer_events.formatting import check_placeholders
 from composer_events.intervals import create_interval_scheduler
 from composer_hf.gathering import gather_weights
 from composer_hf.metadata import HuggingFaceMetadata
@@ -109,6 +111,8 @@ class HuggingFaceCheckpointer(Callback):
             )
             final_register_only = False
         folder = str(save_folder)
+        check_placeholders(OF_FOLDER, save_folder=folder)
+        check_placeholders(OF_SAVE, huggingface_folder_name=huggingface_folder_name)
         self.mlflow_registered_model_name = mlflow_registered_model_name
         self.mlflow_logging_config = dict(mlflow_logging_config or {})
         self.final_register_only, self.register_wait_seconds = final_register_only, register_wait_seconds

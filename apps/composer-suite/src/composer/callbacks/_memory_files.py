@@ -19,7 +19,7 @@ from composer_checkpoint.remote_uploader_downloader import (
 )
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_events.arguments import check_flags, check_places, check_texts
-from composer_events.formatting import format_name_with_dist_and_time
+from composer_events.formatting import OF_TIME, check_placeholders, format_name_with_dist_and_time
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -56,6 +56,7 @@ class MemoryFiles:
     def __init__(self, folder: str, remote_file_name: str | None, overwrite: bool) -> None:
         check_places(folder=folder)
         check_texts(remote_file_name=remote_file_name, may_be_none=True)
+        check_placeholders(OF_TIME, folder=folder, remote_file_name=remote_file_name)
         check_flags(overwrite=overwrite)
         self.folder = folder
         self.remote_file_name = remote_file_name

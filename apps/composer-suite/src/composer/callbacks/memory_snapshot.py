@@ -11,6 +11,7 @@ from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
 from composer.callbacks._memory_pages import timeline_page
 from composer_events.arguments import check_counts, check_places, to_time
 from composer_events.callback import Callback
+from composer_events.formatting import OF_TIME, check_placeholders
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class MemorySnapshot(Callback):
         if int(self.interval) < 1:
             raise ValueError(f"interval={interval!r} must be how long to record, such as '3ba'.")
         check_places(filename=filename)
+        check_placeholders(OF_TIME, filename=filename)
         self.skip_batches = skip_batches
         self.max_entries = max_entries
         self.filename = filename

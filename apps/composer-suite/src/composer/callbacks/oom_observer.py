@@ -17,6 +17,7 @@ from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
 from composer.callbacks._memory_pages import segment_page, timeline_page
 from composer_events.arguments import check_counts, check_places
 from composer_events.callback import Callback
+from composer_events.formatting import OF_TIME, check_placeholders
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -100,6 +101,7 @@ class OOMObserver(Callback):
     ) -> None:
         check_counts(max_entries=max_entries)
         check_places(filename=filename)
+        check_placeholders(OF_TIME, filename=filename)
         self.max_entries = max_entries
         self.filename = filename
         self.folder, self.remote_file_name, self.overwrite = folder, remote_file_name, overwrite

@@ -17,7 +17,7 @@ from composer.loggers._snapshot import Snapshot
 from composer.loggers._stream_capture import StreamCapture
 from composer.loggers._tables import table_as_json
 from composer_events.arguments import check_counts, check_flags, check_numbers, check_places
-from composer_events.formatting import format_name_with_dist
+from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
@@ -70,6 +70,7 @@ class FileLogger(LoggerDestination):
     ) -> None:
         check_places(filename=filename)
         check_places(remote_file_name=remote_file_name, may_be_none=True)
+        check_placeholders(filename=filename, remote_file_name=remote_file_name)
         check_counts(flush_interval=flush_interval)
         check_numbers(buffer_size=buffer_size)
         check_flags(capture_stdout=capture_stdout, capture_stderr=capture_stderr)

@@ -18,7 +18,12 @@ from composer.profiler.json_trace_merger import merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
 from composer_dist import dist
 from composer_events.arguments import check_counts, check_flags, check_places, check_texts
-from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time
+from composer_events.formatting import (
+    OF_TIME,
+    check_placeholders,
+    format_name_with_dist,
+    format_name_with_dist_and_time,
+)
 from composer_events.profiler_action import ProfilerAction
 
 if TYPE_CHECKING:
@@ -74,6 +79,12 @@ class JSONTraceHandler(TraceHandler):
             merged_trace_remote_file_name=merged_trace_remote_file_name,
             may_be_none=True,
         )
+        check_placeholders(
+            folder=folder,
+            merged_trace_filename=merged_trace_filename,
+            merged_trace_remote_file_name=merged_trace_remote_file_name,
+        )
+        check_placeholders(OF_TIME, filename=filename, remote_file_name=remote_file_name)
         check_flags(overwrite=overwrite)
         check_counts(-1, num_traces_to_keep=num_traces_to_keep)
         if filename == merged_trace_filename:

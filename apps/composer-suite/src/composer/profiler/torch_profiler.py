@@ -17,7 +17,12 @@ from composer.profiler.utils import export_memory_timeline_html
 from composer_dist import dist
 from composer_events.arguments import check_counts, check_flags, check_places, check_texts
 from composer_events.callback import Callback
-from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time
+from composer_events.formatting import (
+    OF_TIME,
+    check_placeholders,
+    format_name_with_dist,
+    format_name_with_dist_and_time,
+)
 from composer_events.profiler_action import ProfilerAction
 
 if TYPE_CHECKING:
@@ -87,6 +92,14 @@ class TorchProfiler(Callback):
             memory_filename=memory_filename,
             memory_remote_file_name=memory_remote_file_name,
             may_be_none=True,
+        )
+        check_placeholders(folder=folder)
+        check_placeholders(
+            OF_TIME,
+            filename=filename,
+            remote_file_name=remote_file_name,
+            memory_filename=memory_filename,
+            memory_remote_file_name=memory_remote_file_name,
         )
         check_flags(overwrite=overwrite, use_gzip=use_gzip, record_shapes=record_shapes)
         check_flags(profile_memory=profile_memory, with_stack=with_stack, with_flops=with_flops)

@@ -23,6 +23,7 @@ from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, read_js
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.event import Event
+from composer_events.formatting import check_placeholders
 from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class RunRecorder(LoggerDestination):
         is_optional: bool = False,
     ) -> None:
         check_places(folder=folder)
+        check_placeholders(folder=folder)
         check_counts(flush_interval=flush_interval)
         check_flags(overwrite=overwrite, page=page, is_optional=is_optional)
         self.folder_format = os.fspath(folder)

@@ -13,6 +13,8 @@ from composer.trainer._caller import call_for_user, level_of_user
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU
 from composer_dist.precision import validate_precision
+from composer_events.data_spec import DataSpec
+from composer_events.evaluator import Evaluator
 from composer_events.iter_helpers import ensure_tuple
 from composer_models import ComposerModel
 from composer_optim import DecoupledSGDW
@@ -132,12 +134,12 @@ def check_interval(interval: Any) -> None:
 
 
 def check_iterable(name: str, dataloader: Any) -> None:
-    """Refuse a dataloader that cannot be iterated over.
+    """Refuse a dataloader that cannot be iterated over. Whoever made one into a DataSpec or Evaluator has seen to it.
 
     Raises:
         TypeError: If it cannot.
     """
-    if not hasattr(dataloader, "__iter__"):
+    if not isinstance(dataloader, (DataSpec, Evaluator)) and not hasattr(dataloader, "__iter__"):
         raise TypeError(f"{name}={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of them.")
 
 

@@ -17,6 +17,7 @@ from composer.trainer._loss_means import TOTAL
 from composer.trainer._microbatching import size_for
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
+from composer.trainer._users_functions import split, transform_microbatch
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
@@ -165,7 +166,7 @@ class BatchTrainer:
     def _move(self, microbatch: Any) -> None:
         """Put a microbatch on the device and on the state."""
         on_device = self._state.device.batch_to_device(microbatch)
-        self._state.batch = self._strategy.prepare_batch(self._data_spec.microbatch_transforms(on_device))
+        self._state.batch = self._strategy.prepare_batch(transform_microbatch(self._data_spec, on_device))
 
     def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
         """Return each microbatch's share in the loss, and whether the ranks have equally many of them.
@@ -238,7 +239,7 @@ def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
     of_loader = getattr(data_spec.dataloader, "batch_size", None)
     if of_loader is not None and size == of_loader and data_spec.get_num_samples_in_batch(batch) < size:
         return [batch]
-    return data_spec.split_batch(batch, size)
+    return split(data_spec, batch, size)
 
 
 def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 from composer.trainer._blame import in_stage, name_dataset
 from composer.trainer._caller import level_of_user
 from composer.trainer._ranks import Ranks
+from composer.trainer._users_functions import transform_batch
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_global_rank, get_local_rank, get_world_size
 from composer_dist.stale_memory import tidy_shared_memory
@@ -111,7 +112,7 @@ class TrainBatches:
             name_dataset(error, self.data_spec.dataloader)
             raise
         self._is_untouched = False
-        self._latest = self.data_spec.batch_transforms(batch)
+        self._latest = transform_batch(self.data_spec, batch)
         return True
 
     def _say_nothing_came(self) -> None:

@@ -17,6 +17,7 @@ from composer.trainer._out_of_memory import Attempts, Stage
 from composer.trainer._padding import Padding, without_last
 from composer.trainer._ranks import Ranks
 from composer.trainer._undo import MetricsUndo
+from composer.trainer._users_functions import transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
 from composer_dist import get_global_rank
 from composer_dist.ddp import share_buffers
@@ -113,7 +114,7 @@ class Evaluation:
             batch = self._read(batches, spec.dataloader) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
-            yield spec.batch_transforms(batch)
+            yield transform_batch(spec, batch)
 
     def _read(self, batches: Iterator[Any], dataloader: Any) -> Any:
         try:
@@ -165,7 +166,7 @@ class Evaluation:
         state, run_event = self._state, self._engine.run_event
         for microbatch, is_counted in parts:
             on_device = state.device.batch_to_device(microbatch)
-            state.batch = self._strategy.prepare_batch(spec.microbatch_transforms(on_device))
+            state.batch = self._strategy.prepare_batch(transform_microbatch(spec, on_device))
             run_event(Event.EVAL_BEFORE_FORWARD)
             with self._autocast():
                 state.outputs = self._eval_forward(state.batch)

@@ -56,11 +56,12 @@ def make_evaluators(
     names = list(metrics)
     check_subset("eval_subset_num_batches", subset_num_batches)
     check_interval(eval_interval)
+    for item in items:
+        check_iterable("eval_dataloader", item)
     # Copies, since what is filled in is this Trainer's business, and the user may give them to another one.
     evaluators = [copy.copy(ensure_evaluator(item, names)) for item in items]
     warn_of_known_labels(evaluators, [])
     for evaluator in evaluators:
-        check_iterable("eval_dataloader", evaluator.dataloader.dataloader)
         _check_names(evaluator, metrics)
         if evaluator.auto_microbatching and device.name != "gpu":
             raise ValueError(

@@ -31,8 +31,8 @@ def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
     Raises:
         TypeError, ValueError, AttributeError: If it cannot be read, or its batches cannot be cut.
     """
+    arguments.check_iterable("train_dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)
-    arguments.check_iterable("train_dataloader", data_spec.dataloader)
     microbatching.resolve(data_spec)
     return data_spec
 

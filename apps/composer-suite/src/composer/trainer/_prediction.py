@@ -14,8 +14,10 @@ from composer.trainer._blame import in_stage
 from composer.trainer._clock import Clock
 from composer.trainer._evaluation import restore_dataloader
 from composer.trainer._ranks import Ranks
+from composer.trainer._users_functions import split, transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
 from composer_dist.devices import DeviceCPU
+from composer_events.arguments import check_flags
 from composer_events.data_spec import DataSpec, ensure_data_spec
 from composer_events.event import Event
 from composer_models import model_eval_mode
@@ -32,14 +34,15 @@ __all__ = ["Prediction", "check_prediction"]
 _NO_BATCH: Any = object()
 
 
-def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: Any) -> DataSpec:
+def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: Any, return_outputs: Any) -> DataSpec:
     """Return a dataloader as a DataSpec.
 
     Raises:
         TypeError, ValueError: If it cannot be read, or a number is none of batches or samples.
     """
+    check_flags(return_outputs=return_outputs)
+    check_iterable("dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)
-    check_iterable("dataloader", data_spec.dataloader)
     check_subset("subset_num_batches", subset_num_batches)
     is_size = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size > 0
     if microbatch_size is not None and not is_size:
@@ -93,7 +96,7 @@ class Prediction:
             batch = next(batches, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
-            yield data_spec.batch_transforms(batch)
+            yield transform_batch(data_spec, batch)
 
     @in_stage("a prediction")
     def _predict(
@@ -105,7 +108,7 @@ class Prediction:
         microbatches = [batch] if microbatch_size is None else _cut(batch, data_spec, microbatch_size)
         outputs: list[Any] = []
         for index, microbatch in enumerate(microbatches):
-            on_device = data_spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+            on_device = transform_microbatch(data_spec, state.device.batch_to_device(microbatch))
             state.batch = self._strategy.prepare_batch(on_device)
             if index == 0:
                 run_event(Event.PREDICT_BATCH_START)
@@ -123,7 +126,7 @@ class Prediction:
 
 def _cut(batch: Any, data_spec: DataSpec, size: int) -> Sequence[Any]:
     # The last batch may be smaller than a microbatch, about which `split_batch` would warn.
-    return [batch] if data_spec.get_num_samples_in_batch(batch) <= size else data_spec.split_batch(batch, size)
+    return [batch] if data_spec.get_num_samples_in_batch(batch) <= size else split(data_spec, batch, size)
 
 
 def _join(parts: Sequence[Any]) -> Any:

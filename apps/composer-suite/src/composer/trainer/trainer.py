@@ -364,7 +364,7 @@ class Trainer:
         Raises:
             ValueError, TypeError: If an argument cannot be used.
         """
-        data_spec = check_prediction(dataloader, subset_num_batches, device_predict_microbatch_size)
+        data_spec = check_prediction(dataloader, subset_num_batches, device_predict_microbatch_size, return_outputs)
         prediction = self._workings.make_prediction()
         with self._failing_alone():
             return prediction.run(data_spec, subset_num_batches, device_predict_microbatch_size, return_outputs)

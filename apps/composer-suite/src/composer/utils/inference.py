@@ -96,11 +96,14 @@ def export_for_inference(
         output_names: For `ONNX`. By default `output`.
 
     Raises:
-        ValueError: If the model is wrapped, the format is unknown, or a sample is needed and not given.
+        ValueError: If the model is wrapped, the format is unknown, the path is empty, or a sample is needed and not
+            given.
         MissingConditionalImportError: If the format is ONNX and the package is not installed.
         RuntimeError: If the model cannot be written in this format.
     """
     save_format = ExportFormat(save_format)
+    if not os.fspath(save_path):
+        raise ValueError("save_path='' names no file. Give a path, such as 'model.pt', or an address.")
     _refuse_wrapped(model)
     sample = Sample.of(DeviceCPU().batch_to_device(copy.deepcopy(sample_input)))
     if sample is None and save_format in (ExportFormat.ONNX, ExportFormat.EXPORT):
