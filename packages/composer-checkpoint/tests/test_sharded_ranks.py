@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_checkpoint import save_file
 from composer_checkpoint.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError
-from composer_checkpoint.sharded import VerifiedWriter, VerifyingReader, load_sharded, save_sharded, verify_folder
+from composer_checkpoint.sharded import (
+    VerifiedWriter,
+    VerifyingReader,
+    load_sharded,
+    read_folder_metadata,
+    save_sharded,
+    verify_folder,
+)
+from composer_checkpoint.sharded.planner import WholeSavePlanner
 from composer_dist.testing import run_ranks
 
 
@@ -237,3 +245,33 @@ def test_a_part_of_a_tensor_is_not_saved_to_a_file_of_its_own(tmp_path):
         assert "1 tensors are DTensors (state/model/w)" in told
         assert "save_sharded()" in told
     assert list(tmp_path.glob("x*")) == []
+
+
+def save_what_differs(folder):
+    """Save what is whole on both ranks and not alike, and return what this rank had."""
+    own = {f"mean{index}": torch.full((2,), float(10 * index + tdist.get_rank())) for index in range(6)}
+    save_sharded(own, folder, planner=WholeSavePlanner(first_rank_decides=True))
+    return own
+
+
+def test_what_is_whole_on_several_ranks_can_all_be_taken_from_the_first(tmp_path):
+    folder = str(tmp_path / "ep1")
+    of_first, _ = run_ranks(save_what_differs, folder, store=tmp_path / "store")
+    loaded = {name: torch.zeros(2) for name in of_first}
+    load_sharded(loaded, folder)
+    for name, value in of_first.items():
+        assert torch.equal(loaded[name], value), name
+
+
+def test_dicts_in_which_there_is_nothing_are_saved_as_well(tmp_path):
+    folder = str(tmp_path / "ep1")
+    save_sharded({"state": {"seen": {}, "many": [{}, {"w": torch.ones(1)}]}, "w": torch.ones(2)}, folder)
+    metadata = read_folder_metadata(folder)
+    assert set(metadata.state_dict_metadata) == {"state.seen", "state.many.0", "state.many.1.w", "w"}
+    content = {"state": {"seen": None, "many": [None, {"w": torch.zeros(1)}]}}
+    load_sharded(content, folder)
+    assert content == {"state": {"seen": {}, "many": [{}, {"w": torch.ones(1)}]}}
+    of_torch = {"state": {"seen": {}}, "w": torch.zeros(2)}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(of_torch, checkpoint_id=folder)
+    assert torch.equal(of_torch["w"], torch.ones(2))

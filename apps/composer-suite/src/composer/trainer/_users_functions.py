@@ -1,7 +1,7 @@
 """What the functions that a DataSpec was given must return."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from composer_events.data_spec import DataSpec
 
@@ -9,27 +9,15 @@ __all__ = ["split", "transform_batch", "transform_microbatch"]
 
 
 def transform_batch(spec: DataSpec, batch: Any) -> Any:
-    """Return what `batch_transforms` makes of a batch.
-
-    Raises:
-        TypeError: If that is nothing.
-    """
+    """Return what `batch_transforms` makes of a batch, or raise TypeError if that is nothing."""
     transformed = spec.batch_transforms(batch)
-    if transformed is None:
-        raise _returned_nothing("batch_transforms", spec.batch_transforms)
-    return transformed
+    return _returned_nothing("batch_transforms", spec) if transformed is None else transformed
 
 
 def transform_microbatch(spec: DataSpec, microbatch: Any) -> Any:
-    """Return what `microbatch_transforms` makes of a microbatch.
-
-    Raises:
-        TypeError: If that is nothing.
-    """
+    """Return what `microbatch_transforms` makes of a microbatch, or raise TypeError if that is nothing."""
     transformed = spec.microbatch_transforms(microbatch)
-    if transformed is None:
-        raise _returned_nothing("microbatch_transforms", spec.microbatch_transforms)
-    return transformed
+    return _returned_nothing("microbatch_transforms", spec) if transformed is None else transformed
 
 
 def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
@@ -47,5 +35,7 @@ def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
     return microbatches
 
 
-def _returned_nothing(name: str, function: Any) -> TypeError:
-    return TypeError(f"{name}={function!r} returned None. It must return the batch, also if it changes it in place.")
+def _returned_nothing(name: str, spec: DataSpec) -> NoReturn:
+    raise TypeError(
+        f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
+    )
