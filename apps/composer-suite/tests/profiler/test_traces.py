@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 from threading import Semaphore
 
 import pytest
@@ -13,7 +14,7 @@ from composer.callbacks import CheckpointSaver
 from composer.core import Callback
 from composer.models import ComposerModel
 from composer.profiler import JSONTraceHandler, Profiler, SystemProfiler, TorchProfiler, cyclic_schedule
-from composer.profiler.json_trace_merger import merge_traces, parse_trace
+from composer.profiler.json_trace_merger import extend_trace, merge_traces, parse_trace
 from composer_dist.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The profiler is enabled:UserWarning")
@@ -357,3 +358,36 @@ def test_a_schedule_may_name_its_actions(tmp_path):
     with make_trainer(profiler, max_duration="2ba") as trainer:
         trainer.fit()
     assert len(handler.saved_traces) == 2
+
+
+def test_further_cycles_come_behind_a_merged_trace_as_if_merged_at_once(tmp_path):
+    def write(name, rank, clock_us, start_us):
+        events = [
+            {"name": "global_rank", "ph": "M", "pid": rank, "tid": 1, "args": {"value": rank}},
+            {"name": "clock_sync_timestamp_us", "ph": "M", "pid": rank, "tid": 1, "args": {"value": clock_us}},
+            {"name": name, "ph": "B", "ts": start_us, "pid": rank, "tid": 1},
+        ]
+        (tmp_path / name).write_text(json.dumps(events))
+        return str(tmp_path / name)
+
+    first = [write("first0", 0, 100, 110), write("first1", 1, 130, 145)]
+    second = [write("second0", 0, 200, 210), write("second1", 1, 260, 275)]
+    merged, at_once = str(tmp_path / "merged.json"), str(tmp_path / "at_once.json")
+    merge_traces(merged, *first)
+    before = Path(merged).read_text()
+    extend_trace(merged, *second)
+    assert Path(merged).read_text().startswith(before.removesuffix("\n]\n"))
+    merge_traces(at_once, *first, *second)
+
+    def spans(path):
+        return {event["name"]: event["ts"] for event in json.loads(Path(path).read_text()) if event["ph"] == "B"}
+
+    assert spans(merged) == spans(at_once) == {"first0": 110, "first1": 115, "second0": 210, "second1": 215}
+
+
+def test_what_was_not_merged_is_not_extended(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text("[]")
+    with pytest.raises(TypeError, match="does not end as a merged trace"):
+        extend_trace(str(path), str(path))
+    assert path.read_text() == "[]"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer.loggers._snapshot import as_number
 from composer.profiler._trace_files import prepare_folder, prune
-from composer.profiler.json_trace_merger import merge_traces, read_trace
+from composer.profiler.json_trace_merger import extend_trace, merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
 from composer_dist import dist
 from composer_events.arguments import check_counts, check_flags, check_places, check_texts
@@ -251,10 +251,11 @@ class JSONTraceHandler(TraceHandler):
         merged = self._merged(state)
         inputs = [name for node, name in nodes_and_paths if node == dist.get_node_rank()]
         if merged.exists():
-            inputs.insert(0, os.fspath(merged))
-        unfinished = merged.with_name(f".{merged.name}.unfinished")
-        merge_traces(os.fspath(unfinished), *inputs)
-        unfinished.replace(merged)
+            extend_trace(os.fspath(merged), *inputs)
+        else:
+            unfinished = merged.with_name(f".{merged.name}.unfinished")
+            merge_traces(os.fspath(unfinished), *inputs)
+            unfinished.replace(merged)
         self.merged_trace = os.fspath(merged)
         if self.merged_trace_remote_file_name is not None:
             logger.upload_file(self.merged_trace_remote_file_name, merged, overwrite=True)

@@ -6,13 +6,16 @@ python -m composer.profiler.json_trace_merger -o merged.json rank0.json rank1.js
 import argparse
 import gzip
 import json
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-__all__ = ["main", "merge_traces", "parse_trace", "read_trace"]
+__all__ = ["extend_trace", "main", "merge_traces", "parse_trace", "read_trace"]
 
 _LAST = 99_999
 _BACKWARD = "MulBackward0"  # an operator that only the thread of the backward pass runs
+_END = "\n]\n"
 _MERGED = "merged_trace"  # a fact that a file has whose clocks are equal already
 
 
@@ -31,6 +34,41 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
     Raises:
         TypeError: If a file holds no trace.
     """
+    with open(output_file, "w") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": ' if object_form else "")
+        separator = "[\n"
+        for event in _merged(trace_files):
+            file.write(separator + json.dumps(event))
+            separator = ",\n"
+        file.write("\n]}\n" if object_form else _END)
+
+
+def extend_trace(merged_file: str, *trace_files: str) -> None:
+    """Put the events of further traces at the end of what `merge_traces` has written, without reading it again.
+
+    Args:
+        merged_file: A list. Until the longer one is complete, this is there as it was.
+        *trace_files: As for `merge_traces`.
+
+    Raises:
+        TypeError: If a file holds no trace, or the first one was not written by `merge_traces`.
+    """
+    unfinished = f"{merged_file}.unfinished"
+    shutil.copyfile(merged_file, unfinished)
+    with open(unfinished, "rb+") as file:
+        end = _END.encode()
+        file.seek(-min(len(end), file.seek(0, os.SEEK_END)), os.SEEK_END)
+        if file.read() != end:
+            raise TypeError(f"{merged_file!r} does not end as a merged trace. Merge the files anew with merge_traces.")
+        file.seek(-len(end), os.SEEK_END)
+        for event in _merged(trace_files):
+            file.write(f",\n{json.dumps(event)}".encode())
+        file.write(end)
+    os.replace(unfinished, merged_file)
+
+
+def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of traces by the clock of the lowest rank, after one that says so."""
     traces = [read_trace(path) for path in trace_files]
     ranks = [_fact(trace, "global_rank") for trace in traces]
     clocks = [_fact(trace, "clock_sync_timestamp_us") for trace in traces]
@@ -42,18 +80,13 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
     lowest = min((rank for rank in ranks if rank is not None), default=0)
     common = of_ranks[min(of_ranks)] if of_ranks else []
     turns = dict.fromkeys(of_ranks, 0)
-    with open(output_file, "w") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": ' if object_form else "")
-        mark = {"name": _MERGED, "ph": "M", "pid": lowest, "tid": 0, "args": {"value": 1}}
-        file.write("[\n" + json.dumps(mark))
-        for trace, rank, clock, is_merged in zip(traces, ranks, clocks, are_merged, strict=True):
-            shift = 0
-            if rank is not None and clock is not None and not is_merged:
-                shift = common[min(turns[rank], len(common) - 1)] - clock
-                turns[rank] += 1
-            for event in _adjusted(trace, None if is_merged else rank, shift):
-                file.write(",\n" + json.dumps(event))
-        file.write("\n]}\n" if object_form else "\n]\n")
+    yield {"name": _MERGED, "ph": "M", "pid": lowest, "tid": 0, "args": {"value": 1}}
+    for trace, rank, clock, is_merged in zip(traces, ranks, clocks, are_merged, strict=True):
+        shift = 0
+        if rank is not None and clock is not None and not is_merged:
+            shift = common[min(turns[rank], len(common) - 1)] - clock
+            turns[rank] += 1
+        yield from _adjusted(trace, None if is_merged else rank, shift)
 
 
 def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
