@@ -52,6 +52,16 @@ def test_what_is_no_dataloader_is_refused_where_it_is_given(make_trainer, datalo
             make_trainer().eval(dataloader)
 
 
+def test_an_interval_that_is_a_function_of_something_else_is_refused(make_trainer, make_loader):
+    said = r"cannot be called with a state and an event \(too many positional arguments\)"
+    with pytest.raises(TypeError, match=f"eval_interval=.*{said}"):
+        make_trainer(eval_dataloader=make_loader(8, 4), eval_interval=lambda: 1)
+    with pytest.raises(TypeError, match=f"eval_interval=.*{said}"):
+        Evaluator(label="eval", dataloader=make_loader(8, 4), eval_interval=lambda state: True)
+    with pytest.raises(TypeError, match=f"save_interval=.*{said}"):
+        CheckpointSaver("f", save_interval=lambda: True)
+
+
 def test_a_text_is_no_answer_to_yes_or_no(make_trainer, make_loader, tmp_path):
     trainer = make_trainer()
     with pytest.raises(TypeError, match="weights_only='no'"):

@@ -5,6 +5,7 @@ Each function takes arguments by their names, so that its error can say which on
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -233,10 +234,11 @@ def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
         value: A function, a text, a `Time`, or a number of epochs.
 
     Raises:
-        TypeError: If it is of another kind.
+        TypeError: If it is of another kind, or a function that cannot be called with a state and an event.
         ValueError: If it is a text that says no time, or less than 0.
     """
     if callable(value):
+        _check_takes_two(name, value)
         return cast("Callable[..., bool]", value)
     interval = to_time(name, value, TimeUnit.EPOCH)
     if interval.value < 0:
@@ -244,6 +246,20 @@ def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
             f"{name}={value!r} is less than 0. Give how often, such as 1 (epoch) or '100ba', or 0 for never."
         )
     return interval
+
+
+def _check_takes_two(name: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of C's have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}={function!r} cannot be called with a state and an event ({error}). Give a function of these two, "
+            f"or a time such as '100ba'."
+        ) from error
 
 
 def _is_list_of_texts(value: object) -> bool:

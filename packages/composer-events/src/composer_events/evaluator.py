@@ -73,12 +73,14 @@ class Evaluator:
 
     @eval_interval.setter
     def eval_interval(self, eval_interval: int | str | Time[Any] | Callable[[State, Event], bool] | None) -> None:
-        if eval_interval is None or callable(eval_interval):
-            self._eval_interval = eval_interval
+        if eval_interval is None:
+            self._eval_interval = None
             return
-        to_interval("eval_interval", eval_interval)
-        self._eval_interval = create_interval_scheduler(
-            eval_interval, checkpoint_events=False, final_events={Event.FIT_END}
+        interval = to_interval("eval_interval", eval_interval)
+        self._eval_interval = (
+            interval
+            if callable(interval)
+            else create_interval_scheduler(eval_interval, checkpoint_events=False, final_events={Event.FIT_END})
         )
 
     def select_metrics(self, model_metrics: Mapping[str, Any]) -> dict[str, Any]:

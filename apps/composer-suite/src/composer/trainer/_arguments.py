@@ -13,6 +13,7 @@ from composer.trainer._caller import call_for_user, level_of_user
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU
 from composer_dist.precision import validate_precision
+from composer_events.arguments import to_interval
 from composer_events.data_spec import DataSpec
 from composer_events.evaluator import Evaluator
 from composer_events.iter_helpers import ensure_tuple
@@ -123,8 +124,12 @@ def check_interval(interval: Any) -> None:
 
     Raises:
         ValueError: If it is neither a number of epochs from 0, nor a time, nor a function.
+        TypeError: If it is a function that cannot be called with a state and an event.
     """
-    if (is_whole(interval) and interval >= 0) or callable(interval):
+    if is_whole(interval) and interval >= 0:
+        return
+    if callable(interval):
+        to_interval("eval_interval", interval)
         return
     if not isinstance(interval, (str, Time)) or ensure_time(interval, TimeUnit.EPOCH).value < 0:
         raise ValueError(
