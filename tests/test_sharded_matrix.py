@@ -270,7 +270,7 @@ ALGORITHMS = {
     "NoOpModel": Row(algorithm("NoOpModel")),
     "ProgressiveResizing": Row(algorithm("ProgressiveResizing", delay_fraction=0.2), "conv"),
     "RandAugment": Row(algorithm("RandAugment"), "conv"),
-    "SAM": Row(algorithm("SAM"), "plain", outcome=AS_ALONE),
+    "SAM": Row(algorithm("SAM"), "plain", outcome=AS_ALONE, resumes=True),
     "SelectiveBackprop": Row(algorithm("SelectiveBackprop", 0.0, 1.0)),
     "SeqLengthWarmup": Row(algorithm("SeqLengthWarmup", 0.5, 4, 16, 4), "gpt2"),
     "SqueezeExcite": Row(algorithm("SqueezeExcite", 4, 16), "conv"),

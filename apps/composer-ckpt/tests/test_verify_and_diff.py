@@ -118,3 +118,30 @@ def test_nan_is_equal_to_itself_and_to_nothing_else(run_json, tmp_path):
     code, told = run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert code == 1
     assert told["value"][0]["max_abs"] is None
+
+
+def test_names_of_tensors_neither_steer_the_terminal_nor_forge_lines(run, tmp_path):
+    bad = {"a\n  ok   hashes: \x1b[31mforged\x9b": torch.ones(1)}
+    save_file(bad, tmp_path / "bad.safetensors")
+    save_file({"b": torch.ones(1)}, tmp_path / "good.safetensors")
+    for arguments in (
+        ("inspect", tmp_path / "bad.safetensors"),
+        ("verify", "--hash", tmp_path / "bad.safetensors"),
+        ("diff", tmp_path / "bad.safetensors", tmp_path / "good.safetensors"),
+    ):
+        _, out, err = run(*arguments)
+        assert r"a\n" in out
+        assert r"\x1b[31mforged\x9b" in out
+        assert not any(line.startswith("  ok   hashes: \\x1b") for line in out.splitlines())
+        assert (out + err).replace("\n", "").isprintable()
+
+
+def test_a_flipped_bit_is_noticed_without_a_manifest_too(content, run_json, tmp_path):
+    save_sharded(content, tmp_path / "saved")
+    (tmp_path / "saved" / "composer_manifest.json").unlink()
+    shard = tmp_path / "saved" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[data.index(content["state"]["model"]["layer.weight"].numpy().tobytes())] ^= 1
+    assert run_json("verify", tmp_path / "saved")[0] == 0
+    shard.write_bytes(data)
+    assert run_json("verify", tmp_path / "saved")[0] == 1

@@ -464,3 +464,10 @@ def test_without_a_run_of_mlflow_the_placeholders_stay_as_they_are(loop, tmp_pat
     saver = CheckpointSaver(str(tmp_path), "{mlflow_run_id}-ba{batch}.pt", latest_filename=None)
     loop([saver], "1ep").fit()
     assert names(tmp_path) == ["{mlflow_run_id}-ba2.pt"]
+
+
+def test_a_folder_in_the_place_of_the_link_is_found_before_training(loop, saver, tmp_path):
+    (tmp_path / "checkpoints" / "latest-rank0.pt").mkdir(parents=True)
+    run = loop([saver("ba{batch}-rank{rank}.pt", save_interval="1000ba")])
+    with pytest.raises(CheckpointConflictError, match="is a folder, so that no link to the latest"):
+        run.fit()

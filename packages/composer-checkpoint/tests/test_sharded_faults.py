@@ -168,6 +168,17 @@ def test_a_foreign_folder_loads_with_a_warning(foreign, caplog):
     assert verify_folder(foreign) is None
 
 
+def test_a_flipped_bit_of_a_foreign_tensor_does_not_have_its_checksum(foreign):
+    shard = foreign / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[content.rindex(state()["optim"]["exp_avg"].numpy().tobytes())] ^= 1
+    shard.write_bytes(content)
+    assert_refused(foreign, CorruptCheckpointError, r"__0_0\.distcp: '(optim|model).*' do not have their checksum")
+    with pytest.raises(CorruptCheckpointError, match="do not have their checksum"):
+        verify_folder(foreign)
+    load_sharded(state(0.0), foreign, verify=False)
+
+
 class Runs:
     """A pickle that would make a file."""
 

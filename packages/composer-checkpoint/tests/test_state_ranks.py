@@ -13,10 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from composer_checkpoint import CheckpointSaver, autoresume, checkpoint_to_resume, load_checkpoint, verify
+from composer_checkpoint import (
+    CheckpointConflictError,
+    CheckpointSaver,
+    autoresume,
+    checkpoint_to_resume,
+    load_checkpoint,
+    verify,
+)
 from composer_dist import dist
 from composer_dist.testing import run_ranks
-from composer_events import Engine, Event, State
+from composer_events import Engine, Event, Logger, State
 
 
 def make_state(kind, callbacks=()):
@@ -330,3 +337,18 @@ def test_another_number_of_ranks_loads_the_same_weights(tmp_path, saved, loaded)
     ((alone, steps_alone),) = run_ranks(resume_elastically, folder, loaded, store=tmp_path / "one", world_size=1)
     assert alone == expected
     assert steps == steps_alone == {3.0}
+
+
+def resume_with_one_rank_more(folder):
+    saver = CheckpointSaver(folder, "ba{batch}-rank{rank}.pt", save_interval="1ba")
+    state = make_state("local", [saver])
+    with pytest.raises(CheckpointConflictError) as refusal, checkpoint_to_resume(saver, state, Logger(state)):
+        pass
+    return str(refusal.value)
+
+
+def test_more_ranks_are_told_how_many_saved_their_files(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    for refusal in run_ranks(resume_with_one_rank_more, folder, store=tmp_path / "again", world_size=3):
+        assert "2 ranks saved these files, and 3 look for theirs: per-rank files are not elastic" in refusal

@@ -44,6 +44,8 @@ def make_asserting():
 def make_frozen():
     return make().requires_grad_(False)
 
+made = nn.Linear(1, 1)
+
 def number():
     return 3
 """
@@ -106,6 +108,7 @@ def test_a_batch_may_come_with_the_model(folder):
         (("explain", "modle.py:make"), "there is no file 'modle.py'"),
         (("explain", "model.py:mkae"), "has no 'mkae'. Did you mean 'make'"),
         (("explain", "nowhere.at.all:make"), "the module 'nowhere.at.all' cannot be imported"),
+        (("explain", "model.py:made"), "MODEL='model.py:made' is a Linear, and not what makes one"),
         (("explain", "model.py:fail"), "fails with OSError('the disk is gone')"),
         (("explain", "model.py:number"), "made 3, a int. It has to return a torch.nn.Module"),
         (("explain", "model.py:make", "--config", "{"), "--config cannot be read"),

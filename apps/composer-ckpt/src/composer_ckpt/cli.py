@@ -13,6 +13,7 @@ from typing import Any
 
 from composer_ckpt.arguments import make_parser
 from composer_ckpt.outcomes import ExitCode, Result
+from composer_ckpt.printable import printable
 
 __all__ = ["main"]
 
@@ -32,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code is None:
             raise
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        sys.stderr.write(f"composer-ckpt: {text}\n")
+        sys.stderr.write(f"composer-ckpt: {printable(str(text))}\n")
         if getattr(options, "json", False):
             _print_json({"schema": 1, "error": {"kind": type(error).__name__, "message": str(text)}, "exit_code": code})
         return code
     if options.json:
         _print_json({"schema": 1, **result.data})
     else:
-        _print(result.text)
+        _print(printable(result.text))
     return result.code
 
 

@@ -13,6 +13,7 @@ from composer_checkpoint.tensors import StoredTensor, TensorSource
 from composer_ckpt.folders import describe_folder
 from composer_ckpt.inspecting import describe, dtype_name
 from composer_ckpt.outcomes import ExitCode, Result
+from composer_ckpt.printable import as_lines
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sizes import counted
@@ -182,7 +183,7 @@ def _text(data: Mapping[str, Any], most: int, count: int) -> str:
     lines += [f"  value of {item['name']}: {_measures(item)}" for item in largest[:most]] + _more(largest, most)
     for key in ("timestamp", "config"):
         lines += [f"  {key} {path}: {a!r} and {b!r}" for path, (a, b) in list(data[key].items())[:most]]
-    return "\n".join(lines)
+    return as_lines(lines)
 
 
 def _measures(item: Mapping[str, Any]) -> str:

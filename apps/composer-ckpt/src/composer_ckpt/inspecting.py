@@ -11,6 +11,7 @@ from composer_checkpoint import Manifest
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of
 from composer_ckpt.folders import describe_folder
 from composer_ckpt.outcomes import ExitCode, Result
+from composer_ckpt.printable import as_lines
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sizes import format_size
@@ -195,7 +196,7 @@ def _text(data: Mapping[str, Any], everything: bool) -> str:
         "",
         f"{totals['tensors']} tensors, {totals['params']:,} numbers, {format_size(totals['bytes'])} ({shares})",
     ]
-    return "\n".join(lines)
+    return as_lines(lines)
 
 
 def _facts(data: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_ten
 from composer_checkpoint.tensors import TensorSource, find_kind
 from composer_ckpt.inspecting import statistics
 from composer_ckpt.outcomes import ExitCode, Result
+from composer_ckpt.printable import as_lines
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import counted
 from composer_ckpt.sources import fetched, find_files, opened, place_of, verify_hashes
@@ -35,7 +36,7 @@ def verify(options: argparse.Namespace) -> Result:
     lines = [f"{options.source}: {'whole' if is_fine else 'NOT whole'} ({kind})"]
     lines += [f"  {'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['detail']}" for check in checks]
     lines += [f"  {digest}  {name}" for name, digest in hashes.items()]
-    return Result("\n".join(lines), data, ExitCode.FINE if is_fine else max(code, ExitCode.FAILURE))
+    return Result(as_lines(lines), data, ExitCode.FINE if is_fine else max(code, ExitCode.FAILURE))
 
 
 def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
 from composer_checkpoint._shared_checks import shared_check
 from composer_checkpoint.discover import look_through
-from composer_checkpoint.errors import StorageError
+from composer_checkpoint.errors import IncompatibleCheckpointError, StorageError
+from composer_checkpoint.files import read_manifest
 from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.pointers import read_pointer
@@ -80,7 +81,7 @@ def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State",
         if dist.get_global_rank() == 0:
             _search(found, saver, state, layout, lambda path: [_check(path)])
         return
-    with shared_check(lambda path: _check(_own(path))) as check_each:
+    with shared_check(_check_own) as check_each:
         if dist.get_global_rank() == 0:
             _search(found, saver, state, layout, check_each)
 
@@ -137,6 +138,20 @@ def _check(path: str) -> "Manifest | None":
     manifest = verify(path)
     refuse_what_does_not_resume(manifest, path, path)
     return manifest
+
+
+def _check_own(path: str) -> "Manifest | None":
+    own, of_first = _own(path), path.replace("{rank}", "0")
+    if not os.path.exists(own) and os.path.exists(of_first):
+        manifest = read_manifest(of_first)
+        saved_by = None if manifest is None else manifest.info.get("world_size")
+        if isinstance(saved_by, int) and saved_by < dist.get_world_size():
+            raise IncompatibleCheckpointError(
+                f"{saved_by} ranks saved these files, and {dist.get_world_size()} look for theirs: per-rank files are "
+                f"not elastic. Start {saved_by} ranks, or put the files together with "
+                f"composer_checkpoint.local_files.merge_local"
+            )
+    return _check(own)
 
 
 def _with_rank(path: Path, folder: str, template: str, state: "State") -> str:

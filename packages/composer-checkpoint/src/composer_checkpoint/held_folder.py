@@ -6,6 +6,7 @@ from composer_checkpoint.commit import remove_leftovers
 from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files, ensure_link_leads_to_no_later_one
 from composer_checkpoint.lock import FolderLock
 from composer_checkpoint.names import PartialFilePath, format_name_with_dist
+from composer_checkpoint.pointers import refuse_folder
 from composer_checkpoint.sharded._ranks import Ranks
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ class HeldFolder:
             state: The training state.
             refuse_later: The template of file names; checkpoints that have such names, and are later than the state
                 is, are refused. `None` refuses none.
-            link: The link to the latest checkpoint; it must not lead to a later one either, whatever that is called.
-                Looked at only with `refuse_later`.
+            link: The link to the latest checkpoint. With `refuse_later` it must not lead to a later one either,
+                whatever that is called.
 
         Raises:
             FolderInUseError: On all ranks, if another process saves there.
-            CheckpointConflictError: On all ranks, if there are later checkpoints.
+            CheckpointConflictError: On all ranks, if there are later checkpoints, or a folder is called as the link.
         """
         ranks = Ranks()
         ranks.together(lambda: self._take(state, refuse_later, link) if ranks.rank == 0 else None)
@@ -60,6 +61,8 @@ class HeldFolder:
             self._lock = FolderLock(folder).acquire()
         try:
             remove_leftovers(folder, locked=True)
+            if link is not None:
+                refuse_folder(link.format(state))
             if refuse_later is not None:
                 ensure_folder_has_no_conflicting_files(folder, refuse_later, state.timestamp)
                 if link is not None:

@@ -10,7 +10,7 @@ from composer_checkpoint._storage_faults import as_storage_error
 from composer_checkpoint._unfinished_names import name_beside
 from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpointError
 
-__all__ = ["read_pointer", "read_pointer_text", "replace_pointer"]
+__all__ = ["read_pointer", "read_pointer_text", "refuse_folder", "replace_pointer"]
 
 _LONGEST_TEXT_BYTES = 4096
 _NO_SYMLINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
@@ -42,11 +42,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
         raise CheckpointConflictError(
             f"{link} is a checkpoint, which a link to itself would replace. Choose another name for the link."
         )
-    if is_folder(link):
-        raise CheckpointConflictError(
-            f"{link} is a folder, so that no link to the latest checkpoint can have this name. Move it away, or choose "
-            f"another name for the link."
-        )
+    refuse_folder(link)
     temporary = name_beside(link)
     try:
         make_folders(link.parent)
@@ -57,6 +53,19 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
         if os.path.lexists(temporary):
             temporary.unlink()
         raise as_storage_error(error, link) or error from error
+
+
+def refuse_folder(link: str | os.PathLike[str]) -> None:
+    """Raise if the name of a link is that of a folder.
+
+    Raises:
+        CheckpointConflictError: If it is.
+    """
+    if is_folder(Path(link)):
+        raise CheckpointConflictError(
+            f"{os.fspath(link)} is a folder, so that no link to the latest checkpoint can have this name. Move it "
+            f"away, or choose another name for the link."
+        )
 
 
 def read_pointer(link: str | os.PathLike[str]) -> Path | None:

@@ -53,10 +53,17 @@ def load_model(where: str) -> tuple[nn.Module, Any]:
         The model, and the batch or `None`.
 
     Raises:
-        ValueError: If there is no such function, or it fails.
+        ValueError: If there is no such function, it fails, or the name is that of a model.
         TypeError: If it makes something else.
     """
-    made = _call(load_named(where, "MODEL"), where, "MODEL")
+    named = load_named(where, "MODEL")
+    if isinstance(named, nn.Module):
+        raise ValueError(
+            f"MODEL={where!r} is a {type(named).__name__}, and not what makes one. Name a function without arguments "
+            f"that returns it, so that it can be made without memory for its weights, and keep what trains it under "
+            f"`if __name__ == '__main__':`."
+        )
+    made = _call(named, where, "MODEL")
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -170,6 +170,18 @@ class LoopEvents:
         self.engine.run_event(Event.FIT_END)
         self.is_fitting = False
 
+    def refuse_training(self) -> None:
+        """Raise if somebody trains inside an evaluation, where another set of weights may be in the model.
+
+        Raises:
+            RuntimeError: If so.
+        """
+        if self._is_evaluating:
+            raise RuntimeError(
+                "a batch is trained inside `with loop.evaluation():`, where the model may hold an average of its "
+                "weights: leave that block first."
+            )
+
     @contextmanager
     def evaluating(self, dataloader: Any = None) -> Iterator[None]:
         """Enclose an evaluation, in which the model holds what is to be evaluated."""

@@ -1,5 +1,6 @@
 """Algorithms in a training loop of one's own, in plain PyTorch."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -203,8 +204,20 @@ class AlgorithmLoop(LoopEvaluation):
         """Return what algorithms need to go on, and the time: tensors, numbers and strings.
 
         Save it inside the same block of `evaluation` as the model, or outside of one as the model: where EMA keeps an
-        average, the model has one of two sets of weights, and this has the other one.
+        average, the model has one of two sets of weights, and this has the other one. With `num_microbatches`, save
+        between whole batches, or what resumes draws and drops out otherwise than this run.
+
+        Warns:
+            UserWarning: In the middle of a batch.
         """
+        if 0 < len(self._pieces) < self._num_pieces:
+            warnings.warn(
+                f"loop.state_dict() was called after {len(self._pieces)} of the {self._num_pieces} parts of a batch. "
+                f"Who resumes begins this batch anew, with other random numbers than this run: save when "
+                f"loop.state.timestamp.batch has moved on.",
+                UserWarning,
+                stacklevel=2,
+            )
         return self._events.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -262,6 +275,7 @@ class AlgorithmLoop(LoopEvaluation):
             raise
 
     def _load(self, parts: tuple[Any, ...]) -> Any:
+        self._events.refuse_training()
         self._epochs.begin_batch()
         if not self._pieces:
             self._num_pieces = self._epochs.num_pieces()

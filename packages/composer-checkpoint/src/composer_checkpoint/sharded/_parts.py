@@ -2,6 +2,7 @@
 
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from composer_checkpoint._zip_layout import read_zip_layout
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError
 from composer_checkpoint.hashing import new_hasher
 from composer_checkpoint.manifest import Manifest, TensorEntry
@@ -72,8 +74,13 @@ class OpenShards:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def check(self, part: Part, manifest: Manifest | None) -> Any:
+    def check(self, part: Part, manifest: Manifest | None, *, checksums: bool = False) -> Any:
         """Check one part, and return the object that it holds, or nothing for a tensor.
+
+        Args:
+            part: Which.
+            manifest: Its hashes are compared, if there is one.
+            checksums: Whether to compare the checksums that the archives have themselves, for want of hashes.
 
         Raises:
             CorruptCheckpointError: If it is not what was written, or not what `.metadata` says.
@@ -82,6 +89,8 @@ class OpenShards:
         if manifest is not None:
             self._check_hash(part, manifest.tensors.get(part.name), manifest.hash_name)
         try:
+            if checksums:
+                self._check_checksums(self._slice(part))
             if part.dtype is None:
                 return decode_object(self._slice(part).read(0, part.length))
             if self._elements(part) is None:
@@ -124,6 +133,22 @@ class OpenShards:
                 f"written: their hash is {hasher.hexdigest()[:16]}... and the manifest has {entry.hash[:16]}.... The "
                 f"shard was damaged or is of another save. Load another checkpoint."
             )
+
+    def _check_checksums(self, archive: FileSlice) -> None:
+        for member in read_zip_layout(archive).members.values():
+            if member.crc32 == 0:  # torch can be told to leave them out
+                continue
+            block, done, found = self._block(), 0, 0
+            while done < member.size_bytes:
+                view = memoryview(block)[: min(len(block), member.size_bytes - done)]
+                read_exactly(archive.descriptor, archive.path, view, archive.offset + member.offset + done)
+                found = zlib.crc32(view, found)
+                done += view.nbytes
+            if found != member.crc32:
+                raise CorruptCheckpointError(
+                    f"the bytes of {member.name!r} do not have their checksum: the shard was damaged. Load another "
+                    f"checkpoint."
+                )
 
     def _elements(self, part: Part) -> StoredElements | None:
         assert part.dtype is not None

@@ -160,7 +160,8 @@ class VerifyingReader(StorageReader):
         self._validate_files(parts.values())
         manifest = self.manifest if self._verify else None
         with OpenShards(self.source) as shards:
-            objects = shards.for_each(lambda part: shards.check(part, manifest), parts.values())
+            checksums = self._verify and manifest is None
+            objects = shards.for_each(lambda part: shards.check(part, manifest, checksums=checksums), parts.values())
         self._objects = dict(zip(parts, objects, strict=True))
         return plan
 

@@ -23,7 +23,8 @@ def verify_folder(
         storage_options: For fsspec.
 
     Returns:
-        The manifest; `None` if there is none, so that only the structure could be checked.
+        The manifest; `None` if there is none, so that only the structure and the shards' own checksums could be
+        checked.
 
     Raises:
         NoCheckpointError: If there is no such checkpoint.
@@ -42,7 +43,9 @@ def verify_folder(
         }
         parts = [part for part in parts if part.file in damaged or part.dtype is None]
     with OpenShards(source) as shards:
-        shards.for_each(lambda part: shards.check(part, manifest), parts)  # names the damaged tensor
+        shards.for_each(  # names the damaged tensor
+            lambda part: shards.check(part, manifest, checksums=manifest is None), parts
+        )
     if damaged:
         raise CorruptCheckpointError(
             f"{os.path.join(source.folder, min(damaged))} has bytes that are not those that were written, outside of "

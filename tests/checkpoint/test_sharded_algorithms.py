@@ -1,4 +1,4 @@
-"""EMA and SWA of a sharded model are saved with it, each rank its shards, and go on from there."""
+"""What EMA, SWA and SAM keep of a sharded model is saved with it, each rank its shards, and goes on from there."""
 
 import os
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer import Trainer
-from composer.algorithms import EMA, SWA
+from composer.algorithms import EMA, SAM, SWA
 from composer.models import ComposerClassifier
 from composer.utils import dist
 from composer_checkpoint import verify
@@ -19,10 +19,11 @@ AVERAGES = {
     "ema": lambda: EMA(half_life="2ba"),
     "swa": lambda: SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba", schedule_swa_lr=True, swa_lr=0.01),
 }
+ALGORITHMS = {**AVERAGES, "sam": SAM}
 BEFORE, MIDWAY, LAST = 1, 4, 8
 
 
-def make_trainer(average, kind="sharded", sharded=True, **settings):
+def make_trainer(algorithm, kind="sharded", sharded=True, **settings):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
@@ -34,7 +35,7 @@ def make_trainer(average, kind="sharded", sharded=True, **settings):
         eval_dataloader=loader,
         max_duration="8ba",
         optimizers=torch.optim.Adam(network.parameters(), lr=0.05),
-        algorithms=AVERAGES[average](),
+        algorithms=ALGORITHMS[algorithm](),
         parallelism_config={"fsdp": {"state_dict_type": kind, "sharded_ckpt_prefix_dir": "ba{batch}"}}
         if sharded
         else None,
@@ -54,33 +55,35 @@ def state_of(trainer):
     saved = algorithm.state_dict()
     if isinstance(algorithm, EMA):
         found |= {f"average.{name}": value for name, value in saved["ema_model"]["named_parameters_dict"].items()}
-    else:
+    if isinstance(algorithm, SWA):
         found |= {f"average.{name}": value for name, value in saved["swa_model"].items()}
     return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in found.items()}
 
 
-def train(average, **settings):
-    with make_trainer(average, **settings) as trainer:
+def train(algorithm, **settings):
+    with make_trainer(algorithm, **settings) as trainer:
         trainer.fit()
         return state_of(trainer)
 
 
-def save_and_resume(average, kind, save_async, folder):
+def save_and_resume(algorithm, kind, save_async, folder):
     """Return what whole runs and resumed ones end with."""
     name = "ba{batch}-{rank}.pt" if kind == "local" else "ba{batch}.pt"
     saving = {"save_folder": folder, "save_filename": name, "save_interval": "1ba", "save_async": save_async}
-    found = {LAST: train(average, kind=kind, **saving)}
+    found = {LAST: train(algorithm, kind=kind, **saving)}
     for batch in (BEFORE, MIDWAY):
         path = os.path.join(folder, f"ba{batch}" if kind == "sharded" else name.replace("{batch}", str(batch)))
-        found[batch] = train(average, kind=kind, load_path=path)
+        found[batch] = train(algorithm, kind=kind, load_path=path)
     return found
 
 
 @pytest.mark.parametrize(("kind", "save_async"), [("sharded", False), ("sharded", True), ("local", False)])
-@pytest.mark.parametrize("average", AVERAGES)
-def test_a_sharded_run_that_keeps_an_average_goes_on_to_the_last_bit(tmp_path, average, kind, save_async):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_sharded_run_goes_on_to_the_last_bit(tmp_path, algorithm, kind, save_async):
     folder = str(tmp_path / "checkpoints")
-    for found in run_ranks(save_and_resume, average, kind, save_async, folder, store=tmp_path / "store", timeout_s=200):
+    for found in run_ranks(
+        save_and_resume, algorithm, kind, save_async, folder, store=tmp_path / "store", timeout_s=200
+    ):
         for batch in (BEFORE, MIDWAY):
             assert found[batch].keys() == found[LAST].keys()
             for name, value in found[LAST].items():
