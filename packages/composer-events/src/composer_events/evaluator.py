@@ -77,9 +77,11 @@ class Evaluator:
             self._eval_interval = None
             return
         interval = to_interval("eval_interval", eval_interval)
-        if isinstance(interval, Time):
-            interval = create_interval_scheduler(interval, checkpoint_events=False, final_events={Event.FIT_END})
-        self._eval_interval = interval
+        self._eval_interval = (
+            interval
+            if callable(interval)
+            else create_interval_scheduler(interval, checkpoint_events=False, final_events={Event.FIT_END})
+        )
 
     def select_metrics(self, model_metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Choose the metrics to compute: this evaluator's own, else the model's, of which the names match.
