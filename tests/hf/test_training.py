@@ -236,3 +236,8 @@ def test_a_model_is_exported_for_inference(tmp_path):
     model.eval()
     with torch.no_grad():
         torch.testing.assert_close(exported(batch)["logits"], model(batch).logits)
+
+
+def test_a_misspelt_placeholder_of_the_folders_is_told():
+    with pytest.warns(UserWarning, match=r"save_folder='\{run_nme\}' .* Did you mean \{run_name\}\?"):
+        HuggingFaceCheckpointer("{run_nme}", "1ep")

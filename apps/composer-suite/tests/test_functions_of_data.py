@@ -3,7 +3,7 @@
 import pytest
 
 from composer import Evaluator
-from composer.callbacks import CheckpointSaver, HuggingFaceCheckpointer, MemorySnapshot
+from composer.callbacks import CheckpointSaver, MemorySnapshot
 from composer.core import DataSpec
 from composer.loggers import FileLogger, RemoteUploaderDownloader
 from composer.profiler import JSONTraceHandler
@@ -89,7 +89,6 @@ def test_an_export_without_a_name_is_refused(make_trainer):
             lambda: RemoteUploaderDownloader("memory://b", file_path_format_string="{run_nme}"),
             "file_path_format_string",
         ),
-        (lambda: HuggingFaceCheckpointer("{run_nme}", "1ep"), "save_folder"),
         (lambda: JSONTraceHandler("{run_nme}"), "folder"),
         (lambda: MemorySnapshot(filename="{run_nme}"), "filename"),
     ],
