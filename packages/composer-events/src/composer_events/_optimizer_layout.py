@@ -69,11 +69,13 @@ def set_optimizer_state(
 
         named: Any = _with_names(saved, _names_of_groups(model, optimizer)) if _is_numbered(saved) else dict(saved)
         options = sharded_options(state_dict_type, strict=strict, broadcast=broadcast)
-        # Torch lets the optimizer step to have a state, without a closure, which one that looks twice, as SAM, needs.
-        base = getattr(optimizer, "base_optimizer", optimizer)
+        base = getattr(optimizer, "base_optimizer", None)
+        if base is None or base.state is not optimizer.state:
+            set_optimizer_state_dict(model, optimizer, named, options=options)
+            return
+        # Torch lets an optimizer step to have a state, without the closure that one which looks twice, as SAM, needs.
         set_optimizer_state_dict(model, base, named, options=options)
-        if base is not optimizer:
-            optimizer.load_state_dict(base.state_dict())
+        optimizer.load_state_dict(base.state_dict())
     elif "param_groups" not in saved or _is_numbered(saved):
         optimizer.load_state_dict(dict(saved))
     else:
