@@ -83,7 +83,7 @@ def hangs_in_a_process_that_it_forked():
 
 
 def wait_without_end():
-    threading.Event().wait()
+    multiprocessing.parent_process().join()  # which hangs until the rank is killed, and leaves nothing behind
 
 
 def test_where_a_forked_process_hangs_is_told(tmp_path):

@@ -28,6 +28,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist
 # It takes as long, with all that it looks for; the ranks most likely need it if the process that asks first has it.
 _PRELOADED_AFTER = ["torchmetrics"]
 _GOODBYE_S = 5.0  # how long a rank may take to end, once it has nothing more to say
+_PATIENCE = 0.75  # which part of its time a collective waits, so that its own complaint is heard before the end
 _STACKS_S = 1.0  # how long before it is killed a rank tells where its threads are
 _TELL = signal.SIGUSR2  # has a process write where its threads are
 _AFTERMATH_S = 0.3  # how long the others' complaints are waited for, once a rank has failed
@@ -51,7 +52,7 @@ def run_ranks(
             be those of the body's file.
         store: Where the ranks meet: the path of a file that does not exist, such as `tmp_path / "store"`.
         world_size: How many processes.
-        timeout_s: Seconds until the processes are killed, and until a collective gives up.
+        timeout_s: Seconds until the processes are killed; a collective gives up, and says so, after three quarters.
 
     Returns:
         The results in rank order.
@@ -229,7 +230,7 @@ def _run(settings: _Settings, call: _Call, writer: Connection) -> None:
             store=store,
             rank=settings.rank,
             world_size=settings.world_size,
-            timeout=timedelta(seconds=settings.timeout_s),
+            timeout=timedelta(seconds=_PATIENCE * settings.timeout_s),
         )
         tdist.barrier()  # a short body would be gone while the others still connect to this rank
         writer.send_bytes(pickle.dumps(_Answer(value=body(*args))))
@@ -237,6 +238,9 @@ def _run(settings: _Settings, call: _Call, writer: Connection) -> None:
         # Sent before the group is destroyed, so that the others' complaints about it are later.
         failure = f"raised:\n{traceback.format_exc()}"
         writer.send_bytes(pickle.dumps(_Answer(failure=failure, time_s=time.monotonic())))
+    else:
+        with suppress(RuntimeError, ValueError):  # a body may have left the group, or another rank failed
+            tdist.barrier()  # nobody's connections close while others still use theirs
     finally:
         if tdist.is_initialized():
             tdist.destroy_process_group()
