@@ -234,6 +234,8 @@ class CheckpointSaver(Callback):
 
     def batch_end(self, state: "State", logger: "Logger") -> None:
         """Raise what went wrong in the background."""
+        if self._async is None and not self._committed and not self._uploads.may_have_news:
+            return
         if self._async is not None:
             self._async.check()
         self._settle(logger)

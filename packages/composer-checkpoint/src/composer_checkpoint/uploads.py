@@ -39,7 +39,6 @@ class CheckpointUploads:
         uploader: Of the remote folder, if there is one.
         overwrite: Whether a whole checkpoint of the same name may be replaced.
         timeout_s: How long `wait` waits on each rank.
-
         kept: What stays in the store; `None` for all.
 
     Attributes:
@@ -57,6 +56,11 @@ class CheckpointUploads:
         self.ranked_by = None if kept is None else kept.policy.metric
         self._failures: list[Exception] = []
         self._are_watched = False  # the same on all ranks
+
+    @property
+    def may_have_news(self) -> bool:
+        """Whether `check` or `rotate` can have anything to do, alike on all ranks."""
+        return self._are_watched or self._kept is not None
 
     def expect(self) -> None:
         """Watch what a save will send, on whichever rank. Every rank must call this."""
