@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from fractions import Fraction
 
 import pytest
@@ -155,6 +156,27 @@ def test_a_folder_that_is_no_checkpoint_is_never_replaced(arguments, run, beside
     assert code == 1
     assert "mine" in errors or "is a folder" in errors
     assert os.listdir(there) == ["mine"]
+
+
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_a_file_that_is_no_checkpoint_is_never_replaced(is_zip, run, beside):
+    there = beside / "mine.pt"
+    if is_zip:
+        with zipfile.ZipFile(there, "w") as archive:
+            archive.writestr("thesis.txt", "precious")
+    else:
+        there.write_text("precious")
+    before = there.read_bytes()
+    code, _, errors = run("convert", "ep2.pt", "mine.pt", "--to", "pt", "--overwrite")
+    assert (code, there.read_bytes()) == (1, before)
+    assert "mine.pt is a file that is no checkpoint" in errors
+
+
+@pytest.mark.parametrize("left", [b"", b"PK\x03\x04 cut short"], ids=["empty", "cut short"])
+def test_what_is_left_of_a_checkpoint_is_replaced(left, run, beside):
+    (beside / "new.pt").write_bytes(left)
+    assert run("convert", "ep2.pt", "new.pt", "--to", "pt", "--overwrite")[0] == 0
+    assert weights_of("new.pt").keys() == weights_of("ep2.pt").keys()
 
 
 @pytest.mark.parametrize("target", [".", "..", "sharded", "sharded/../sharded"])

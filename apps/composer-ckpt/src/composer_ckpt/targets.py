@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zipfile import ZipFile, is_zipfile
 
 from composer_checkpoint import CheckpointConflictError, NoCheckpointError, RemoteUploader
 from composer_checkpoint.commit import remove_leftovers_of
@@ -21,6 +22,10 @@ _RANK = "{rank}"
 # What makes others take a folder for a checkpoint: it goes first, and comes last.
 _MARKS = frozenset({"config.json", "adapter_config.json", ".metadata", "composer_manifest.json"})
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".distcp")
+# Files that commands write only under such names, and checkpoints that are packed.
+_BY_ENDING = (".safetensors", ".json", ".gz", ".bz2", ".xz", ".lzma", ".lz4", ".lzo", ".zst")
+_ZIP = b"PK\x03\x04"
+_LEGACY_PT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # of torch.save before 1.6
 
 
 def may_replace(target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool) -> bool:
@@ -125,8 +130,13 @@ def _is_empty(path: Path) -> bool:
 
 
 def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) -> None:
-    """Raise if a folder would be lost that is no checkpoint, or that a file would replace."""
+    """Raise if a file or folder would be lost that is no checkpoint, or a folder that a file would replace."""
     if not final.is_dir():
+        if not _looks_written_by_us(final):
+            raise CheckpointConflictError(
+                f"{target} is a file that is no checkpoint, and --overwrite replaces checkpoints. Choose another name, "
+                f"or remove the file yourself."
+            )
         return
     if not is_folder:
         raise CheckpointConflictError(f"{target} is a folder, and a file is written. Choose another name.")
@@ -138,6 +148,18 @@ def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) 
             f"{target} is a folder with {some}, which is no checkpoint, and --overwrite replaces checkpoints. Choose "
             f"another name, or remove the folder yourself."
         ) from error
+
+
+def _looks_written_by_us(file: Path) -> bool:
+    """Say whether a file is one that a command may have written, going by how it begins; a damaged one is, too."""
+    if file.name.endswith(_BY_ENDING):
+        return True
+    with open(file, "rb") as opened:
+        beginning = opened.read(len(_LEGACY_PT))
+    if beginning.startswith(_ZIP) and is_zipfile(file):  # one that was cut short is not any more
+        with ZipFile(file) as archive:
+            return any(name.rpartition("/")[2] == "data.pkl" for name in archive.namelist())
+    return not beginning or beginning.startswith((_ZIP, _LEGACY_PT))
 
 
 def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -322,6 +324,25 @@ def test_what_a_killed_run_did_after_its_checkpoint_is_there_once_when_it_goes_o
     assert run.acting["GradientClipping on after_train_batch"] == {"count": 12, "batches": [[0, 11]]}
     assert [each.path.rpartition("/")[2][:3] for each in run.checkpoints] == ["ep1", "ep2", "ep3"]
     assert (run.num_bad_lines, run.status["status"], run.status["started"]) == (0, "finished", started)
+
+
+def test_a_second_run_of_the_name_takes_nothing_from_the_one_that_goes_on(tmp_path):
+    saving = {"save_folder": str(tmp_path / "checkpoints"), "autoresume": True}
+    train(tmp_path, **saving, callbacks=Logs(torch.ones(8)))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    holder = "import sys; from composer_checkpoint import FolderLock; lock = FolderLock(sys.argv[1]).acquire()"
+    command = [sys.executable, "-c", f"{holder}; print('held', flush=True); sys.stdin.read()", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(FileExistsError, match="belongs to a run that is still going on"):
+            train(tmp_path, **saving, max_duration="3ep")
+        optional = RunRecorder(f"{tmp_path}/{{run_name}}", page=False, is_optional=True)
+        with pytest.warns(RuntimeWarning, match="leaves no record"):
+            train(tmp_path, **saving, max_duration="3ep", loggers=optional)
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+        other.stdin.close()
+    train(tmp_path, **saving, max_duration="4ep")
+    assert read_run(tmp_path / "run").curves["loss/train/total"].at["batch"] == [*range(8), *range(12, 16)]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_its_files_anew(tmp_path):

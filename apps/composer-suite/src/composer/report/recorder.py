@@ -20,6 +20,7 @@ from composer.report._run_facts import environment, profiler_times, saved_checkp
 from composer.report._run_folder import make_folder
 from composer.report._step_time import StepTime
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, read_json
+from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.event import Event
@@ -77,7 +78,7 @@ class RunRecorder(LoggerDestination):
         is_resuming: Whether a folder that is there is continued. The Trainer sets it.
 
     Raises:
-        FileExistsError: If there is such a folder, when training begins.
+        FileExistsError: If there is such a folder, when training begins, or a run that goes on writes to it.
         OSError: If it cannot be written, likewise.
         TypeError: If an argument is of another kind.
         ValueError: If `flush_interval` is less than 1.
@@ -109,6 +110,7 @@ class RunRecorder(LoggerDestination):
         self.is_resuming = False
         self._state: State | None = None
         self._folder: Path | None = None
+        self._lock: FolderLock | None = None
         self._lines: MetricLines | None = None
         self._facts: FactFiles | None = None
         self._config: dict[str, Any] = {}
@@ -140,10 +142,11 @@ class RunRecorder(LoggerDestination):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far this run's files are, for one that is resumed from the checkpoint that is being written."""
-        if self._lines is not None:
-            self._lines.sync()
+        if self._lines is None:  # what an earlier run has left here is none of this one's business
+            return {}
+        self._lines.sync()
         return {
-            "num_lines": 0 if self._lines is None else self._lines.num_lines,
+            "num_lines": self._lines.num_lines,
             "acting": copy.deepcopy(self._acting.as_dict()),
             "step_s": dict(self._time.seconds),
         }
@@ -199,6 +202,7 @@ class RunRecorder(LoggerDestination):
         try:
             self._begin(state)
         except OSError as error:
+            self._release()
             if not self.is_optional:
                 raise
             warn_of_trouble(
@@ -254,6 +258,17 @@ class RunRecorder(LoggerDestination):
         """Write what is left, how the run has ended, and the page."""
         if self._lines is None:
             return
+        try:
+            self._end()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _end(self) -> None:
+        assert self._lines is not None
         if (error := fatal_error(was_busy=self._is_fitting)) is not None:
             self.note_failure(error)
         was_stopped = self._is_fitting or self._reason is not None
@@ -270,6 +285,7 @@ class RunRecorder(LoggerDestination):
             may_hold_a_run=self.overwrite or self.is_resuming,
             goes_beside_others=self.is_optional,
         )
+        self._lock = _locked(folder)
         self._lines = MetricLines(folder / METRICS, is_continued=self.is_resuming)
         self._state, self._folder, self._facts = state, folder, FactFiles(folder)
         if self.is_resuming:
@@ -325,3 +341,11 @@ class RunRecorder(LoggerDestination):
             write_page([self.folder], self.folder / "report.html")
         except OSError as error:
             _log.warning("The page about %s could not be written: %s", self.folder, error)
+
+
+def _locked(folder: Path) -> FolderLock:
+    """Return the lock of a folder, so that a second run of the same name takes no line away from the first."""
+    try:
+        return FolderLock(folder).acquire()
+    except FolderInUseError as error:
+        raise FileExistsError(f"{str(folder)!r} belongs to a run that is still going on: {error}") from error
