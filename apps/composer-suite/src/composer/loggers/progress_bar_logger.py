@@ -1,7 +1,6 @@
 """A progress bar for training and one for each evaluation, by tqdm."""
 
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -192,12 +191,10 @@ class _Bar:
             bar_format=title + bar_format + ("{bar:-1b}" if is_terminal else ""),
             unit=unit.value,
             mininterval=_REDRAWN_S,
-            miniters=1,
             file=stream,
             dynamic_ncols=is_terminal,
             ncols=None if is_terminal or is_widget else _FILE_WIDTH,
         )
-        self._is_due_s = time.monotonic() + _REDRAWN_S
 
     def keep(self, metrics: dict[str, Any]) -> None:
         """Take the values that belong to this bar."""
@@ -211,12 +208,9 @@ class _Bar:
 
         It is drawn now and then; only then is it worth waiting for numbers from the device.
         """
-        self._position = self._count(stamp)
-        if time.monotonic() < self._is_due_s:  # tqdm takes several times as long to say so
-            return False
-        is_drawn = bool(self._bar.update(self._position - self._bar.n))
-        if is_drawn:
-            self._is_due_s = time.monotonic() + _REDRAWN_S
+        position = self._count(stamp)
+        is_drawn = bool(self._bar.update(position - self._position))
+        self._position = position
         return is_drawn
 
     def show(self) -> None:
@@ -226,7 +220,6 @@ class _Bar:
 
     def close(self) -> None:
         """Draw a last time and leave the bar there."""
-        self._bar.n = self._position
         self._bar.close()
 
     def _count(self, stamp: Timestamp) -> int:
