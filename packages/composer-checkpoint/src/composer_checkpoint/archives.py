@@ -219,7 +219,7 @@ class _Budgeted(io.RawIOBase):
             raise CorruptCheckpointError(
                 f"{self._path!r} of {os.path.getsize(self._path)} bytes unpacks to more than the {self._budget} bytes "
                 f"that it may become, as a compression bomb does. If it is meant to be so large, raise "
-                f"max_expanded_bytes and see that {tempfile.gettempdir()!r} has room for it."
+                f"max_expanded_bytes and see that {tempfile.gettempdir()!r} has room for it, or unpack it yourself."
             )
         buffer[: len(data)] = data
         return len(data)
