@@ -179,6 +179,15 @@ def test_what_is_left_of_a_checkpoint_is_replaced(left, run, beside):
     assert weights_of("new.pt").keys() == weights_of("ep2.pt").keys()
 
 
+def test_a_link_that_leads_nowhere_is_replaced_and_a_pipe_is_not(run, beside):
+    (beside / "new.pt").symlink_to("gone.pt")
+    assert run("convert", "ep2.pt", "new.pt", "--to", "pt", "--overwrite")[0] == 0
+    assert weights_of("new.pt").keys() == weights_of("ep2.pt").keys()
+    os.mkfifo(beside / "pipe.pt")
+    code, _, errors = run("convert", "ep2.pt", "pipe.pt", "--to", "pt", "--overwrite")
+    assert (code, "no checkpoint" in errors) == (1, True)
+
+
 @pytest.mark.parametrize("target", [".", "..", "sharded", "sharded/../sharded"])
 def test_what_is_read_and_where_one_stands_is_never_replaced(target, run, beside):
     code, _, errors = run("convert", "sharded", target, "--to", "dcp", "--overwrite")

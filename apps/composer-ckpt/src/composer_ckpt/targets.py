@@ -152,8 +152,10 @@ def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) 
 
 def _looks_written_by_us(file: Path) -> bool:
     """Say whether a file is one that a command may have written, going by how it begins; a damaged one is, too."""
-    if file.name.endswith(_BY_ENDING):
+    if not file.exists() or file.name.endswith(_BY_ENDING):  # a link may lead nowhere
         return True
+    if not file.is_file():  # to read a pipe is to wait for who writes into it
+        return False
     with open(file, "rb") as opened:
         beginning = opened.read(len(_LEGACY_PT))
     if beginning.startswith(_ZIP) and is_zipfile(file):  # one that was cut short is not any more
