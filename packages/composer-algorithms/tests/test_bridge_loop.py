@@ -325,6 +325,28 @@ def test_a_loop_that_would_never_step_is_refused(optimizer, error, model, loader
         AlgorithmLoop(model, optimizer, dataloader=loader, max_duration="1ep")
 
 
+def test_the_optimizer_of_another_model_is_refused(model, loader):
+    with pytest.raises(ValueError, match="None of the parameters of SGD belongs to the Sequential"):
+        AlgorithmLoop(model, sgd(new_model()), dataloader=loader, max_duration="1ep")
+    AlgorithmLoop(model, [sgd(new_model()), sgd(model)], dataloader=loader, max_duration="1ep")
+
+
+@pytest.mark.parametrize("reads_here", [True, False])
+def test_a_loop_that_goes_on_after_its_end_is_warned_once_where_it_does(reads_here, model, loader):
+    loop = make_loop(model, loader, max_duration="1ep")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_epoch(loop, model)
+        assert caught == []
+        for x, y in loop.epoch() if reads_here else loader:
+            with loop.batch(x, y) as b:
+                b.loss = F.cross_entropy(model(b.inputs), b.targets)
+    assert [str(warning.message).partition(":")[0] for warning in caught] == [
+        "the loop goes on after max_duration='1ep'"
+    ]
+    assert caught[0].filename == __file__
+
+
 def test_pieces_and_whole_batches_do_not_go_together(model, loader):
     with pytest.raises(ValueError, match="num_microbatches=2"):
         make_loop(model, loader, MixUp(draw_per="batch"), num_microbatches=2)

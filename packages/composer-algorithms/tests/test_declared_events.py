@@ -66,3 +66,5 @@ def test_what_is_declared_follows_the_arguments(algorithm, events):
 def test_averages_and_mixtures_that_do_not_go_together_say_so(make_loop):
     explanation = make_loop([EMA(), SWA(), MixUp(), CutMix()]).engine.explain()
     assert [conflict.partition(":")[0] for conflict in explanation.conflicts] == ["EMA and SWA", "MixUp and CutMix"]
+    explanation = make_loop([EMA("2ba"), EMA("4ba")]).engine.explain()
+    assert [conflict.partition(":")[0] for conflict in explanation.conflicts] == ["EMA and EMA#1"]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
+from torch import nn
+
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._pairs import PairMixing
 from composer_algorithms.ema import EMA
@@ -54,15 +56,24 @@ def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Ev
     return found
 
 
-def check_optimizers(optimizer: Any) -> None:
-    """Refuse what would never make a step.
+def check_optimizers(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what would never change the model.
 
     Raises:
         TypeError: If there is something else than optimizers.
-        ValueError: If there is none.
+        ValueError: If there is none, or they have no parameter of the model.
     """
-    if not as_optimizers(optimizer):
+    optimizers = as_optimizers(optimizer)
+    if not optimizers:
         raise ValueError(f"optimizer={optimizer!r}: nothing would be trained. Pass the optimizer of the model.")
+    own = {id(parameter) for parameter in model.parameters()}
+    held = (id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"])
+    if own.isdisjoint(held):
+        names = ", ".join(type(one).__name__ for one in optimizers)
+        raise ValueError(
+            f"None of the parameters of {names} belongs to the {type(model).__name__}, so nothing would be trained. "
+            f"Build the optimizer over the parameters of the very model that is given."
+        )
 
 
 def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_microbatches: int) -> None:

@@ -57,6 +57,9 @@ class AlgorithmLoop(LoopEvaluation):
         TypeError: If one of the algorithms is none.
         ValueError: If arguments do not go with each other, or with an algorithm.
 
+    Warns:
+        UserWarning: When the loop goes on after `max_duration`, once.
+
     Example:
         >>> from composer_algorithms import LabelSmoothing
         >>> data = torch.utils.data.TensorDataset(torch.rand(8, 4), torch.arange(8) % 2)
@@ -85,7 +88,7 @@ class AlgorithmLoop(LoopEvaluation):
         seed: int | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
     ) -> None:
-        check_optimizers(optimizer)
+        check_optimizers(optimizer, model)
         self._events = LoopEvents(
             model,
             algorithms,
@@ -116,6 +119,7 @@ class AlgorithmLoop(LoopEvaluation):
         self._create_graph = any(algorithm.backwards_create_graph for algorithm in self.state.algorithms)
         self._pieces: list[Any] = []  # those of the batch that is being trained on
         self._num_pieces = 0  # how many there will be
+        self._is_warned = False  # that training goes on after its end
 
     @contextmanager
     def batch(self, *parts: Any) -> Iterator[LoopBatch]:
@@ -128,6 +132,7 @@ class AlgorithmLoop(LoopEvaluation):
             RuntimeError: If the block assigns no loss, or an optimizer looks at each batch more than once: use
                 `train_batch`.
         """
+        self._warn_of_the_end(level=4)  # contextlib is between this block and the user's
         for optimizer in self.optimizers:
             if needs_closure(optimizer):
                 raise RuntimeError(
@@ -154,7 +159,7 @@ class AlgorithmLoop(LoopEvaluation):
         Returns:
             The mean of the losses, detached; `None` until the last of `num_microbatches` is there.
         """
-
+        self._warn_of_the_end(level=3)
         losses: list[Tensor] = []
 
         def look() -> Tensor:
@@ -285,6 +290,18 @@ class AlgorithmLoop(LoopEvaluation):
         self._pieces.append(piece)
         self._epochs.count()
         return piece
+
+    def _warn_of_the_end(self, level: int) -> None:
+        duration = self.state.max_duration
+        if self._is_warned or duration is None or self.state.timestamp < duration:
+            return
+        self._is_warned = True
+        warnings.warn(
+            f"the loop goes on after max_duration={duration.to_timestring()!r}: what algorithms do at parts of "
+            f"training was for that length. Give the length that the loop trains, or end it there.",
+            UserWarning,
+            stacklevel=level,
+        )
 
     def _is_whole(self) -> bool:
         return len(self._pieces) == self._num_pieces

@@ -74,7 +74,10 @@ class EMA(Algorithm):
     surgery_rank = 7
     acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
-        {"SWA": "Each ends training with an average of the weights as if there were no other. Use one of them."}
+        {
+            "SWA": "Each ends training with an average of the weights as if there were no other. Use one of them.",
+            "EMA": "Each exchanges the weights for its average as if there were no other. Use one of them.",
+        }
     )
 
     def __init__(
