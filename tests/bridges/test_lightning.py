@@ -232,6 +232,7 @@ class Late(Classifier):
         (SAM(), Classifier, {"accumulate_grad_batches": 2}, "SAM.*accumulate_grad_batches=2"),
         (MixUp(draw_per="batch"), Classifier, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         (NoOpModel(), Classifier, {}, "another model in the place of the Classifier"),
+        (EMA(), Classifier, {"callbacks": [AlgorithmCallback([SAM()])]}, r"2 of AlgorithmCallback \(EMA; SAM\)"),
     ],
     ids=lambda value: "",
 )

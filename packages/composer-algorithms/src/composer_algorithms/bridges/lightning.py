@@ -84,7 +84,12 @@ class AlgorithmCallback(Callback):
         return self._running().state
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Let algorithms change the module, and take part in its methods."""
+        """Let algorithms change the module, and take part in its methods.
+
+        Raises:
+            ValueError: If the Trainer or the module cannot serve the algorithms, or another callback has some too.
+        """
+        self._refuse_others(trainer)
         if self._events is None or self._events.module is not pl_module:
             self._events = FitEvents(trainer, pl_module, self._algorithms, **self._settings)
         self._events.attach(trainer)
@@ -160,6 +165,15 @@ class AlgorithmCallback(Callback):
         self._end_evaluation()
         if self._events is not None:
             self._events.detach()
+
+    def _refuse_others(self, trainer: "Trainer") -> None:
+        callbacks = [one for one in trainer.callbacks if isinstance(one, AlgorithmCallback)]
+        if len(callbacks) > 1:
+            names = [", ".join(type(algorithm).__name__ for algorithm in one._algorithms) for one in callbacks]
+            raise ValueError(
+                f"the Trainer has {len(callbacks)} of AlgorithmCallback ({'; '.join(names)}), which know nothing of "
+                f"each other's changes to the module: pass one, with all algorithms."
+            )
 
     def _start_evaluation(self, dataloader: Any) -> None:
         self._evaluation = self._running().evaluating(dataloader)
