@@ -193,5 +193,7 @@ def check_time_left(state: State) -> None:
     if now >= max_duration:
         raise ValueError(
             f"The max_duration {asked} is not beyond the {now.get(max_duration.unit).to_timestring()} trained so far. "
-            "Please provide the `duration` or specify `reset_time=True` in Trainer.fit()."
+            "Please provide the `duration` or specify `reset_time=True` in Trainer.fit(). A script that may be started "
+            "again when its run is over (autoresume=True) asks `if trainer.state.timestamp < "
+            "trainer.state.max_duration:` first."
         )
