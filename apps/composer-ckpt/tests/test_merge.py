@@ -47,6 +47,12 @@ def test_what_all_of_them_tie_stays_tied(three, run):
     assert found["weight"].data_ptr() == found["tied"].data_ptr()
 
 
+def test_options_may_stand_between_the_paths(three, run_json):
+    code, told = run_json("merge", "a.pt", "--weights", "3,1", "c.pt", "--overwrite", "out.pt")
+    assert code == 0
+    assert [source["weight"] for source in told["sources"]] == [0.75, 0.25]
+
+
 def test_one_of_all_is_that_one(three, run):
     assert run("merge", "a.pt", "b", "out.pt", "--weights", "0,5")[0] == 0
     assert run("diff", "b", "out.pt", "--keys", "*weight*")[0] == 0

@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for add in (
         _add_inspect,
         _add_verify,
@@ -43,6 +43,21 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         add(commands)
     return parser
+
+
+class _Command(argparse.ArgumentParser):
+    """Takes options anywhere, between the paths too, where argparse takes what follows for unknown arguments."""
+
+    _is_mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._is_mixing:  # the method below comes here again, on Python before 3.13
+            return super().parse_known_args(args, namespace)
+        self._is_mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_mixing = False
 
 
 class _Version(argparse.Action):

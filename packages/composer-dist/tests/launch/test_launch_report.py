@@ -73,7 +73,9 @@ def test_without_a_traceback_the_last_lines_are_shown(ending):
 
 def test_a_rank_that_waited_in_vain_points_at_those_that_had_not_failed(ending):
     error = {"message": "DistBackendError: Timed out waiting 300000ms for recv operation", "traceback": "t\n"}
-    assert "Ranks that had not failed by then: 0, 3." in root_cause(ending(error=error), [0, 3], None)
+    said = root_cause(ending(error=error), [0, 3], None)
+    assert "Ranks that had not failed by then: 0, 3." in said
+    assert "dist_timeout" in said
 
 
 def test_only_the_first_of_several_failures_is_the_root_cause(ending):

@@ -139,7 +139,10 @@ def _hints(ending: "Ending", others: Sequence[int]) -> list[str]:
         return ["A suspended rank holds up all others. With --stopped_timeout 0 they would wait until it goes on."]
     if "timed out" in message or "timeout" in message:
         names = ", ".join(map(str, others)) or "none on this node"
-        return [f"A rank that times out has waited for another one. Ranks that had not failed by then: {names}."]
+        return [
+            f"A rank that times out has waited for another one. Ranks that had not failed by then: {names}.",
+            "If they are only slow, let the ranks wait longer: Trainer(dist_timeout=...), in seconds.",
+        ]
     return []
 
 
