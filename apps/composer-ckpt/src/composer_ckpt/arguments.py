@@ -50,7 +50,9 @@ class _Command(argparse.ArgumentParser):
 
     _is_mixing = False
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # its overloads say the same
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         if self._is_mixing:  # the method below comes here again, on Python before 3.13
             return super().parse_known_args(args, namespace)
         self._is_mixing = True

@@ -45,6 +45,7 @@ class TrainBatches:
         self._is_untouched = True  # nothing was read since it was opened, be it here or at its end
         self._latest: Any = None
         self._exhausted = False
+        self._is_warned = False  # that another rank had fewer batches
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch, each after its BEFORE_DATALOADER."""
@@ -56,7 +57,9 @@ class TrainBatches:
             run_event(Event.BEFORE_DATALOADER)
             # A batch that an exception kept from being trained on is the next one still.
             is_new = self._num_read == self._state.timestamp.num_batches_in_epoch
-            if is_new and not self._ranks.all_have_a_batch(self._read()):
+            if is_new and not self._ranks.all_have_a_batch(has_one := self._read()):
+                if has_one:
+                    self._say_others_had_none()
                 # There is no batch that AFTER_DATALOADER could show; only the profiler's marker must end.
                 self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
                 break
@@ -114,6 +117,17 @@ class TrainBatches:
         self._is_untouched = False
         self._latest = transform_batch(self.data_spec, batch)
         return True
+
+    def _say_others_had_none(self) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        warnings.warn(
+            f"Another rank had no batch left after {self._num_read}, so epoch {self._state.timestamp.num_epochs} ends "
+            f"there on all ranks; what global rank {get_global_rank()} still had is not trained on. A sampler of "
+            "dist.get_sampler(dataset) gives all ranks as many.",
+            stacklevel=level_of_user(),
+        )
 
     def _say_nothing_came(self) -> None:
         """Warn of an epoch without batches, or raise where training would never end or has had batches before."""

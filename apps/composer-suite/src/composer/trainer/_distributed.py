@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from composer.trainer._caller import level_of_user
 from composer.trainer._ranks import Ranks, agreed_facts
 from composer.trainer._refusals import compare
 from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
-from composer_dist import agreement, dist, get_world_size, reproducibility
+from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed_config import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.env import check_environment
@@ -180,6 +182,13 @@ def share_length(state: State) -> None:
         length = state.dataloader_len
         lengths = [own for own in dist.all_gather_object(None if length is None else int(length)) if own is not None]
         if lengths and (length is None or int(length) != min(lengths)):
+            if length is not None:
+                warnings.warn(
+                    f"train_dataloader has {int(length)} batches on global rank {get_global_rank()} and {min(lengths)} "
+                    "on another one, so epochs have as many on all ranks; the others are not trained on. A sampler of "
+                    "dist.get_sampler(dataset) gives all ranks as many.",
+                    stacklevel=level_of_user(),
+                )
             state.dataloader_len = min(lengths)
 
 

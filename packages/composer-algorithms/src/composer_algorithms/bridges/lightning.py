@@ -167,7 +167,9 @@ class AlgorithmCallback(Callback):
             self._events.detach()
 
     def _refuse_others(self, trainer: "Trainer") -> None:
-        callbacks = [one for one in trainer.callbacks if isinstance(one, AlgorithmCallback)]
+        # Lightning sets the attribute from elsewhere, where a type checker does not see it.
+        of_trainer: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks = [one for one in of_trainer if isinstance(one, AlgorithmCallback)]
         if len(callbacks) > 1:
             names = [", ".join(type(algorithm).__name__ for algorithm in one._algorithms) for one in callbacks]
             raise ValueError(
