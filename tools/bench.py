@@ -77,7 +77,7 @@ PLAN = (
     Script("launch", ("--rounds", "3"), 120.0),
     Script("trainer_overhead", ("--rounds", "5", "--steps", "500"), 150.0),
     Script("peers", ("--rounds", "5"), 120.0),
-    Script("callbacks", ("--quick",), 150.0),
+    Script("callbacks", ("--turns", "150"), 150.0),
     Script("callbacks_long_runs", ("--quick",), 90.0),
     Script("optimizers", (), 90.0),
     Script("ema"),

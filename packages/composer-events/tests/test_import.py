@@ -28,6 +28,7 @@ PUBLIC = [
     "create_interval_scheduler",
     "evaluate_periodically",
     "Logger",
+    "log_lazily",
     "LoggerDestination",
     "format_log_data_value",
     "format_name_with_dist",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from composer_events.iter_helpers import map_collection as map_collection
     from composer_events.log_values import format_log_data_value as format_log_data_value
     from composer_events.logger import Logger as Logger
+    from composer_events.logger import log_lazily as log_lazily
     from composer_events.logger_destination import LoggerDestination as LoggerDestination
     from composer_events.parallelism import ParallelismType as ParallelismType
     from composer_events.passes import AlgorithmPass as AlgorithmPass
@@ -76,6 +77,7 @@ _HOME = {
     "create_interval_scheduler": "composer_events.intervals",
     "evaluate_periodically": "composer_events.intervals",
     "Logger": "composer_events.logger",
+    "log_lazily": "composer_events.logger",
     "LoggerDestination": "composer_events.logger_destination",
     "BufferedDestination": "composer_events.buffered_destination",
     "LoggedMetrics": "composer_events.buffered_destination",
@@ -124,6 +126,7 @@ __all__ = [
     "create_interval_scheduler",
     "evaluate_periodically",
     "Logger",
+    "log_lazily",
     "LoggerDestination",
     "format_log_data_value",
     "format_name_with_dist",

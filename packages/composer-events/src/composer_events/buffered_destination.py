@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
 
@@ -22,6 +22,9 @@ LoggedMetrics: TypeAlias = "tuple[dict[str, Any], dict[str, Any], Timestamp | No
 """What one call logged: the metrics as they were handed in; copies of them as they were then, for
 `composer_events.value_copies.restored` to read, if a destination asks for copies, otherwise the same again; the time,
 `None` where a destination was called by hand; and the step, where the caller gave one."""
+
+
+_Noted: TypeAlias = "tuple[dict[str, Any] | Callable[..., dict[str, Any]], Any, Timestamp | None, int | None]"
 
 
 class BufferedDestination(LoggerDestination):
@@ -97,7 +100,8 @@ class MetricBuffer:
     """
 
     def __init__(self) -> None:
-        self._noted: list[LoggedMetrics] = []
+        # Of what is computed when it is handed over, the call stands in the place of the metrics.
+        self._noted: list[_Noted] = []
         self._destinations: tuple[BufferedDestination, ...] = ()
         self._copies = False
         self._seen: Timestamp | None = None
@@ -126,11 +130,21 @@ class MetricBuffer:
         """
         if timestamp is not self._seen:  # loading a state changes a timestamp in place
             self._seen, self._now = timestamp, timestamp.copy()
-        if _are_unchanging(map(type, metrics.values())):  # most are
-            kept = copies = dict(metrics)
-        else:
-            kept, copies = as_of_now(metrics, self._copies)
-        self._noted.append((kept, copies, self._now, step))
+        self._noted.append((*_as_of_now(metrics, self._copies), self._now, step))
+        if len(self._noted) >= _MOST_KEPT:
+            self.deliver()
+
+    def note_call(self, compute: Callable[..., dict[str, Any]], arguments: Sequence[Any], timestamp: Timestamp) -> None:
+        """Keep a call whose result is to be logged, until it is handed over.
+
+        Args:
+            compute: Returns metrics by name, in a dict of their own.
+            arguments: What it takes, which does not change any more.
+            timestamp: The time in training.
+        """
+        if timestamp is not self._seen:
+            self._seen, self._now = timestamp, timestamp.copy()
+        self._noted.append((compute, arguments, self._now, None))
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()
 
@@ -139,8 +153,35 @@ class MetricBuffer:
         if self._noted:
             noted, self._noted = self._noted, []
             with ExitStack() as rest:  # one that fails costs the others nothing
+                logged = self._computed(noted, rest)
                 for place in reversed(self._destinations):
-                    rest.callback(place.take_metrics, noted)
+                    rest.callback(place.take_metrics, logged)
+
+    def _computed(self, noted: Sequence[_Noted], rest: ExitStack) -> list[LoggedMetrics]:
+        """Return what was noted with the results of calls; what one of them raises is raised at the end."""
+        logged: list[LoggedMetrics] = []
+        for kept, copies, now, step in noted:
+            if not callable(kept):
+                logged.append((kept, copies, now, step))
+                continue
+            try:
+                metrics = kept(*copies)
+            except Exception as error:
+                rest.callback(_raise, error)
+                continue
+            if metrics:
+                logged.append((*_as_of_now(metrics, self._copies), now, step))
+        return logged
+
+
+def _as_of_now(metrics: dict[str, Any], copies: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    if _are_unchanging(map(type, metrics.values())):  # most are
+        return (same := dict(metrics)), same
+    return as_of_now(metrics, copies)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def takes_late(place: object) -> TypeGuard[BufferedDestination]:

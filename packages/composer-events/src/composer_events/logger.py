@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,7 @@ from composer_events.logger_destination import LoggerDestination
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = ["Logger"]
+__all__ = ["Logger", "log_lazily"]
 
 _VERBS: Final = ("log_hyperparameters", "log_metrics", "log_table", "log_images", "log_traces", "upload_file")
 
@@ -185,3 +185,36 @@ class Logger:
 
     def _current_batch(self) -> int:
         return self._state.timestamp.batch.value
+
+    def _postpones(self, compute: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -> bool:
+        """Note a call that is made when its result is read, and answer whether nobody needs it at once."""
+        if self._at_once or "log_metrics" in vars(self):
+            return False
+        if self._note is not None:
+            self._buffer.note_call(compute, arguments, self._state.timestamp)
+        return True
+
+
+def log_lazily(logger: Logger, compute: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+    """Log numbers that are computed when a destination reads them, and never if none does.
+
+    A training step of some milliseconds leaves little of Python in the processor's caches, so that a small computation
+    takes ten times as long there as where many are made at a time. Where a destination takes metrics at once, or the
+    logger is one of the caller's own, they are computed at once.
+
+    Args:
+        logger: Where to.
+        compute: Returns metrics by name, in a dict that nobody else has; an empty one logs nothing. What it raises is
+            raised where the metrics are read.
+        arguments: What it takes. They must not change any more: a number or a timestamp, but not the state.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from composer_time import Timestamp
+        >>> logger = Logger(SimpleNamespace(timestamp=Timestamp()))
+        >>> log_lazily(logger, lambda done, seconds: {"samples_per_sec": done / seconds}, 64, 0.5)
+    """
+    if type(logger) is not Logger or not logger._postpones(compute, arguments):  # pyright: ignore[reportPrivateUsage]
+        metrics = compute(*arguments)
+        if metrics:
+            logger.log_metrics(metrics)

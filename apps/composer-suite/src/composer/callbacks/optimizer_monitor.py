@@ -95,6 +95,8 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
 
     What is on an accelerator stays there, what is on the CPU is a number.
     """
+    if all(type(tensor) is Tensor for tensor in tensors) and len({(each.device, each.dtype) for each in tensors}) == 1:
+        return list(_norms(tensors))  # the usual case, without what the others need
     norms: dict[int, Any] = {}
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -114,7 +116,7 @@ def _norms(tensors: list[Tensor]) -> Sequence[Any]:
     # As torch's own clipping of gradients computes them: on an accelerator by one kernel for many tensors. The public
     # `torch.nn.utils.get_total_norm` keeps only what they add up to.
     norms: Sequence[Tensor] = torch._foreach_norm(tensors, dtype=_wide(tensors[0]))  # pyright: ignore[reportPrivateImportUsage]
-    return _at_hand(torch.stack(list(norms))) if tensors[0].is_cpu else norms
+    return [norm.item() for norm in norms] if tensors[0].is_cpu else norms
 
 
 def _wide(tensor: Tensor) -> torch.dtype | None:

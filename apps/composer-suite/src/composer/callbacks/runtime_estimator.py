@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer.callbacks.speed_monitor import SECONDS, check_time_unit
 from composer_events.arguments import check_counts
 from composer_events.callback import Callback
+from composer_events.logger import log_lazily
 from composer_time import TimeUnit
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Time, Timestamp
 
 __all__ = ["RuntimeEstimator"]
 
@@ -62,33 +64,37 @@ class RuntimeEstimator(Callback):
             self._is_enabled = False
             return
         self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
-        self._start_fraction = self._elapsed_fraction(state) or 0.0
+        self._start_fraction = self._elapsed_fraction(state.timestamp, state.max_duration) or 0.0
         self._start_s = time.monotonic()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the estimate."""
         if self._start_s is None:
             return
-        fraction = self._elapsed_fraction(state)
-        if fraction is None or fraction <= self._start_fraction:
-            return
-        train_s = time.monotonic() - self._start_s
-        remaining_eval_s = 0.0
+        train_s, remaining_eval_s = time.monotonic() - self._start_s, 0.0
         if self._evaluations:
             train_s -= sum(each.total_s for each in self._evaluations.values())
             remaining_eval_s = self._remaining_eval_s()
-        remaining_s = train_s / (fraction - self._start_fraction) * (1 - fraction) + remaining_eval_s
-        logger.log_metrics({"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]})
+        log_lazily(logger, self._estimate, state.timestamp, state.max_duration, train_s, remaining_eval_s)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Remember how long an evaluation took, and how often there is one."""
         label = state.dataloader_label
-        fraction = None if self._start_s is None else self._elapsed_fraction(state)
+        fraction = None if self._start_s is None else self._elapsed_fraction(state.timestamp, state.max_duration)
         if fraction is None or label is None:
             return
         done = self._evaluations.setdefault(label, _Evaluations())
         done.add(state.eval_timestamp.total_wct.total_seconds())
         self.eval_frequency_per_label[label] = max(fraction - self._start_fraction, 0.0) / done.count
+
+    def _estimate(
+        self, now: Timestamp, max_duration: Time[Any] | None, train_s: float, remaining_eval_s: float
+    ) -> dict[str, float]:
+        fraction = self._elapsed_fraction(now, max_duration)
+        if fraction is None or fraction <= self._start_fraction:
+            return {}
+        remaining_s = train_s / (fraction - self._start_fraction) * (1 - fraction) + remaining_eval_s
+        return {"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]}
 
     def _remaining_eval_s(self) -> float:
         remaining_s = 0.0
@@ -98,9 +104,8 @@ class RuntimeEstimator(Callback):
                 remaining_s += done.mean_s * max((1 - self._start_fraction) / frequency - done.count, 0.0)
         return remaining_s
 
-    def _elapsed_fraction(self, state: State) -> float | None:
+    def _elapsed_fraction(self, now: Timestamp, max_duration: Time[Any] | None) -> float | None:
         """Return which part of training is done, between epochs too, where that can be known."""
-        max_duration, now = state.max_duration, state.timestamp
         if max_duration is None:
             return None
         unit, length = max_duration.unit, max_duration.value
@@ -111,8 +116,7 @@ class RuntimeEstimator(Callback):
             mean_length = (batch - now.num_batches_in_epoch) / epochs if epochs else self._epoch_length
             if mean_length:
                 return min(batch / (length * mean_length), 1.0)
-        elapsed = state.get_elapsed_duration()
-        return None if elapsed is None else float(elapsed.value)
+        return now.get(unit).value / length if length else 1.0
 
 
 @dataclass(slots=True)

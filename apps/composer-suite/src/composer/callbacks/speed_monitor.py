@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 
@@ -13,13 +13,16 @@ from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_counts, check_numbers
 from composer_events.callback import Callback
+from composer_events.logger import log_lazily
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Timestamp
 
 __all__ = ["GPU_AVAILABLE_FLOPS", "SpeedMonitor", "get_gpu_flops_available"]
 
+N = TypeVar("N", int, float)
 SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
 
 
@@ -72,9 +75,8 @@ class SpeedMonitor(Callback):
         check_time_unit(time_unit)
         if gpu_flops_available is not None:
             check_numbers(0, gpu_flops_available=gpu_flops_available)
-        self.history_samples: deque[int] = deque(maxlen=window_size + 1)
-        self.history_tokens: deque[int] = deque(maxlen=window_size + 1)
-        self.history_wct: deque[float] = deque(maxlen=window_size + 1)
+        self._window_size = window_size
+        self._history: deque[Timestamp] = deque(maxlen=window_size + 1)
         self.history_flops: deque[Any] = deque(maxlen=window_size + 1)
         self.gpu_flops_available = gpu_flops_available
         self.total_eval_wct = 0.0
@@ -91,20 +93,16 @@ class SpeedMonitor(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the speed over the window that ends with this batch."""
-        now = state.timestamp
-        train_s = now.total_wct.total_seconds()
-        self.history_samples.append(now.num_samples)
-        self.history_tokens.append(now.num_tokens)
-        self.history_wct.append(train_s)
-        metrics: dict[str, Any] = self._throughput() if len(self.history_wct) == self.history_wct.maxlen else {}
+        history, now = self._history, state.timestamp
+        history.append(now)
+        start = history[0] if len(history) == history.maxlen else None
         if self._model is not state.model:  # a module takes long to say that it lacks something
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
-        if self._flops_per_batch is not None:
-            metrics |= self._flops(_checked_flops(self._flops_per_batch(state.batch)), state)
-        metrics["time/train"] = train_s / self._seconds
-        metrics["time/val"] = self.total_eval_wct / self._seconds
-        metrics["time/total"] = (train_s + self.total_eval_wct) / self._seconds
-        logger.log_metrics(metrics)
+        if self._flops_per_batch is None:
+            log_lazily(logger, self._speed, start, now, self.total_eval_wct)
+        else:
+            flops = self._flops(_checked_flops(self._flops_per_batch(state.batch)), state)
+            logger.log_metrics(flops | self._speed(start, now, self.total_eval_wct))
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Add up the time spent on evaluation."""
@@ -118,19 +116,46 @@ class SpeedMonitor(Callback):
         """Go on counting from what `state_dict` returned."""
         self.total_eval_wct = state["total_eval_wct"]
 
-    def _throughput(self) -> dict[str, float]:
-        seconds = self.history_wct[-1] - self.history_wct[0]
+    @property
+    def history_samples(self) -> deque[int]:
+        """Samples seen at the batches of the window, and at the one before it."""
+        return self._of_history(lambda stamp: stamp.num_samples)
+
+    @property
+    def history_tokens(self) -> deque[int]:
+        """Tokens seen then."""
+        return self._of_history(lambda stamp: stamp.num_tokens)
+
+    @property
+    def history_wct(self) -> deque[float]:
+        """Seconds trained then."""
+        return self._of_history(lambda stamp: stamp.total_wct.total_seconds())
+
+    def _of_history(self, read: Callable[[Timestamp], N]) -> deque[N]:
+        return deque(map(read, self._history), self._history.maxlen)
+
+    def _speed(self, start: Timestamp | None, end: Timestamp, eval_s: float) -> dict[str, Any]:
+        """Return what is logged of a window, which has no start before it is full."""
+        train_s = end.total_wct.total_seconds()
+        metrics = {} if start is None else self._throughput(start, end)
+        metrics["time/train"] = train_s / self._seconds
+        metrics["time/val"] = eval_s / self._seconds
+        metrics["time/total"] = (train_s + eval_s) / self._seconds
+        return metrics
+
+    def _throughput(self, start: Timestamp, end: Timestamp) -> dict[str, float]:
+        seconds = (end.total_wct - start.total_wct).total_seconds()
         if seconds <= 0:
             return {}  # a clock that did not move says nothing of the speed
-        batches = (len(self.history_wct) - 1) / seconds
-        samples = (self.history_samples[-1] - self.history_samples[0]) / seconds
+        batches = self._window_size / seconds
+        samples = (end.num_samples - start.num_samples) / seconds
         metrics = {
             "throughput/batches_per_sec": batches,
             "throughput/samples_per_sec": samples,
             "throughput/device/batches_per_sec": batches / self._world_size,
             "throughput/device/samples_per_sec": samples / self._world_size,
         }
-        tokens = (self.history_tokens[-1] - self.history_tokens[0]) / seconds
+        tokens = (end.num_tokens - start.num_tokens) / seconds
         if tokens > 0:
             metrics["throughput/tokens_per_sec"] = tokens
             metrics["throughput/device/tokens_per_sec"] = tokens / self._world_size
@@ -139,7 +164,7 @@ class SpeedMonitor(Callback):
     def _flops(self, of_batch: float, state: State) -> dict[str, Any]:
         so_far = self.history_flops[-1] if self.history_flops else 0.0
         self.history_flops.append(so_far + _over_all_ranks(of_batch, state))
-        seconds = self.history_wct[-1] - self.history_wct[0]
+        seconds = (self._history[-1].total_wct - self._history[0].total_wct).total_seconds()
         if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
             return {}
         flops = (self.history_flops[-1] - self.history_flops[0]) / seconds

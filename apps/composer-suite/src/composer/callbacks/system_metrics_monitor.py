@@ -12,6 +12,7 @@ from composer.callbacks._steady_reader import SteadyReader
 from composer_dist import dist
 from composer_events.arguments import check_flags
 from composer_events.callback import Callback
+from composer_events.logger import log_lazily
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -70,10 +71,9 @@ class SystemMetricsMonitor(Callback):
 
     def _log(self, logger: Logger) -> None:
         of_host, of_gpu = self._machine.latest()
-        metrics = dict(of_host)
         if self._has_gpu:
-            metrics |= _named_by_rank(dist.all_gather_object(of_gpu), self.log_all_data)
-        logger.log_metrics(metrics)
+            of_host = of_host | _named_by_rank(dist.all_gather_object(of_gpu), self.log_all_data)
+        log_lazily(logger, dict, of_host)
 
 
 def _reading(host: HostReader, gpu: GPUReader | None) -> Callable[[], tuple[dict[str, float], dict[str, float]]]:

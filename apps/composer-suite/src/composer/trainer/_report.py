@@ -8,8 +8,9 @@ from typing import Any
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
 from composer_dist import get_local_world_size, get_world_size
-from composer_events.logger import Logger
+from composer_events.logger import Logger, log_lazily
 from composer_events.state import State
+from composer_time import Timestamp
 
 
 class Report:
@@ -33,14 +34,14 @@ class Report:
     def time(self) -> None:
         """Log where in training the batch lies."""
         if self._logger.destinations:
-            self._logger.log_metrics(self._times())
+            log_lazily(self._logger, _times, self._state.timestamp)
             self._log_tokens()
 
     def epoch_and_time(self) -> None:
         """Log where training ended; the metrics of the latest batch are on the state, also where nobody listened."""
         if not self._ranks.listen:
             self._metrics.compute()
-        self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs, **self._times()})
+        self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs, **_times(self._state.timestamp)})
         self._log_tokens()
 
     def losses(self, losses: Mapping[str, Any]) -> None:
@@ -60,20 +61,20 @@ class Report:
             values = self._metrics.compute()
             self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
 
-    def _times(self) -> dict[str, int]:
-        stamp = self._state.timestamp
-        return {
-            "time/batch": stamp.num_batches,
-            "time/sample": stamp.num_samples,
-            "time/batch_in_epoch": stamp.num_batches_in_epoch,
-            "time/sample_in_epoch": stamp.num_samples_in_epoch,
-        }
-
     def _log_tokens(self) -> None:
         stamp = self._state.timestamp
         if stamp.num_tokens:
             self._logger.log_metrics({"time/token": stamp.num_tokens})
             self._logger.log_metrics({"time/token_in_epoch": stamp.num_tokens_in_epoch})
+
+
+def _times(stamp: Timestamp) -> dict[str, int]:
+    return {
+        "time/batch": stamp.num_batches,
+        "time/sample": stamp.num_samples,
+        "time/batch_in_epoch": stamp.num_batches_in_epoch,
+        "time/sample_in_epoch": stamp.num_samples_in_epoch,
+    }
 
 
 def log_run_facts(state: State, logger: Logger) -> None:
