@@ -194,6 +194,8 @@
       make("label", {}, log, "logarithmic"), make("label", {}, "only", filter), ...runs);
   }
 
+  const wide = [];  // what draws the charts that are as wide as the page
+
   function stepTimes() {
     const parts = [...new Set(data.runs.flatMap((run) => Object.keys(run.times.step ?? {})))];
     const node = make("div", { class: "wide", id: "step-times" });
@@ -206,8 +208,8 @@
       }), customdata: data.runs.map((run) => (run.times.step ?? {})[part] ?? 0),
       hovertemplate: "%{x:.1f} %, %{customdata:.2f} s",
     }));
-    Plotly.newPlot(node, traces, layout({ ...bars, barmode: "stack", height: 120 + 36 * data.runs.length,
-      margin: { l: 56, r: 14, t: 12, b: 84 }, xaxis: { title: { text: "share of the time in % by the host's clock", standoff: 6 } } }), config);
+    wide.push(() => Plotly.newPlot(node, traces, layout({ ...bars, barmode: "stack", height: 120 + 36 * data.runs.length,
+      margin: { l: 56, r: 14, t: 12, b: 84 }, xaxis: { title: { text: "share of the time in % by the host's clock", standoff: 6 } } }), config));
     const profiled = data.runs.flatMap((run) => (run.times.profiler ?? []).map((row) => [run.name, row]));
     if (!profiled.length) return [node];
     profiled.sort((a, b) => b[1].total_s - a[1].total_s);
@@ -228,9 +230,9 @@
           y.push(plain(name)); base.push(first); x.push(last - first + 1); text.push(`batches ${first} to ${last}`);
         }
       }
-      Plotly.newPlot(node, [{ type: "bar", orientation: "h", y, base, x, text, textposition: "none", hovertemplate: "%{y}: %{text}<extra></extra>",
+      wide.push(() => Plotly.newPlot(node, [{ type: "bar", orientation: "h", y, base, x, text, textposition: "none", hovertemplate: "%{y}: %{text}<extra></extra>",
         marker: { color: colors[index % colors.length] } }], layout({ ...bars, height: 70 + 24 * names.length,
-        xaxis: { title: { text: "batches", standoff: 6 } } }), config);
+        xaxis: { title: { text: "batches", standoff: 6 } } }), config));
       return [make("h3", {}, run.name), node];
     });
   }
@@ -275,6 +277,6 @@
   times.append(...stepTimes());
   const drawn = timelines();
   timeline.append(...(drawn.length ? drawn : [make("p", { class: "faint" }, "No algorithm acted.")]));
-  for (const node of root.querySelectorAll(".wide")) Plotly.Plots.resize(node);
+  for (const draw of wide) draw();  // only now do their boxes have a width
   document.body.dataset.ready = "yes";
 })();
