@@ -196,6 +196,11 @@ def test_the_settings_are_yaml_whatever_they_are():
     assert yaml.safe_load("\n".join(block.splitlines()[2:-1])) == {**settings, "nested": {"pair": {"(0, 1)": 2}}}
 
 
+def test_a_setting_whose_name_is_also_the_beginning_of_others_is_shown_beside_them():
+    block = format_config({"optimizer": "Adam", "optimizer/lr": 0.1, 1: "x"})
+    assert block.splitlines()[2:-1] == ['"1": x', "optimizer: Adam", "optimizer/lr: 0.1"]
+
+
 def test_settings_that_hold_themselves_end():
     settings = {"lr": 0.1}
     settings["itself"] = settings

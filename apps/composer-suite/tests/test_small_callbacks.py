@@ -162,6 +162,24 @@ def test_of_several_evaluations_the_first_one_does_not_count_as_typical(monkeypa
     assert kept.of("time/remaining_estimate") == [pytest.approx(7 * 1.0 + 7 * 3.0)]
 
 
+def test_the_estimate_of_a_second_training_knows_nothing_of_the_first(monkeypatch, make_state):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    state = make_state(max_duration="4ba")
+    kept, estimator = Kept(), RuntimeEstimator(skip_batches=0, time_unit="seconds")
+    logger = Logger(state, kept)
+    for max_duration, batch_s in (("4ba", 1.0), ("8ba", 3.0)):
+        state.max_duration = max_duration
+        estimator.fit_start(state, logger)
+        estimator.batch_start(state, logger)
+        for _ in range(4):
+            state.timestamp = state.timestamp.to_next_batch()
+            clock[0] += batch_s
+            estimator.batch_end(state, logger)
+        clock[0] += 1000.0  # nobody trains
+    assert kept.of("time/remaining_estimate") == pytest.approx([3.0, 2.0, 1.0, 0.0, 9.0, 6.0, 3.0, 0.0])
+
+
 def test_where_no_accelerator_is_the_memory_monitor_says_so():
     with pytest.warns(UserWarning, match="only works on CUDA devices, but the model is on cpu"):
         kept = train(MemoryMonitor(), batches=1)

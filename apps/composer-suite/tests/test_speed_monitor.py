@@ -1,16 +1,18 @@
 """SpeedMonitor against counts and rates worked out by hand."""
 
 import datetime
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from composer import Trainer
 from composer.callbacks import SpeedMonitor
 from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, find_device, get_gpu_flops_available
-from composer.core import Precision, State
+from composer.core import Precision, State, Timestamp
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerClassifier, ComposerModel
 
@@ -190,3 +192,37 @@ def test_every_peak_in_eight_bits_is_twice_that_in_sixteen():
 def test_a_device_of_ones_own_can_be_added(monkeypatch):
     monkeypatch.setitem(GPU_AVAILABLE_FLOPS, "gtx-1080", {"fp32": 8.9e12})
     assert find_device("NVIDIA GeForce GTX 1080") == "gtx-1080"
+
+
+def test_a_training_that_begins_anew_has_a_speed_of_its_own():
+    model, monitor = Model(), SpeedMonitor(window_size=2, time_unit="seconds")
+    monitor.eval_end(SimpleNamespace(eval_timestamp=Timestamp().copy(total_wct=datetime.timedelta(seconds=7))), None)
+    for seconds, samples in ((10, 100), (20, 200), (30, 300)):
+        assert at(monitor, seconds=seconds, samples=samples, model=model)["time/val"] == 7
+    assert "throughput/samples_per_sec" not in at(monitor, seconds=1, samples=4, model=model)
+    at(monitor, seconds=2, samples=8, model=model)
+    metrics = at(monitor, seconds=3, samples=12, model=model)
+    assert metrics["throughput/samples_per_sec"] == 4
+    assert (metrics["time/val"], metrics["time/total"]) == (0, 3)
+
+
+def test_evaluations_of_a_training_are_timed():
+    class Slow(Model):
+        def eval_forward(self, batch, outputs=None):
+            time.sleep(0.01)
+            return self(batch)
+
+        def get_metrics(self, is_train=False):
+            return {} if is_train else {"Mean": MeanMetric()}
+
+        def update_metric(self, batch, outputs, metric):
+            metric.update(outputs)
+
+    data = TensorDataset(torch.randn(6, 3), torch.zeros(6, dtype=torch.long))
+    kept = train(
+        Slow(), SpeedMonitor(time_unit="seconds"), eval_dataloader=DataLoader(data, batch_size=2), eval_interval="4ba"
+    )
+    spent_s = kept.of("time/val")
+    assert spent_s[3] == 0  # the first evaluation follows this batch
+    assert spent_s[4] >= 3 * 0.01
+    assert spent_s[8] >= 2 * 3 * 0.01

@@ -1,5 +1,7 @@
 """EarlyStopper and ThresholdStopper on metrics whose values are known beforehand."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -88,6 +90,17 @@ def test_training_stops_when_patience_is_used_up_after_the_last_improvement(pati
 def test_an_improvement_below_the_least_difference_is_none():
     values = [0.5, 0.55, 0.60, 0.65]
     assert epochs_trained(EarlyStopper("Quality", "held-out", min_delta=0.2), values).epoch == 3
+
+
+def test_a_first_value_that_is_no_number_is_no_best():
+    values = [math.nan, math.nan, 0.1, 0.2, 0.3, 0.4]
+    assert epochs_trained(EarlyStopper("Quality", "held-out", patience=3), values, max_duration="6ep").epoch == 6
+
+
+def test_patience_begins_anew_where_training_does():
+    stopper = EarlyStopper("Quality", "held-out", patience=1)
+    stopper.load_state_dict({"best": 0.9, "best_occurred": "30ep"})
+    assert epochs_trained(stopper, [0.1, 0.2, 0.1, 0.1, 0.1]).epoch == 4
 
 
 def test_of_a_loss_less_is_better():

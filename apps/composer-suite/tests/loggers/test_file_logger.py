@@ -186,6 +186,30 @@ def test_pieces_are_gathered_up_to_the_size_of_the_buffer(begun, tmp_path):
     assert len(lines_of(path)) == 3
 
 
+class Printing(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        print(f"sample {index}")
+        return torch.zeros(2), 0
+
+
+def test_what_workers_of_a_dataloader_print_is_in_the_file_once(make_trainer, tmp_path):
+    loader = torch.utils.data.DataLoader(Printing(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    trainer = make_trainer(
+        train_dataloader=loader, max_duration="1ep", loggers=FileLogger(buffer_size=4096), run_name="plum"
+    )
+    with trainer:
+        print("before the workers begin")
+        trainer.fit()
+    lines = lines_of(tmp_path / "plum/logs-rank0.txt")
+    assert sorted(line for line in lines if "sample" in line and "stdout" in line) == [
+        f"[stdout]: sample {index}" for index in range(8)
+    ]
+    assert lines.count("[stdout]: before the workers begin") == 1
+
+
 FULL_DISK = """
 import resource, signal, sys, warnings
 from composer.core import Engine, Event, State

@@ -206,7 +206,8 @@ def log_lazily(logger: Logger, compute: Callable[..., dict[str, Any]], *argument
         logger: Where to.
         compute: Returns metrics by name, in a dict that nobody else has; an empty one logs nothing. What it raises is
             raised where the metrics are read.
-        arguments: What it takes. They must not change any more: a number or a timestamp, but not the state.
+        arguments: What it takes. They must not change any more: numbers, but neither the state nor its timestamp, which
+            loading a state changes in place.
 
     Example:
         >>> from types import SimpleNamespace

@@ -98,4 +98,8 @@ __getattr__, __dir__ = lazy_face(
         "system_metrics_monitor",
         "threshold_stopper",
     ],
+    removed={
+        "EvalOutputLogging": "it belonged to the in-context learning tasks, which are left out; Generate logs what a "
+        "model writes."
+    },
 )

@@ -102,7 +102,7 @@ class EarlyStopper(Callback):
     def _look(self, state: State) -> None:
         value = compute_metric(state, self.monitor, self.dataloader_label)
         now = state.timestamp.get(self.patience.unit)
-        if self.best is None or self.best_occurred is None or self._is_better(value):
+        if self.best is None or self.best_occurred is None or self.best_occurred > now or self._is_better(value):
             self.best, self.best_occurred = value, now
         elif now - self.best_occurred > self.patience:
             self.stop_reason = (
@@ -113,4 +113,6 @@ class EarlyStopper(Callback):
 
     def _is_better(self, value: Any) -> bool:
         best = value.new_tensor(self.best) if not hasattr(self.best, "device") else self.best
+        if bool(best.isnan()):  # nothing compares with it
+            return not bool(value.isnan())
         return bool(self.comp(value, best)) and bool(abs(value - best) > self.min_delta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer.callbacks.speed_monitor import SECONDS, check_time_unit
 from composer_events.arguments import check_counts
@@ -16,7 +16,6 @@ from composer_time import TimeUnit
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
-    from composer_time import Time, Timestamp
 
 __all__ = ["RuntimeEstimator"]
 
@@ -42,7 +41,7 @@ class RuntimeEstimator(Callback):
         self.time_unit = time_unit
         self.eval_frequency_per_label: dict[str, float] = {}
         self._evaluations: dict[str, _Evaluations] = {}
-        self._batches_left_to_skip = skip_batches
+        self._skip_batches = self._batches_left_to_skip = skip_batches
         self._start_s: float | None = None
         self._start_fraction = 0.0
         self._epoch_length: int | None = None
@@ -51,6 +50,14 @@ class RuntimeEstimator(Callback):
     def init(self, state: State, logger: Logger) -> None:
         """Say what the estimate is counted in."""
         logger.log_hyperparameters({"time/remaining_estimate_unit": self.time_unit})
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Begin anew: what was before this training says nothing of how long it takes."""
+        self.eval_frequency_per_label.clear()
+        self._evaluations.clear()
+        self._batches_left_to_skip = self._skip_batches
+        self._start_s = None
+        self._is_enabled = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Start the clock after the batches to skip."""
@@ -64,23 +71,26 @@ class RuntimeEstimator(Callback):
             self._is_enabled = False
             return
         self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
-        self._start_fraction = self._elapsed_fraction(state.timestamp, state.max_duration) or 0.0
+        self._start_fraction = self._elapsed_fraction(state) or 0.0
         self._start_s = time.monotonic()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the estimate."""
         if self._start_s is None:
             return
+        fraction = self._elapsed_fraction(state)
+        if fraction is None or fraction <= self._start_fraction:
+            return
         train_s, remaining_eval_s = time.monotonic() - self._start_s, 0.0
         if self._evaluations:
             train_s -= sum(each.total_s for each in self._evaluations.values())
             remaining_eval_s = self._remaining_eval_s()
-        log_lazily(logger, self._estimate, state.timestamp, state.max_duration, train_s, remaining_eval_s)
+        log_lazily(logger, self._estimate, fraction, self._start_fraction, train_s, remaining_eval_s)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Remember how long an evaluation took, and how often there is one."""
         label = state.dataloader_label
-        fraction = None if self._start_s is None else self._elapsed_fraction(state.timestamp, state.max_duration)
+        fraction = None if self._start_s is None else self._elapsed_fraction(state)
         if fraction is None or label is None:
             return
         done = self._evaluations.setdefault(label, _Evaluations())
@@ -88,12 +98,9 @@ class RuntimeEstimator(Callback):
         self.eval_frequency_per_label[label] = max(fraction - self._start_fraction, 0.0) / done.count
 
     def _estimate(
-        self, now: Timestamp, max_duration: Time[Any] | None, train_s: float, remaining_eval_s: float
+        self, fraction: float, start_fraction: float, train_s: float, remaining_eval_s: float
     ) -> dict[str, float]:
-        fraction = self._elapsed_fraction(now, max_duration)
-        if fraction is None or fraction <= self._start_fraction:
-            return {}
-        remaining_s = train_s / (fraction - self._start_fraction) * (1 - fraction) + remaining_eval_s
+        remaining_s = train_s / (fraction - start_fraction) * (1 - fraction) + remaining_eval_s
         return {"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]}
 
     def _remaining_eval_s(self) -> float:
@@ -104,8 +111,9 @@ class RuntimeEstimator(Callback):
                 remaining_s += done.mean_s * max((1 - self._start_fraction) / frequency - done.count, 0.0)
         return remaining_s
 
-    def _elapsed_fraction(self, now: Timestamp, max_duration: Time[Any] | None) -> float | None:
+    def _elapsed_fraction(self, state: State) -> float | None:
         """Return which part of training is done, between epochs too, where that can be known."""
+        max_duration, now = state.max_duration, state.timestamp
         if max_duration is None:
             return None
         unit, length = max_duration.unit, max_duration.value
@@ -116,7 +124,8 @@ class RuntimeEstimator(Callback):
             mean_length = (batch - now.num_batches_in_epoch) / epochs if epochs else self._epoch_length
             if mean_length:
                 return min(batch / (length * mean_length), 1.0)
-        return now.get(unit).value / length if length else 1.0
+        elapsed = state.get_elapsed_duration()
+        return None if elapsed is None else float(elapsed.value)
 
 
 @dataclass(slots=True)

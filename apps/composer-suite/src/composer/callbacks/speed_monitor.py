@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -18,11 +18,9 @@ from composer_events.logger import log_lazily
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
-    from composer_time import Timestamp
 
 __all__ = ["GPU_AVAILABLE_FLOPS", "SpeedMonitor", "get_gpu_flops_available"]
 
-N = TypeVar("N", int, float)
 SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
 
 
@@ -75,11 +73,13 @@ class SpeedMonitor(Callback):
         check_time_unit(time_unit)
         if gpu_flops_available is not None:
             check_numbers(0, gpu_flops_available=gpu_flops_available)
-        self._window_size = window_size
-        self._history: deque[Timestamp] = deque(maxlen=window_size + 1)
+        self.history_samples: deque[int] = deque(maxlen=window_size + 1)
+        self.history_tokens: deque[int] = deque(maxlen=window_size + 1)
+        self.history_wct: deque[float] = deque(maxlen=window_size + 1)
         self.history_flops: deque[Any] = deque(maxlen=window_size + 1)
         self.gpu_flops_available = gpu_flops_available
         self.total_eval_wct = 0.0
+        self._window_size = window_size
         self._seconds = SECONDS[time_unit]
         self._world_size = 1
         self._model: torch.nn.Module | None = None
@@ -93,16 +93,24 @@ class SpeedMonitor(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the speed over the window that ends with this batch."""
-        history, now = self._history, state.timestamp
-        history.append(now)
-        start = history[0] if len(history) == history.maxlen else None
+        now, seconds = state.timestamp, self.history_wct
+        train_s = now.total_wct.total_seconds()
+        if seconds and train_s < seconds[-1]:
+            self._forget()
+        self.history_samples.append(now.num_samples)
+        self.history_tokens.append(now.num_tokens)
+        seconds.append(train_s)
+        window: tuple[Any, ...] = ()
+        if len(seconds) == seconds.maxlen:
+            samples, tokens = self.history_samples, self.history_tokens
+            window = train_s - seconds[0], samples[-1] - samples[0], tokens[-1] - tokens[0]
         if self._model is not state.model:  # a module takes long to say that it lacks something
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
         if self._flops_per_batch is None:
-            log_lazily(logger, self._speed, start, now, self.total_eval_wct)
+            log_lazily(logger, self._speed, train_s, self.total_eval_wct, *window)
         else:
             flops = self._flops(_checked_flops(self._flops_per_batch(state.batch)), state)
-            logger.log_metrics(flops | self._speed(start, now, self.total_eval_wct))
+            logger.log_metrics(flops | self._speed(train_s, self.total_eval_wct, *window))
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Add up the time spent on evaluation."""
@@ -116,55 +124,35 @@ class SpeedMonitor(Callback):
         """Go on counting from what `state_dict` returned."""
         self.total_eval_wct = state["total_eval_wct"]
 
-    @property
-    def history_samples(self) -> deque[int]:
-        """Samples seen at the batches of the window, and at the one before it."""
-        return self._of_history(lambda stamp: stamp.num_samples)
+    def _forget(self) -> None:
+        """Begin anew where training has: its clock stands before that of the batch before."""
+        for history in (self.history_samples, self.history_tokens, self.history_wct, self.history_flops):
+            history.clear()
+        self.total_eval_wct = 0.0
 
-    @property
-    def history_tokens(self) -> deque[int]:
-        """Tokens seen then."""
-        return self._of_history(lambda stamp: stamp.num_tokens)
-
-    @property
-    def history_wct(self) -> deque[float]:
-        """Seconds trained then."""
-        return self._of_history(lambda stamp: stamp.total_wct.total_seconds())
-
-    def _of_history(self, read: Callable[[Timestamp], N]) -> deque[N]:
-        return deque(map(read, self._history), self._history.maxlen)
-
-    def _speed(self, start: Timestamp | None, end: Timestamp, eval_s: float) -> dict[str, Any]:
-        """Return what is logged of a window, which has no start before it is full."""
-        train_s = end.total_wct.total_seconds()
-        metrics = {} if start is None else self._throughput(start, end)
+    def _speed(
+        self, train_s: float, eval_s: float, seconds: float = 0.0, samples: int = 0, tokens: int = 0
+    ) -> dict[str, Any]:
+        """Return what is logged of the window's seconds, samples and tokens; of none before the window is full."""
+        metrics = self._throughput(seconds, samples, tokens)
         metrics["time/train"] = train_s / self._seconds
         metrics["time/val"] = eval_s / self._seconds
         metrics["time/total"] = (train_s + eval_s) / self._seconds
         return metrics
 
-    def _throughput(self, start: Timestamp, end: Timestamp) -> dict[str, float]:
-        seconds = (end.total_wct - start.total_wct).total_seconds()
+    def _throughput(self, seconds: float, samples: int, tokens: int) -> dict[str, float]:
         if seconds <= 0:
             return {}  # a clock that did not move says nothing of the speed
-        batches = self._window_size / seconds
-        samples = (end.num_samples - start.num_samples) / seconds
-        metrics = {
-            "throughput/batches_per_sec": batches,
-            "throughput/samples_per_sec": samples,
-            "throughput/device/batches_per_sec": batches / self._world_size,
-            "throughput/device/samples_per_sec": samples / self._world_size,
-        }
-        tokens = (end.num_tokens - start.num_tokens) / seconds
+        rates = {"batches_per_sec": self._window_size / seconds, "samples_per_sec": samples / seconds}
         if tokens > 0:
-            metrics["throughput/tokens_per_sec"] = tokens
-            metrics["throughput/device/tokens_per_sec"] = tokens / self._world_size
-        return metrics
+            rates["tokens_per_sec"] = tokens / seconds
+        of_all = {f"throughput/{name}": rate for name, rate in rates.items()}
+        return of_all | {f"throughput/device/{name}": rate / self._world_size for name, rate in rates.items()}
 
     def _flops(self, of_batch: float, state: State) -> dict[str, Any]:
         so_far = self.history_flops[-1] if self.history_flops else 0.0
         self.history_flops.append(so_far + _over_all_ranks(of_batch, state))
-        seconds = (self._history[-1].total_wct - self._history[0].total_wct).total_seconds()
+        seconds = self.history_wct[-1] - self.history_wct[0]
         if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
             return {}
         flops = (self.history_flops[-1] - self.history_flops[0]) / seconds

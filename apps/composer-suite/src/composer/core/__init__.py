@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from composer_events.engine import Trace as Trace
     from composer_events.evaluator import Evaluator as Evaluator
     from composer_events.evaluator import ensure_evaluator as ensure_evaluator
+    from composer_events.evaluator import validate_eval_automicrobatching as validate_eval_automicrobatching
     from composer_events.event import Event as Event
+    from composer_events.intervals import evaluate_periodically as evaluate_periodically
     from composer_events.passes import AlgorithmPass as AlgorithmPass
     from composer_events.serializable import Serializable as Serializable
     from composer_events.state import State as State
     from composer_events.types import JSON as JSON
     from composer_events.types import Batch as Batch
+    from composer_events.types import BreakEpochException as BreakEpochException
     from composer_events.types import Dataset as Dataset
     from composer_events.types import MemoryFormat as MemoryFormat
+    from composer_events.types import PyTorchScheduler as PyTorchScheduler
     from composer_events.types import TrainerMode as TrainerMode
     from composer_time import Time as Time
     from composer_time import Timestamp as Timestamp
@@ -45,6 +49,8 @@ __all__ = [
     "ensure_data_spec",
     "Evaluator",
     "ensure_evaluator",
+    "evaluate_periodically",
+    "validate_eval_automicrobatching",
     "Precision",
     "get_precision_context",
     "Serializable",
@@ -53,6 +59,8 @@ __all__ = [
     "Dataset",
     "MemoryFormat",
     "TrainerMode",
+    "PyTorchScheduler",
+    "BreakEpochException",
 ]
 
 __getattr__, __dir__ = lazy_face(
@@ -66,10 +74,19 @@ __getattr__, __dir__ = lazy_face(
         "composer_events.callback": ["Callback"],
         "composer_events.state": ["State"],
         "composer_events.data_spec": ["DataSpec", "ensure_data_spec"],
-        "composer_events.evaluator": ["Evaluator", "ensure_evaluator"],
+        "composer_events.evaluator": ["Evaluator", "ensure_evaluator", "validate_eval_automicrobatching"],
+        "composer_events.intervals": ["evaluate_periodically"],
         "composer_dist.precision": ["Precision", "get_precision_context"],
         "composer_events.serializable": ["Serializable"],
-        "composer_events.types": ["Batch", "JSON", "Dataset", "MemoryFormat", "TrainerMode"],
+        "composer_events.types": [
+            "Batch",
+            "JSON",
+            "Dataset",
+            "MemoryFormat",
+            "TrainerMode",
+            "PyTorchScheduler",
+            "BreakEpochException",
+        ],
     },
     submodules=[
         "algorithm",

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from composer.loggers._plain_values import to_plain
@@ -29,7 +30,10 @@ def format_config(hyperparameters: Mapping[str, Any]) -> str:
         seed: 17
         ******************************
     """
-    lines = _to_yaml(to_plain(convert_flat_dict_to_nested_dict(hyperparameters)))
+    named = {str(name): value for name, value in hyperparameters.items()}
+    with suppress(ValueError):  # of a name that is also the beginning of others: then they are shown as they are
+        named = convert_flat_dict_to_nested_dict(named)
+    lines = _to_yaml(to_plain(named))
     return "\n".join([_RULE, "Config:", *lines, _RULE])
 
 

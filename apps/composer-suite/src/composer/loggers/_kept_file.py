@@ -34,6 +34,11 @@ class KeptFile:
         if len(self._gathered) >= self._buffer_size:
             self._offer()
 
+    def begin_in_child(self) -> None:
+        """Leave what was gathered to the parent of a forked process, and write at once: nobody closes this copy."""
+        self._gathered.clear()
+        self._buffer_size = 0
+
     def flush(self) -> None:
         """Append what was gathered."""
         self._offer()

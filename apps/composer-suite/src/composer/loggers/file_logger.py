@@ -81,6 +81,7 @@ class FileLogger(LoggerDestination):
         self.should_log_traces, self.overwrite, self.is_resuming = log_traces, overwrite, False
         self._run_name: str | None = None
         self._file: KeptFile | None = None
+        self._pid = os.getpid()
         self._lock = RLock()  # several threads print, and what is written may itself have something printed
         self._pending: deque[_Entry] = deque()
         self._is_writing = False
@@ -213,9 +214,20 @@ class FileLogger(LoggerDestination):
         self._add(_Entry(render, snapshot=snapshot))
 
     def _add(self, entry: "_Entry") -> None:
+        if os.getpid() != self._pid:
+            self._begin_in_child()
         with self._lock:
             self._pending.append(entry)
         self._write_pending()
+
+    def _begin_in_child(self) -> None:
+        """Start afresh in a process that was forked, such as a dataloader's worker: what waits is its parent's."""
+        self._pid = os.getpid()
+        self._lock = RLock()  # another thread of the parent may have held it
+        self._pending.clear()
+        self._is_writing = False
+        if self._file is not None:
+            self._file.begin_in_child()
 
     def _write_pending(self, waits: bool = False) -> None:
         """Write what is known, in order, or wait until it is."""

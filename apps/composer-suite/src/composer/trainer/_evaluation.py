@@ -1,5 +1,6 @@
 """Evaluation of one evaluator over its dataloader: its events, forward passes and metrics."""
 
+import datetime
 import functools
 import inspect
 import warnings
@@ -12,6 +13,7 @@ from composer.trainer._autocast import Autocast
 from composer.trainer._batch import cut
 from composer.trainer._blame import in_stage, name_dataset, name_setters
 from composer.trainer._caller import level_of_user
+from composer.trainer._clock import Clock
 from composer.trainer._fitting import halve, release_memory
 from composer.trainer._out_of_memory import Attempts, Stage
 from composer.trainer._padding import Padding, without_last
@@ -58,6 +60,7 @@ class Evaluation:
         self._eval_forward = _of_batch(model.eval_forward)
         self._autocast = autocast
         self._attempts = Attempts(strategy, ValueError)
+        self._clock = Clock()
 
     def run(
         self,
@@ -88,6 +91,7 @@ class Evaluation:
                     state.device.module_to_device(metric).reset()
                 ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)
                 ranks.begin(evaluator.dataloader)
+                self._clock.start_batch()
                 for state.batch in self._batches(evaluator, ranks, open_batches):
                     self._evaluate_batch(evaluator, metrics, ranks, padding)
                 if evaluator.auto_microbatching:
@@ -136,8 +140,10 @@ class Evaluation:
         else:
             evaluate()
         state.batch = batch
-        samples, tokens, _ = ranks.total(num_samples, num_tokens)
-        state.eval_timestamp = state.eval_timestamp.to_next_batch(samples=samples - num_repeated, tokens=tokens)
+        samples, tokens, seconds = ranks.total(num_samples, num_tokens, self._clock.end_batch_s())
+        state.eval_timestamp = state.eval_timestamp.to_next_batch(
+            samples=samples - num_repeated, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
+        )
         run_event(Event.EVAL_BATCH_END)
 
     def _evaluate_microbatches(

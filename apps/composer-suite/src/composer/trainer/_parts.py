@@ -25,7 +25,7 @@ from composer.trainer._profiling import bind_profiler, check_profiler
 from composer.trainer._python_log import check_log_level
 from composer.trainer._recomputation import check_recomputation
 from composer.trainer._refusals import share_refusal
-from composer.trainer._schedules import Schedule
+from composer.trainer._schedules import Schedule, check_optimizers_of
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer_dist.devices import get_device
 from composer_events.algorithm import Algorithm
@@ -130,6 +130,7 @@ def _check_alone(given: Given) -> Parts:
     arguments.check_dist_timeout(given.dist_timeout)
     on_divergence = to_policy(given.on_divergence, is_deepspeed=given.deepspeed_config is not None)
     optimizers = arguments.choose_optimizers(given.optimizers, model)
+    check_optimizers_of(schedule.schedulers, optimizers)
     spread = _choose_spread(given, device, precision, microbatching, data_spec, algorithms, callbacks)
     scaler = None if spread.strategy.has_own_precision else make_scaler(precision, device, optimizers)
     run_name = arguments.choose_run_name(given.run_name)

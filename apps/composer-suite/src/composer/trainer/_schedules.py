@@ -1,8 +1,10 @@
 """When the learning-rate schedulers step, and how they are built from what the user gave."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer_events.iter_helpers import ensure_tuple
@@ -124,6 +126,26 @@ def _check(scheduler: Any) -> None:
             f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of the "
             f"state. {hint}"
         )
+
+
+def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a scheduler that moves the learning rate of an optimizer that does not train.
+
+    Raises:
+        ValueError: If one of PyTorch's has an optimizer without a parameter of these.
+    """
+    trained = {id(parameter) for parameter in _parameters(optimizers)}
+    for scheduler in schedulers:
+        optimizer = getattr(scheduler, "optimizer", None) if isinstance(scheduler, LRScheduler) else None
+        if isinstance(optimizer, Optimizer) and trained.isdisjoint(map(id, _parameters([optimizer]))):
+            raise ValueError(
+                f"schedulers holds a {type(scheduler).__name__} of another {type(optimizer).__name__} than the one in "
+                "`optimizers`, whose learning rate would never move. Make it from that one."
+            )
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
+    return (parameter for one in optimizers for group in one.param_groups for parameter in group["params"])
 
 
 def _check_state(schedulers: tuple[Any, ...], state: State) -> None:
