@@ -224,13 +224,6 @@ def test_a_count_of_samples_with_which_training_would_never_end(make_trainer, ma
     assert trainer.state.timestamp.batch == 0
 
 
-def test_batches_of_which_no_rank_has_a_sample_are_not_trained_on_in_silence(make_trainer, make_loader):
-    data = DataSpec(make_loader(8, 4), get_num_samples_in_batch=lambda batch: 0)
-    trainer = make_trainer(train_dataloader=data, max_duration="1ep")
-    with pytest.raises(ValueError, match="get_num_samples_in_batch says that there is no sample in this batch"):
-        trainer.fit()
-
-
 def test_a_scheduler_over_an_optimizer_that_does_not_train(make_trainer, make_model):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -183,11 +183,6 @@ class BatchTrainer:
         )
         if len(weights) == 1 and weights[0] == whole and whole:
             return [1.0], is_aligned
-        if not whole and not self._by_tokens:
-            raise ValueError(
-                "get_num_samples_in_batch says that there is no sample in this batch on any rank, so its loss would "
-                "count for nothing. Let the dataloader leave such batches out, or correct the count."
-            )
         return [weight / whole if whole else 0.0 for weight in weights], is_aligned
 
     def _train_microbatch(self, share: float, losses: dict[str, Tensor]) -> None:
