@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from decimal import Decimal
 from pathlib import Path
 from threading import Semaphore
 
@@ -391,3 +392,148 @@ def test_what_was_not_merged_is_not_extended(tmp_path):
     with pytest.raises(TypeError, match="does not end as a merged trace"):
         extend_trace(str(path), str(path))
     assert path.read_text() == "[]"
+
+
+def spans_of(trace, name):
+    """Return begin and end of each span of a rank, and the batch in which it began."""
+    spans, begins = [], {}
+    for event in trace:
+        if event["name"] == name and event["ph"] == "B":
+            begins[event["pid"]] = event
+        elif event["name"] == name and event["ph"] == "E":
+            begin = begins.pop(event["pid"])
+            spans.append((begin["pid"], begin["args"]["batch"], begin["ts"], event["ts"]))
+    return spans
+
+
+def steps_of_operators(trace, pids=lambda pid: pid):
+    """Return for each linear layer's operator the rank, and the batches in whose forward pass its middle lies."""
+    forwards = spans_of(trace, "event/forward")
+    found = []
+    for operator in (event for event in trace if event["name"] == "aten::linear"):
+        rank, middle = pids(operator["pid"]), operator["ts"] + operator["dur"] / 2
+        found.append((rank, [batch for pid, batch, begin, end in forwards if pid == rank and begin <= middle <= end]))
+    return found
+
+
+def spans_and_operators(folder):
+    torch_folder = f"{folder}/torch"
+    return spans_only(
+        JSONTraceHandler(folder=f"{folder}/traces"),
+        torch_prof_with_flops=True,
+        torch_prof_folder=torch_folder,
+        torch_prof_overwrite=True,
+    )
+
+
+def test_torchs_operators_lie_in_the_forward_pass_of_their_step(tmp_path):
+    with make_trainer(spans_and_operators(tmp_path)) as trainer:
+        trainer.fit()
+    trace = json.loads((tmp_path / "traces" / "merged_trace.json").read_text())
+    assert steps_of_operators(trace) == [(0, [1]), (0, [2]), (0, [5]), (0, [6])]
+
+
+def test_torchs_own_files_are_merged_by_hand_beneath_the_spans(tmp_path):
+    with make_trainer(spans_and_operators(tmp_path)) as trainer:
+        trainer.fit()
+    spans = tmp_path / "spans.json"
+    events = json.loads((tmp_path / "traces" / "merged_trace.json").read_text())
+    spans.write_text(json.dumps([event for event in events if event["ph"] in "BEM"]))
+    files = [str(tmp_path / "torch" / name) for name in ("rank0.3.pt.trace.json", "rank0.7.pt.trace.json")]
+    merge_traces(str(tmp_path / "all.json"), str(spans), *files)
+    trace = json.loads((tmp_path / "all.json").read_text())
+    assert steps_of_operators(trace, pids=lambda pid: 0) == [(0, [1]), (0, [2]), (0, [5]), (0, [6])]
+
+
+def test_torchs_operators_of_several_ranks_lie_in_the_forward_pass_of_their_own(tmp_path):
+    run_ranks(train_with_operators_on_a_rank, str(tmp_path), store=tmp_path / "store")
+    trace = json.loads((tmp_path / "traces" / "merged_trace.json").read_text())
+    assert sorted(steps_of_operators(trace)) == [(0, [1]), (0, [2]), (1, [1]), (1, [2])]
+    for name in ("event/fit", "event/iteration", "event/epoch"):
+        assert sorted(pid for pid, *_ in spans_of(trace, name)) == [0, 1]
+
+
+def train_with_operators_on_a_rank(folder):
+    with make_trainer(spans_and_operators(folder), max_duration="1ep") as trainer:
+        trainer.fit()
+
+
+def test_torchs_own_file_goes_by_the_clock_of_its_ranks_cycle(tmp_path):
+    def write(name, content):
+        (tmp_path / name).write_text(json.dumps(content))
+        return str(tmp_path / name)
+
+    operator = {"name": "operator", "ph": "X", "ts": 50.5, "dur": 10.0, "pid": 77, "tid": 77}
+    unstamped = {"name": "process_name", "ph": "M", "pid": 77, "tid": 77}
+    of_torch = {"global_rank": 1, "baseTimeNanoseconds": 6_000_000, "traceEvents": [unstamped, operator]}
+    cycles = [(0, 1_000), (1, 1_300), (0, 5_000), (1, 5_900)]
+    files = [write(f"{rank}-{clock}.json", trace_of(rank, clock, clock + 100)) for rank, clock in cycles]
+    merge_traces(str(tmp_path / "all.json"), write("torch.json", of_torch), *files)
+    trace = json.loads((tmp_path / "all.json").read_text())
+    # 6000 + 50.5 by the clock of rank 1, which was 900 before that of rank 0 in the second cycle
+    assert [(e["ts"], e["dur"]) for e in trace if e["name"] == "operator"] == [(5_150.5, 10.0)]
+    assert unstamped in trace
+
+
+def test_operators_that_touch_still_do_where_floats_are_coarse():
+    base_ns = 1_790_857_026_000_000_000  # of a real file, as are times of so many digits
+    outer = {"name": "outer", "ts": 4706948223843.368, "dur": 76.284}
+    inner = {"name": "inner", "ts": 4706948223843.491, "dur": 76.161}  # ends with the outer one
+    after = {"name": "after", "ts": 4706948223919.652, "dur": 0.1}  # begins there
+    text = json.dumps({"baseTimeNanoseconds": base_ns, "traceEvents": [outer, inner, after]})
+    outer, inner, after = parse_trace(text, "torch.json")
+    assert outer["ts"] == pytest.approx(1_795_563_974_223_843.368, abs=0.25, rel=0)
+    assert outer["ts"] <= inner["ts"]
+    assert outer["ts"] + outer["dur"] == inner["ts"] + inner["dur"] == after["ts"]
+    # readers that count in decimals, as Perfetto does, see the very same times
+    assert all(Decimal(str(event["ts"])) == Decimal(event["ts"]) for event in (outer, inner, after))
+
+
+def test_all_spans_of_saved_cycles_end_and_no_others_are_added(tmp_path):
+    handler = JSONTraceHandler(folder=str(tmp_path))
+    with make_trainer(spans_only(handler), max_duration="2ep") as trainer:
+        trainer.fit()
+    trace = json.loads((tmp_path / "merged_trace.json").read_text())
+    begins = sorted(event["name"] for event in trace if event["ph"] == "B")
+    ends = sorted(event["name"] for event in trace if event["ph"] == "E")
+    assert begins == ends
+    assert [batch for _, batch, *_ in spans_of(trace, "event/epoch")] == [0, 4]
+    last = json.loads(Path(handler.saved_traces[-1]).read_text())
+    assert {event["name"] for event in last if event["ph"] == "E"} >= {"event/epoch", "event/iteration", "event/fit"}
+    assert phases(trace, "event/train_batch") == ["B", "E"] * 6
+
+
+def test_an_epoch_that_training_leaves_in_its_middle_ends_with_it(tmp_path):
+    with make_trainer(spans_only(JSONTraceHandler(folder=str(tmp_path))), max_duration="3ba") as trainer:
+        trainer.fit()
+        trainer.fit(duration="5ba")
+    trace = json.loads((tmp_path / "merged_trace.json").read_text())
+    open_spans = []
+    for event in trace:
+        if event["ph"] == "B":
+            open_spans.append(event["name"])
+        elif event["ph"] == "E":
+            assert open_spans.pop() == event["name"]
+    assert open_spans == []
+
+
+@pytest.mark.parametrize("num_traces_to_keep", [0, 1])
+def test_ends_reach_the_merged_trace_where_no_other_file_is_kept(tmp_path, num_traces_to_keep):
+    handler = JSONTraceHandler(folder=str(tmp_path), num_traces_to_keep=num_traces_to_keep)
+    with make_trainer(spans_only(handler), max_duration="1ep") as trainer:
+        trainer.fit()
+    trace = json.loads((tmp_path / "merged_trace.json").read_text())
+    assert phases(trace, "event/fit") == ["B", "E"]
+    assert len(list(tmp_path.iterdir())) == num_traces_to_keep + 1
+
+
+def test_spans_of_a_cycle_that_is_not_saved_stay_out_when_training_ends(tmp_path):
+    actions = ["active_and_save", "active", "active", "active"]
+    off = {"sys_prof_cpu": False, "torch_prof_profile_memory": False, "torch_prof_with_flops": False}
+    profiler = Profiler(
+        lambda state: actions[int(state.timestamp.batch) % 4], JSONTraceHandler(folder=str(tmp_path)), **off
+    )
+    with make_trainer(profiler, max_duration="3ba") as trainer:
+        trainer.fit()
+    trace = json.loads((tmp_path / "merged_trace.json").read_text())
+    assert phases(trace, "event/train_batch") == phases(trace, "event/fit") == ["B", "E"]

@@ -1,12 +1,18 @@
 """The folders and files of traces, as both who writes spans and who writes torch's operators keep them."""
 
+import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from composer_checkpoint.conflicts import ensure_folder_is_empty
 from composer_dist import dist
 
-__all__ = ["prepare_folder", "prune"]
+__all__ = ["END", "append_events", "prepare_folder", "prune"]
+
+END = "\n]\n"  # of a list with one event a line
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
@@ -32,3 +38,23 @@ def open_name(folder: Path, name: str) -> Path:
     path = folder / name
     os.makedirs(path.parent, exist_ok=True)
     return path
+
+
+def append_events(path: str, events: Iterable[dict[str, Any]]) -> None:
+    """Put events at the end of a list of them, without reading it; until the longer one is complete, it is as it was.
+
+    Raises:
+        TypeError: If the file does not end as such a list.
+    """
+    unfinished = f"{path}.unfinished"
+    shutil.copyfile(path, unfinished)
+    with open(unfinished, "rb+") as file:
+        end = END.encode()
+        file.seek(-min(len(end), file.seek(0, os.SEEK_END)), os.SEEK_END)
+        if file.read() != end:
+            raise TypeError(f"{path!r} does not end as a merged trace. Merge the files anew with merge_traces.")
+        file.seek(-len(end), os.SEEK_END)
+        for event in events:
+            file.write(f",\n{json.dumps(event)}".encode())
+        file.write(end)
+    os.replace(unfinished, path)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from composer.loggers._snapshot import as_number
-from composer.profiler._trace_files import prepare_folder, prune
+from composer.profiler._open_spans import OpenSpans
+from composer.profiler._trace_files import append_events, prepare_folder, prune
 from composer.profiler.json_trace_merger import extend_trace, merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
 from composer_dist import dist
@@ -38,6 +40,10 @@ _log = logging.getLogger(__name__)
 
 class JSONTraceHandler(TraceHandler):
     """Writes what a `Profiler` records as JSON: a file for each rank and cycle, and one for all of a node's together.
+
+    A file is written at the end of its cycle's last batch. Spans around it, such as `event/epoch`, end later: in the
+    next cycle's file or, when `fit` is over, in the last one. The merged file has all ends; a copy of the last one that
+    a logger keeps has them only if `overwrite` allows to replace it.
 
     Args:
         folder: Where to, with the placeholders of `format_name_with_dist`.
@@ -102,6 +108,10 @@ class JSONTraceHandler(TraceHandler):
         self.saved_traces: list[str] = []
         self.merged_trace: str | None = None
         self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # other threads record, too
+        self._spans = OpenSpans()
+        self._facts: list[dict[str, Any]] = []
+        self._unfinished: Path | None = None  # the last cycle's file, while ends may come
+        self._remote: str | None = None  # what it is called elsewhere
         self._is_described = False
         self._saves = self._has_saved = False
 
@@ -137,18 +147,22 @@ class JSONTraceHandler(TraceHandler):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._write(path)
         if self.remote_file_name is not None:
-            remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
-            logger.upload_file(remote, path, overwrite=self.overwrite)
+            self._remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
+            logger.upload_file(self._remote, path, overwrite=self.overwrite)
         if self.merged_trace_filename is not None:
             self._merge(path, state, logger)
         if os.fspath(path) in self.saved_traces:  # a name without the time, which is written each time
             self.saved_traces.remove(os.fspath(path))
         self.saved_traces.append(os.fspath(path))
         self._has_saved = True
+        self._unfinished = path
         prune(self.saved_traces, self.num_traces_to_keep)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Say so if training was too short for a trace."""
+        """Write the ends of what has begun in a cycle; say so if there was none. Every rank must call this."""
+        if self._unfinished is not None:
+            self._write_ends(self._unfinished, state, logger)
+            self._unfinished = None
         if not self._has_saved and not self._queue.empty():
             _log.warning(
                 "There is no trace in %s: training has ended before a cycle of the schedule did. Train longer, or give "
@@ -228,26 +242,47 @@ class JSONTraceHandler(TraceHandler):
             "clock_sync_timestamp_us": {"value": (begin_ns + end_ns) // 2000},
             "clock_sync_error_bound": {"value": (end_ns - begin_ns) // 1000},
         }
-        for name, args in facts.items():
-            self._queue.put({"name": name, "ph": "M", "pid": rank, "tid": os.getpid(), "args": args})
+        self._facts = [
+            {"name": name, "ph": "M", "pid": rank, "tid": os.getpid(), "args": args} for name, args in facts.items()
+        ]
+        for fact in self._facts:
+            self._queue.put(fact)
 
     def _write(self, path: Path) -> None:
         with open(path, "w") as file:
             separator = "[\n"
-            try:
-                while True:
-                    event = self._queue.get_nowait()
+            for event in self._queued():
+                if self._spans.note(event):
                     file.write(separator + json.dumps(event))
                     separator = ",\n"
-            except Empty:
-                file.write("[]\n" if separator == "[\n" else "\n]\n")
+            file.write("[]\n" if separator == "[\n" else "\n]\n")
 
-    def _merge(self, path: Path, state: State, logger: Logger) -> None:
-        """Put this cycle of the node's ranks together with the cycles before."""
+    def _write_ends(self, path: Path, state: State, logger: Logger) -> None:
+        """Add the ends of spans that have begun in the files, and nothing else, to the last one and the merged one."""
+        ends, others = self._spans.take_ends(self._queued())
+        for event in others:  # a further `fit` may save them
+            self._queue.put(event)
+        if path.exists():  # as it does unless none are kept
+            append_events(os.fspath(path), ends)
+            if self._remote is not None and self.overwrite:
+                logger.upload_file(self._remote, path, overwrite=True)
+        if self.merged_trace_filename is not None:
+            loose = path.with_name(f".{path.name}.ends")
+            loose.write_text(json.dumps([*self._facts, *ends]))
+            for name in self._merge(loose, state, logger):
+                os.unlink(name)
+
+    def _queued(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(Empty):
+            while True:
+                yield self._queue.get_nowait()
+
+    def _merge(self, path: Path, state: State, logger: Logger) -> list[str]:
+        """Put the node's ranks' files together with those before, and return them on the rank that has done so."""
         nodes_and_paths = dist.all_gather_object((dist.get_node_rank(), os.fspath(path)))
         dist.barrier()
         if dist.get_local_rank() != 0:
-            return
+            return []
         merged = self._merged(state)
         inputs = [name for node, name in nodes_and_paths if node == dist.get_node_rank()]
         if merged.exists():
@@ -259,6 +294,7 @@ class JSONTraceHandler(TraceHandler):
         self.merged_trace = os.fspath(merged)
         if self.merged_trace_remote_file_name is not None:
             logger.upload_file(self.merged_trace_remote_file_name, merged, overwrite=True)
+        return inputs
 
     def _folder(self, state: State) -> Path:
         return Path(format_name_with_dist(self.folder, state.run_name))

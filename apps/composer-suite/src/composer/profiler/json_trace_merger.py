@@ -6,16 +6,16 @@ python -m composer.profiler.json_trace_merger -o merged.json rank0.json rank1.js
 import argparse
 import gzip
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
+
+from composer.profiler._trace_files import END, append_events
 
 __all__ = ["extend_trace", "main", "merge_traces", "parse_trace", "read_trace"]
 
 _LAST = 99_999
 _BACKWARD = "MulBackward0"  # an operator that only the thread of the backward pass runs
-_END = "\n]\n"
 _MERGED = "merged_trace"  # a fact that a file has whose clocks are equal already
 
 
@@ -24,7 +24,8 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
 
     A file says of itself which rank it is of, and when, by its own clock, a moment was that all ranks have in common;
     the clock of the lowest rank counts. Of several files of a rank, the first goes with the first of the lowest rank,
-    and so on. A file that was merged before goes in as it is.
+    and so on. A file that was merged before goes in as it is. A file of torch's own profiler, which says its rank but
+    no such moment, goes with the file of that rank in whose time it lies.
 
     Args:
         output_file: Where the events go, one a line.
@@ -40,7 +41,7 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
         for event in _merged(trace_files):
             file.write(separator + json.dumps(event))
             separator = ",\n"
-        file.write("\n]}\n" if object_form else _END)
+        file.write("\n]}\n" if object_form else END)
 
 
 def extend_trace(merged_file: str, *trace_files: str) -> None:
@@ -53,44 +54,74 @@ def extend_trace(merged_file: str, *trace_files: str) -> None:
     Raises:
         TypeError: If a file holds no trace, or the first one was not written by `merge_traces`.
     """
-    unfinished = f"{merged_file}.unfinished"
-    shutil.copyfile(merged_file, unfinished)
-    with open(unfinished, "rb+") as file:
-        end = _END.encode()
-        file.seek(-min(len(end), file.seek(0, os.SEEK_END)), os.SEEK_END)
-        if file.read() != end:
-            raise TypeError(f"{merged_file!r} does not end as a merged trace. Merge the files anew with merge_traces.")
-        file.seek(-len(end), os.SEEK_END)
-        for event in _merged(trace_files):
-            file.write(f",\n{json.dumps(event)}".encode())
-        file.write(end)
-    os.replace(unfinished, merged_file)
+    append_events(merged_file, _merged(trace_files))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """The events of a file, and what it says of itself."""
+
+    events: list[dict[str, Any]]
+    rank: int | None
+    clock_us: int | None
+    torch_rank: int | None
+    is_merged: bool
+
+    @classmethod
+    def read(cls, path: str) -> "_Trace":
+        text = _text(path)
+        parsed = _parse(text)
+        events = _events(parsed, text, path)
+        torch_rank = cast("dict[str, Any]", parsed).get("global_rank") if isinstance(parsed, dict) else None
+        return cls(
+            events=events,
+            rank=_fact(events, "global_rank"),
+            clock_us=_fact(events, "clock_sync_timestamp_us"),
+            torch_rank=torch_rank if isinstance(torch_rank, int) else None,
+            is_merged=_fact(events, _MERGED) is not None,
+        )
 
 
 def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the events of traces by the clock of the lowest rank, after one that says so."""
-    traces = [read_trace(path) for path in trace_files]
-    ranks = [_fact(trace, "global_rank") for trace in traces]
-    clocks = [_fact(trace, "clock_sync_timestamp_us") for trace in traces]
-    are_merged = [_fact(trace, _MERGED) is not None for trace in traces]
-    of_ranks: dict[int, list[int]] = {}
-    for rank, clock, is_merged in zip(ranks, clocks, are_merged, strict=True):
-        if rank is not None and clock is not None and not is_merged:
-            of_ranks.setdefault(rank, []).append(clock)
-    lowest = min((rank for rank in ranks if rank is not None), default=0)
-    common = of_ranks[min(of_ranks)] if of_ranks else []
-    turns = dict.fromkeys(of_ranks, 0)
+    traces = [_Trace.read(path) for path in trace_files]
+    clocks: dict[int, list[int]] = {}
+    for trace in traces:
+        if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
+            clocks.setdefault(trace.rank, []).append(trace.clock_us)
+    common = clocks[min(clocks)] if clocks else []
+    shifts = {
+        rank: [common[min(turn, len(common) - 1)] - clock for turn, clock in enumerate(own)]
+        for rank, own in clocks.items()
+    }
+    turns = {rank: iter(own) for rank, own in shifts.items()}
+    lowest = min((trace.rank for trace in traces if trace.rank is not None), default=0)
     yield {"name": _MERGED, "ph": "M", "pid": lowest, "tid": 0, "args": {"value": 1}}
-    for trace, rank, clock, is_merged in zip(traces, ranks, clocks, are_merged, strict=True):
+    for trace in traces:
         shift = 0
-        if rank is not None and clock is not None and not is_merged:
-            shift = common[min(turns[rank], len(common) - 1)] - clock
-            turns[rank] += 1
-        yield from _adjusted(trace, None if is_merged else rank, shift)
+        if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
+            shift = next(turns[trace.rank])
+        elif trace.rank is None and trace.torch_rank in clocks:
+            shift = _shift_at(_last_us(trace.events), clocks[trace.torch_rank], shifts[trace.torch_rank])
+        yield from _adjusted(trace.events, None if trace.is_merged else trace.rank, shift)
+
+
+def _shift_at(when_us: float, clocks_us: list[int], shifts_us: list[int]) -> int:
+    """Return the shift of the cycle that has begun last before a moment."""
+    cycles = sorted(zip(clocks_us, shifts_us, strict=True))
+    return max((cycle for cycle in cycles if cycle[0] <= when_us), default=cycles[0])[1]
+
+
+def _last_us(events: list[dict[str, Any]]) -> float:
+    return max((event["ts"] for event in events if event.get("ph") != "M" and "ts" in event), default=0)
 
 
 def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
     """Return the events of a trace: a list, also one that was cut off, or an object with the list inside.
+
+    Times count from 1970, also where the object says, as torch's does, that its own count from `baseTimeNanoseconds`.
+    The latter's begins and ends go to the nearest half of a microsecond, which floats so far from zero still hold and
+    print as they are: what lay inside of another event or behind it does so for every reader.
 
     Args:
         text: What the file holds.
@@ -102,23 +133,53 @@ def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
     Example:
         >>> parse_trace('[{"name": "a"},', "trace.json")
         [{'name': 'a'}]
+        >>> parse_trace('{"baseTimeNanoseconds": 2000000, "traceEvents": [{"name": "a", "ts": 1.5}]}', "torch.json")
+        [{'name': 'a', 'ts': 2001.5}]
     """
+    return _events(_parse(text), text, name)
+
+
+def _parse(text: str) -> object:
     text = text.strip()
     try:
-        parsed: Any = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError:
         # A list may lack its end, and may have a comma instead: whoever writes one never knows that it is over.
         try:
-            parsed = json.loads(text.rstrip(",") + "]")
+            return json.loads(text.rstrip(",") + "]")
         except json.JSONDecodeError:
-            parsed = None
-    events: Any = cast("dict[str, Any]", parsed).get("traceEvents") if isinstance(parsed, dict) else parsed
+            return None
+
+
+def _events(parsed: object, text: str, name: str) -> list[dict[str, Any]]:
+    facts = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {}
+    events: Any = facts.get("traceEvents") if isinstance(parsed, dict) else parsed
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in cast("list[Any]", events)):
         raise TypeError(
-            f"{name!r} is no trace in Chrome's format: it is {text[:40]!r}... Pass a JSON list of events, or an object "
-            "that has them as 'traceEvents'."
+            f"{name!r} is no trace in Chrome's format: it is {text.strip()[:40]!r}... Pass a JSON list of events, or "
+            "an object that has them as 'traceEvents'."
         )
-    return cast("list[dict[str, Any]]", events)
+    events = cast("list[dict[str, Any]]", events)
+    base_ns = facts.get("baseTimeNanoseconds")
+    if isinstance(base_ns, int) and base_ns:
+        for event in events:
+            _from_1970(event, base_ns)
+    return events
+
+
+def _from_1970(event: dict[str, Any], base_ns: int) -> None:
+    """Move an event's time; its fractions of microseconds are whole nanoseconds."""
+    begin_us, duration_us = event.get("ts"), event.get("dur")
+    if not isinstance(begin_us, int | float):
+        return
+    begin_ns = base_ns + round(begin_us * 1000)
+    event["ts"] = _to_halves_us(begin_ns)
+    if isinstance(duration_us, int | float):
+        event["dur"] = _to_halves_us(begin_ns + round(duration_us * 1000)) - event["ts"]
+
+
+def _to_halves_us(time_ns: int) -> float:
+    return (time_ns + 250) // 500 / 2
 
 
 def main() -> None:
@@ -137,8 +198,12 @@ def read_trace(path: str) -> list[dict[str, Any]]:
     Raises:
         TypeError: If it holds no trace.
     """
+    return parse_trace(_text(path), path)
+
+
+def _text(path: str) -> str:
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as file:
-        return parse_trace(file.read(), path)
+        return file.read()
 
 
 def _fact(trace: list[dict[str, Any]], name: str) -> int | None:
