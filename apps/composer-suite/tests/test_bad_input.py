@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
 from composer import Trainer
 from composer.algorithms import ChannelsLast
@@ -20,6 +23,44 @@ from composer.optim import LinearScheduler
 def test_a_model_that_is_no_composer_model():
     with pytest.raises(ValueError, match=r"Provided model must be a subclass of ComposerModel.*Linear.*from_module"):
         Trainer(model=nn.Linear(2, 2))
+
+
+def test_a_model_of_transformers_or_peft_is_told_what_wraps_it():
+    published = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})
+    adapted = type("PeftModel", (nn.Module,), {"__module__": "peft.peft_model"})
+    for model in (type("GPT2", (published,), {})(), type("GPT2", (published,), {}), adapted()):
+        with pytest.raises(ValueError, match=r"must be a subclass of ComposerModel") as error:
+            Trainer(model=model)
+        assert "composer.models.HuggingFaceModel(model, tokenizer=...)" in str(error.value)
+        assert "pip install 'composer-suite[hf]'" in str(error.value)
+        assert "from_module" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "returned", [[MulticlassAccuracy(2)], None, MulticlassAccuracy(2)], ids=["list", "none", "one"]
+)
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
+def test_metrics_without_names(make_trainer, make_model, make_loader, evaluates, returned):
+    model = make_model()
+    model.get_metrics = lambda is_train=False: returned if is_train is not evaluates else {}
+    with pytest.raises(
+        TypeError, match=rf"ComposerClassifier\.get_metrics\(is_train={not evaluates}\) returned .*"
+    ) as error:
+        make_trainer(model=model, eval_dataloader=make_loader(4, 4))
+    assert repr(returned) in str(error.value)
+    assert "{'MulticlassAccuracy': MulticlassAccuracy(...)}" in str(error.value)
+
+
+def test_metrics_may_be_in_a_collection_or_a_module(make_trainer, make_model, make_loader):
+    for returned in (
+        MetricCollection([MulticlassAccuracy(2)]),
+        nn.ModuleDict({"MulticlassAccuracy": MulticlassAccuracy(2)}),
+    ):
+        model = make_model()
+        model.get_metrics = lambda is_train=False, returned=returned: returned
+        trainer = make_trainer(model=model, eval_dataloader=make_loader(4, 4), max_duration="1ba")
+        trainer.fit()
+        assert [*trainer.state.train_metrics] == [*trainer.state.eval_metrics["eval"]] == ["MulticlassAccuracy"]
 
 
 @pytest.mark.parametrize("duration", ["ten epochs", "1epoch", "", "5"])
@@ -131,6 +172,26 @@ def test_a_mixture_of_evaluators_and_dataloaders(make_trainer, make_loader):
 def test_a_batch_size_that_is_nowhere_said(make_trainer, make_loader):
     with pytest.raises(ValueError, match=r"`device_train_microbatch_size` must be set.*batch_size"):
         make_trainer(train_dataloader=list(make_loader(8, 4)))
+
+
+def test_a_batch_size_that_the_batch_sampler_alone_has(make_trainer, make_data):
+    data = make_data(8)
+    sampler = BatchSampler(SequentialSampler(data), batch_size=4, drop_last=False)
+    trainer = make_trainer(train_dataloader=DataLoader(data, batch_sampler=sampler), max_duration="1ep")
+    trainer.fit()
+    assert (trainer.state.device_train_microbatch_size, int(trainer.state.timestamp.batch)) == (4, 2)
+
+
+def test_a_batch_sampler_that_has_no_batch_size(make_trainer, make_data):
+    loader = DataLoader(make_data(8), batch_sampler=[[0, 1], [2, 3]])
+    with pytest.raises(ValueError, match=r"`batch_size`.*DataLoader has none, nor has its batch_sampler, a list"):
+        make_trainer(train_dataloader=loader)
+    make_trainer(train_dataloader=loader, device_train_microbatch_size=2, max_duration="1ep").fit()
+
+
+def test_dataloaders_by_name(make_trainer, make_loader):
+    with pytest.raises(TypeError, match=r"has the keys \['name'\].*Evaluator\(label=\.\.\., dataloader=\.\.\.\)"):
+        make_trainer(eval_dataloader={"name": make_loader(4, 4)})
 
 
 @pytest.mark.parametrize("size", [0, -2, "big", True])
@@ -346,7 +407,7 @@ def test_a_misspelt_keyword_names_the_nearest(make_trainer, call, said):
     ("settings", "error", "said"),
     [
         ({"precision_config": 3}, TypeError, "precision_config=3 must be a dict"),
-        ({"train_dataloader_label": 3}, TypeError, "train_dataloader_label=3 must be a text"),
+        ({"train_dataloader_label": 3}, TypeError, "train_dataloader_label=3 must be a text, .*progress bars show it"),
         ({"load_exclude_algorithms": 5}, TypeError, "load_exclude_algorithms=5 must be a list of class names"),
         ({"load_exclude_algorithms": "EMA"}, TypeError, "load_exclude_algorithms='EMA' must be a list"),
         ({"save_folder": 3}, TypeError, "save_folder=3 must be a text or a path, or None"),

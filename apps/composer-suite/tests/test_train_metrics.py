@@ -120,3 +120,12 @@ def test_train_metrics_see_the_examples_that_mixup_blends_as_they_were(make_trai
     trainer.fit()
     assert torch.equal(seen[0]["inputs"], inputs)
     assert torch.equal(seen[0]["targets"], targets)
+
+
+def test_the_dataloaders_label_is_on_the_state_and_names_nothing_in_the_log(make_trainer, recorder):
+    trainer = make_trainer(train_dataloader_label="mine", max_duration="1ba", loggers=recorder)
+    trainer.fit()
+    logged = {name for entry in recorder.seen if entry[0] == "M" for name in entry[2]}
+    assert trainer.state.dataloader_label == "mine"
+    assert "metrics/train/MulticlassAccuracy" in logged
+    assert not [name for name in logged if "mine" in name]

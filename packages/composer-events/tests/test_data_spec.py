@@ -69,6 +69,27 @@ def test_ensure_data_spec_takes_a_spec_its_arguments_or_a_dataloader():
 
 
 @pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"name": [1]}, r"has the keys \['name'\], and 'name' is none"),
+        (
+            {"dataloader": [1], "num_sample": 9},
+            r"has the keys \['dataloader', 'num_sample'\], and 'num_sample' is none",
+        ),
+        ({0: [1], "b": [1]}, r"has the keys \[0, 'b'\], and 0, 'b' are none"),
+        ({"num_samples": 9}, r"has the keys \['num_samples'\], and 'dataloader' is missing"),
+        ({}, r"has the keys \[\], and 'dataloader' is missing"),
+    ],
+    ids=str,
+)
+def test_a_dict_of_anything_but_a_specs_arguments_is_told_what_these_are(given, found):
+    with pytest.raises(TypeError, match=found) as error:
+        ensure_data_spec(given)
+    assert "dataloader, num_samples, num_tokens, batch_transforms, " in str(error.value)
+    assert "Evaluator(label=..., dataloader=...)" in str(error.value)
+
+
+@pytest.mark.parametrize(
     "batch",
     [
         Array(4, 3),

@@ -1,6 +1,7 @@
 import copy
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +181,73 @@ def test_blocks_are_what_is_sharded(make_model, architectures):
         found = {type(module).__name__ for module in model.modules() if model.fsdp_wrap_fn(module)}
 
         assert found == {block}, name
+
+
+class Words:
+    """What of a tokenizer the wrapper and its checkpoints ask for."""
+
+    def __len__(self):
+        return 300
+
+    def save_pretrained(self, folder, **_):
+        (Path(folder) / "vocab.txt").write_text("a")
+
+
+def test_a_tokenizer_is_whatever_has_a_length_and_can_be_saved(make_model):
+    model = HuggingFaceModel(make_model("bert"), Words())
+
+    assert model.get_metadata()["tokenizer"].keys() == {"vocab.txt"}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"),
+    [
+        ("gpt2", r"tokenizer='gpt2' is a name.*save_pretrained.*AutoTokenizer\.from_pretrained\('gpt2'\)"),
+        (Path("gpt2"), r"tokenizer=PosixPath\('gpt2'\) is a name.*from_pretrained\(PosixPath\('gpt2'\)\)"),
+        (Words, r"tokenizer=<class .*Words'> is a class.*Words\.from_pretrained"),
+        (["a", "b"], r"tokenizer=\['a', 'b'\] is no tokenizer.*len\(\) and save_pretrained"),
+        (300, "tokenizer=300 is no tokenizer"),
+    ],
+    ids=str,
+)
+def test_what_no_checkpoint_could_keep_is_refused_as_a_tokenizer(make_model, tokenizer, said):
+    with pytest.raises(TypeError, match=said):
+        HuggingFaceModel(make_model("bert"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (torch.nn.Linear(2, 3), r"model=Linear\(.*out_features=3.*has no `config`.*ComposerModel\.from_module"),
+        ("gpt2", r"model='gpt2' is a name.*AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
+        (BertForPreTraining, r"model=<class .*BertForPreTraining'> is a class.*BertForPreTraining\(config\)"),
+        (None, "model=None is no torch.nn.Module.*PreTrainedModel"),
+    ],
+    ids=["module", "name", "class", "none"],
+)
+@pytest.mark.parametrize("tokenizer", [None, Words()], ids=["alone", "with tokenizer"])
+def test_what_is_no_model_of_transformers_is_refused(model, tokenizer, said):
+    with pytest.raises(TypeError, match=said):
+        HuggingFaceModel(model, tokenizer)
+
+
+def test_a_long_model_is_not_written_out():
+    with pytest.raises(TypeError) as error:
+        HuggingFaceModel(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100))))
+
+    assert len(str(error.value)) < 700
+
+
+def test_a_module_with_the_configuration_of_transformers_is_taken(make_model, batch):
+    class Around(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        def forward(self, input_ids, labels=None):
+            return self.inner(input_ids=input_ids, labels=labels)
+
+    assert HuggingFaceModel(Around(make_model("gpt2")))(batch).logits.shape == (3, 9, 300)
 
 
 def test_logging_is_left_to_the_user():

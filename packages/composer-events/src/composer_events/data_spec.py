@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -128,12 +129,33 @@ class DataSpec:
 
 
 def ensure_data_spec(dataloader: Any) -> DataSpec:
-    """Wrap a dataloader, or the keyword arguments of a `DataSpec` in a dict; give a `DataSpec` back as it is."""
+    """Wrap a dataloader, or the keyword arguments of a `DataSpec` in a dict; give a `DataSpec` back as it is.
+
+    Raises:
+        TypeError: If a dict holds anything else, or no dataloader.
+    """
     if isinstance(dataloader, DataSpec):
         return dataloader
     if isinstance(dataloader, dict):
-        return DataSpec(**cast("dict[str, Any]", dataloader))
+        settings = cast("dict[str, Any]", dataloader)
+        _check_settings(settings)
+        return DataSpec(**settings)
     return DataSpec(dataloader)
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    accepted = list(inspect.signature(DataSpec).parameters)
+    unknown = [repr(key) for key in settings if key not in accepted]
+    if not unknown and "dataloader" in settings:
+        return
+    fault = (
+        f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} none" if unknown else "'dataloader' is missing"
+    )
+    raise TypeError(
+        f"A dict in the place of a dataloader holds the arguments of one DataSpec. This one has the keys "
+        f"{list(settings)!r}, and {fault}. Accepted are {', '.join(accepted)}. For several dataloaders to evaluate on, "
+        f"give a list with an Evaluator(label=..., dataloader=...) for each."
+    )
 
 
 def _unchanged(batch: Any) -> Any:

@@ -18,6 +18,7 @@ from composer_hf.adapters import (
     maybe_get_underlying_model,
     peft_installed,
 )
+from composer_hf.argument_kinds import check_model, check_tokenizer
 from composer_hf.from_checkpoint import hf_from_composer_checkpoint
 from composer_hf.model_traits import forward_args, resolve_shift, warn_of_lost_alibi
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
@@ -61,7 +62,7 @@ class HuggingFaceModel(ComposerModel):
 
     Args:
         model: Any model of transformers, or a `peft.PeftModel`.
-        tokenizer: Is kept in checkpoints, and needed to generate.
+        tokenizer: Is kept in checkpoints, and needed to generate. Has `len()` and `save_pretrained`.
         use_logits: Whether metrics get the logits in place of the model's whole output. Evaluation computes no loss
             then.
         metrics: Of torchmetrics, for training, and copies of them for evaluation.
@@ -82,6 +83,7 @@ class HuggingFaceModel(ComposerModel):
         using_peft: Whether there is an adapter.
 
     Raises:
+        TypeError: If the model or the tokenizer is none, such as the name of one.
         ValueError: If the tokenizer has more tokens than the model, or the adapter is not LoRA.
         MissingConditionalImportError: If there is a `peft_config`, and peft is not installed.
 
@@ -112,11 +114,13 @@ class HuggingFaceModel(ComposerModel):
         extra_forward_args: Iterable[str] = (),
     ) -> None:
         super().__init__()
+        check_model(model)
         if tokenizer is None:
             log.warning(
                 "The tokenizer was not provided. This means the tokenizer config will not be saved in the checkpoint."
             )
         else:
+            check_tokenizer(tokenizer)
             fit_vocabulary(maybe_get_underlying_model(model), tokenizer, may_resize=allow_embedding_resizing)
         self.model = _with_adapter(model, peft_config)
         self.config = self.model.config

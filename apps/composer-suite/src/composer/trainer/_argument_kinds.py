@@ -48,7 +48,7 @@ def check_kinds(arguments: SimpleNamespace) -> None:
             raise TypeError(f"{name}={value!r} must be True or False.")
     label = given.get("train_dataloader_label", "train")
     if not isinstance(label, str):
-        raise TypeError(f"train_dataloader_label={label!r} must be a text, such as 'train'; it names metrics in logs.")
+        raise TypeError(f"train_dataloader_label={label!r} must be a text, such as 'train'; progress bars show it.")
     config = given.get("precision_config")
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"precision_config={config!r} must be a dict of settings of an 8-bit precision, or None.")

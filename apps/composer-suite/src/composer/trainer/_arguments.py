@@ -21,6 +21,8 @@ from composer_models import ComposerModel
 from composer_optim import DecoupledSGDW
 from composer_time import Time, TimeUnit, ensure_time
 
+# The bases of the models that HuggingFaceModel wraps, by the packages that they are in.
+_PUBLISHED = {("transformers", "PreTrainedModel"), ("peft", "PeftModel")}
 _EXAMPLES = {"Algorithm": "EMA", "Callback": "SpeedMonitor", "LoggerDestination": "TensorboardLogger"}
 
 
@@ -33,11 +35,23 @@ def check_model(model: Any) -> ComposerModel:
     if isinstance(model, ComposerModel):
         return model
     kind = f"the class {model.__name__}; call it" if isinstance(model, type) else f"a {type(model).__name__}"
+    if _is_published(model):
+        raise ValueError(
+            f"Provided model must be a subclass of ComposerModel. model is {kind}. Wrap a model of transformers or "
+            "peft with composer.models.HuggingFaceModel(model, tokenizer=...), which needs the extra 'hf': pip "
+            "install 'composer-suite[hf]'."
+        )
     raise ValueError(
         f"Provided model must be a subclass of ComposerModel. model is {kind}. Derive your class "
         "from composer.models.ComposerModel (forward(batch) and loss(outputs, batch)), or wrap any nn.Module with "
         "ComposerModel.from_module(module, loss_fn)."
     )
+
+
+def _is_published(model: Any) -> bool:
+    """Say whether a model, or a class of models, is one of transformers or peft, without importing these."""
+    bases = (model if isinstance(model, type) else type(model)).__mro__
+    return any((base.__module__.partition(".")[0], base.__name__) in _PUBLISHED for base in bases)
 
 
 def choose_precision(precision: Any, device: Device) -> Precision:

@@ -37,6 +37,7 @@ def make_evaluators(
         present: Those that stay where none are given.
 
     Raises:
+        TypeError: If the model's metrics have no names.
         ValueError: If Evaluators and other dataloaders are mixed, if none of the metrics that one names is there, if a
             dataloader's end cannot be known and no subset limits it, if the size of microbatches is to be found out on
             another device than a GPU, or if a metric has no values to begin with.
@@ -50,7 +51,7 @@ def make_evaluators(
             "Mixing Evaluator with other classes is not allowed, please wrapall other classes with the Evaluator "
             f"class. eval_dataloader holds {[type(item).__name__ for item in items]}."
         )
-    metrics = model.get_metrics(is_train=False)
+    metrics = metrics_by_name(model, is_train=False)
     if items:
         check_metrics(metrics)
     names = list(metrics)
@@ -139,6 +140,23 @@ def _refuse_endless(evaluator: Evaluator) -> None:
         ) from error
 
 
+def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
+    """Return the model's own metrics of training or of evaluation.
+
+    Raises:
+        TypeError: If `get_metrics` returns them without names.
+    """
+    metrics: Any = model.get_metrics(is_train=is_train)
+    # By what it has, since neither a ModuleDict nor a MetricCollection is a Mapping.
+    if hasattr(metrics, "keys") and hasattr(metrics, "items"):
+        return metrics
+    raise TypeError(
+        f"{type(model).__name__}.get_metrics(is_train={is_train}) returned {metrics!r}, a {type(metrics).__name__}. It "
+        "returns a dict of names to metrics, such as {'MulticlassAccuracy': MulticlassAccuracy(...)}, and {} where "
+        "there are none."
+    )
+
+
 def check_metrics(metrics: Mapping[str, Any]) -> None:
     """Refuse metrics that have nothing to count from.
 
@@ -157,4 +175,4 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
 def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Any]:
     """Return own copies of the metrics that the evaluator names."""
-    return copy.deepcopy(evaluator.select_metrics(model.get_metrics(is_train=False)))
+    return copy.deepcopy(evaluator.select_metrics(metrics_by_name(model, is_train=False)))

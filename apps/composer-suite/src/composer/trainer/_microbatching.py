@@ -185,12 +185,14 @@ def _batch_size(data_spec: DataSpec, *, is_auto: bool) -> Any:
             f"{type(loader).__name__} has no such attribute. Give the number of samples."
         )
     size = getattr(loader, "batch_size", None)
-    if size is None and is_auto:  # a DataLoader made with a batch_sampler knows it only there
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    if size is None:  # a DataLoader made with a batch_sampler knows it only there
+        size = getattr(sampler, "batch_size", None)
     if size is None:
+        nor = "" if sampler is None else f", nor has its batch_sampler, a {type(sampler).__name__}"
         raise ValueError(
             "`device_train_microbatch_size` must be set when train_dataloader does not have a `batch_size` "
-            f"attribute, and {type(loader).__name__} has none. Give the number of samples."
+            f"attribute, and {type(loader).__name__} has none{nor}. Give the number of samples."
         )
     return size
 

@@ -16,7 +16,7 @@ from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
 from composer.trainer._divergence_guard import make_guard
 from composer.trainer._evaluation import Evaluation
-from composer.trainer._evaluators import check_metrics, metrics_of
+from composer.trainer._evaluators import check_metrics, metrics_by_name, metrics_of
 from composer.trainer._fit_evaluation import FitEvaluation
 from composer.trainer._fitting import AsGiven, UntilItFits
 from composer.trainer._hparams import log_arguments
@@ -137,7 +137,7 @@ class Workings:
 
     def _make_metrics(self, given: Given, parts: Parts) -> None:
         state = self.state
-        metrics = copy.deepcopy(self.model.get_metrics(is_train=True)) if given.compute_training_metrics else {}
+        metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True)) if given.compute_training_metrics else {}
         check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(parts.evaluators)

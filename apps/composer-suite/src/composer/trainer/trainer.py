@@ -58,7 +58,8 @@ class Trainer:
         model: What is trained; any `nn.Module` becomes one through `ComposerModel.from_module(module, loss_fn)`.
         train_dataloader: Batches to train on: any iterable, a `DataSpec`, or a dict of a DataSpec's arguments. It may
             be given to `fit` instead.
-        train_dataloader_label: Names the training metrics in the log.
+        train_dataloader_label: What `state.dataloader_label` is during training, and progress bars show. Training
+            metrics are logged as `metrics/train/...` in any case; stoppers watch them only where it is `'train'`.
         train_subset_num_batches: At most so many batches an epoch; -1 for all.
         spin_dataloaders: After loading a checkpoint from the middle of an epoch, whether to read and drop what was
             trained on, so that the very same batches follow.
