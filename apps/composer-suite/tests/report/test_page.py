@@ -106,6 +106,13 @@ def test_zooming_into_a_chart_changes_what_it_shows(page, browser):
     assert last == pytest.approx(before[0] + 0.75 * (before[1] - before[0]), abs=2 * pixel)
 
 
+def test_the_times_of_a_step_say_where_callbacks_count(page, browser):
+    browser.open(page)
+    text = browser.run("document.querySelector('#step-times + p').textContent")
+    assert "includes the algorithms and callbacks of the event that ends it" in text
+    assert "preparing the batch those of before_forward" in text
+
+
 def test_the_table_of_settings_shows_what_differs(page, browser):
     browser.open(page)
     browser.run("document.getElementById('differences').click()")

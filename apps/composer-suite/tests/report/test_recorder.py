@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping, LabelSmoothing
 from composer.callbacks import ThresholdStopper
-from composer.core import Callback, Evaluator, Time
+from composer.core import Algorithm, Callback, Evaluator, Event, Time
 from composer.loggers._snapshot import Snapshot
 from composer.models import ComposerClassifier, ComposerModel
 from composer.report import RunRecorder, read_run
@@ -258,9 +259,7 @@ def test_checkpoints_are_listed_with_what_is_known_of_them(tmp_path):
     assert first.verification == "has a manifest, not verified here"
     assert second.size_bytes > 0
     assert [each.verification for each in read_run(tmp_path / "run", verify=True).checkpoints] == ["verified"] * 2
-    data = bytearray((tmp_path / "checkpoints" / "ep1-ba4-rank0.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "checkpoints" / "ep1-ba4-rank0.pt").write_bytes(data)
+    damage(tmp_path / "checkpoints" / "ep1-ba4-rank0.pt")
     (tmp_path / "checkpoints" / "ep2-ba8-rank0.pt").unlink()
     first, second = read_run(tmp_path / "run", verify=True).checkpoints
     assert first.verification.startswith("damaged: ")
@@ -279,6 +278,42 @@ def test_a_folder_that_was_moved_still_knows_its_checkpoints_and_traces(tmp_path
     assert run["checkpoints"][0]["path"] == str(tmp_path / "elsewhere" / "checkpoints" / "ep1-ba4-rank0.pt")
     assert run["checkpoints"][0]["verification"] == "has a manifest, not verified here"
     assert run["traces"] == [str(tmp_path / "elsewhere" / "traces" / "merged_trace.json")]
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_copied_folder_is_asked_for_its_own_checkpoints_and_traces(tmp_path):
+    train(tmp_path, save_folder=str(tmp_path / "run" / "checkpoints"))
+    (tmp_path / "run" / "traces").mkdir()
+    (tmp_path / "run" / "traces" / "merged_trace.json").write_text("[]")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status["traces"] = [str(tmp_path / "run" / "traces" / "merged_trace.json")]
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status))
+    copied = tmp_path / "copied"
+    shutil.copytree(tmp_path / "run", copied)
+    damage(copied / "checkpoints" / "ep1-ba4-rank0.pt")
+    (copied / "checkpoints" / "ep2-ba8-rank0.pt").unlink()
+    original, copy = (read_run(folder, verify=True) for folder in (tmp_path / "run", copied))
+    assert [each.verification for each in original.checkpoints] == ["verified", "verified"]
+    assert copy.checkpoints[0].path == str(copied / "checkpoints" / "ep1-ba4-rank0.pt")
+    assert copy.checkpoints[0].verification.startswith("damaged: ")
+    assert copy.checkpoints[1].path == original.checkpoints[1].path  # the copy has none
+    assert copy.traces == [str(copied / "traces" / "merged_trace.json")]
+
+
+def test_a_run_that_goes_on_in_a_copied_folder_lists_the_checkpoints_there(tmp_path):
+    saving = {"save_folder": str(tmp_path / "run" / "checkpoints"), "autoresume": True}
+    train(tmp_path, **saving)
+    shutil.copytree(tmp_path / "run", tmp_path / "copied" / "run")
+    saving["save_folder"] = str(tmp_path / "copied" / "run" / "checkpoints")
+    train(tmp_path / "copied", **saving, max_duration="3ep")
+    copied = read_run(tmp_path / "copied" / "run")
+    folders = {each.path.removeprefix(str(tmp_path)).rpartition("/")[0] for each in copied.checkpoints}
+    assert (len(copied.checkpoints), folders) == (3, {"/copied/run/checkpoints"})
 
 
 def test_checkpoints_in_a_store_are_listed_by_their_address(tmp_path):
@@ -404,6 +439,68 @@ def test_acting_takes_little_memory_however_long_the_run_is():
     assert found["count"] == len(range(0, 100_000, 3))
     assert len(found["batches"]) <= 500
     assert (found["batches"][0][0], found["batches"][-1][1]) == (0, 99_999)
+
+
+class ActsOn(Algorithm):
+    """Acts on some events, or on all."""
+
+    def __init__(self, *events):
+        self.events = events
+
+    def match(self, event, state):
+        return event in self.events or not self.events
+
+    def apply(self, event, state, logger):
+        pass
+
+
+def test_who_acts_after_a_batch_acts_in_that_batch(tmp_path):
+    good = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))]
+    evaluator = Evaluator(label="eval", dataloader=good, device_eval_microbatch_size=4)
+    train(tmp_path, algorithms=ActsOn(), eval_dataloader=evaluator, eval_interval="1ep")
+    found = {
+        name.removeprefix("ActsOn on "): each["batches"] for name, each in read_run(tmp_path / "run").acting.items()
+    }
+    for event in ("batch_start", "before_forward", "after_train_batch", "batch_end", "batch_checkpoint"):
+        assert found[event] == [[0, 7]], event
+    for event in ("epoch_end", "epoch_checkpoint", "eval_before_all", "eval_batch_end", "eval_after_all"):
+        assert found[event] == [[3, 3], [7, 7]], event
+    assert (found["fit_start"], found["epoch_start"], found["fit_end"]) == ([[0, 0]], [[0, 0], [4, 4]], [[7, 7]])
+
+
+def test_who_acts_in_an_evaluation_before_any_batch_acts_in_the_first(tmp_path):
+    good = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))]
+    with make_trainer(tmp_path, algorithms=ActsOn(Event.EVAL_START)) as trainer:
+        trainer.eval(Evaluator(label="eval", dataloader=good, device_eval_microbatch_size=4))
+    assert read_run(tmp_path / "run").acting["ActsOn on eval_start"]["batches"] == [[0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("event", "part"),
+    [
+        ("batch_start", "waiting for data"),
+        ("before_train_batch", "preparing the batch"),
+        ("before_forward", "preparing the batch"),
+        ("after_forward", "forward"),
+        ("before_loss", "loss"),
+        ("after_loss", "loss"),
+        ("before_backward", "backward"),
+        ("after_backward", "backward"),
+        ("after_train_batch", "after backward"),
+        ("batch_end", "optimizer's step and callbacks"),
+    ],
+)
+def test_a_slow_callback_belongs_to_the_part_that_its_event_is_in_or_ends(tmp_path, monkeypatch, event, part):
+    clock = [0.0]
+    monkeypatch.setattr("composer.report._step_time.time.perf_counter", lambda: clock[0])
+
+    class IsSlow(Callback):
+        def run_event(self, happens, state, logger):
+            clock[0] += 2.0 * (happens.value == event)
+
+    train(tmp_path, callbacks=IsSlow())
+    took = read_run(tmp_path / "run").times["step"]
+    assert {name: seconds for name, seconds in took.items() if seconds} == {part: 16.0}
 
 
 def test_the_command_prints_the_data_of_all_runs_of_a_folder(tmp_path, capsys):

@@ -9,7 +9,8 @@ from composer_events.event import Event
 
 __all__ = ["StepTime"]
 
-# What has just ended when an event fires.
+# What has just ended when an event fires. Whoever stands beside the loop is called last, so that the algorithms and
+# callbacks of the event count as well; the page says so.
 _ENDS: Final = {
     Event.BATCH_START: "waiting for data",
     Event.BEFORE_FORWARD: "preparing the batch",

@@ -210,12 +210,15 @@
     }));
     wide.push(() => Plotly.newPlot(node, traces, layout({ ...bars, barmode: "stack", height: 120 + 36 * data.runs.length,
       margin: { l: 56, r: 14, t: 12, b: 84 }, xaxis: { title: { text: "share of the time in % by the host's clock", standoff: 6 } } }), config));
+    const note = make("p", { class: "faint" }, "Each part includes the algorithms and callbacks of the event that ends it: "
+      + "waiting for data those of batch_start, preparing the batch those of before_forward, forward those of after_forward, "
+      + "loss those of after_loss, backward those of after_backward, after backward those of after_train_batch.");
     const profiled = data.runs.flatMap((run) => (run.times.profiler ?? []).map((row) => [run.name, row]));
-    if (!profiled.length) return [node];
+    if (!profiled.length) return [node, note];
     profiled.sort((a, b) => b[1].total_s - a[1].total_s);
     const rows = profiled.map(([run, row]) => make("tr", {}, ...cells(run, row.name, row.count, Number(row.total_s.toFixed(4)),
       Number((1000 * row.total_s / row.count).toFixed(4)), Number((1000 * row.longest_s).toFixed(4)))));
-    return [node, make("h3", {}, "by event, algorithm and callback (profiled batches)"),
+    return [node, note, make("h3", {}, "by event, algorithm and callback (profiled batches)"),
       make("div", { class: "scroll" }, table(["run", "name", "count", "total s", "mean ms", "longest ms"], rows))];
   }
 

@@ -18,8 +18,9 @@ from composer.report._fact_files import FactFiles
 from composer.report._metric_lines import MetricLines
 from composer.report._run_facts import environment, profiler_times, saved_checkpoints, saved_traces
 from composer.report._run_folder import make_folder
+from composer.report._settings import fit_settings, typed_settings
 from composer.report._step_time import StepTime
-from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, read_json
+from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, now_at, read_json
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts, check_flags, check_places
@@ -45,6 +46,10 @@ _HEARD: Final = frozenset(
     {Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_END, Event.EPOCH_END, Event.FIT_END}
     | {Event.EVAL_STANDALONE_END, Event.PREDICT_END}
 )
+# When these happen, the timestamp counts the batch that they belong to.
+_AFTER_BATCH: Final = frozenset(
+    event.value for event in Event if event.is_eval or event.is_predict or event.value.endswith(("_end", "_checkpoint"))
+)
 
 
 class RunRecorder(LoggerDestination):
@@ -52,7 +57,7 @@ class RunRecorder(LoggerDestination):
 
     | File | What it holds |
     |---|---|
-    | `config.json` | the hyperparameters, and what the run ran on |
+    | `config.json` | the settings and hyperparameters, and what the run ran on |
     | `metrics.jsonl` | a line for what was logged at one time in training: that time and the values |
     | `acting.json` | which algorithm acted on which event, in which batches |
     | `times.json` | how long the parts of a step took, and the table of a profiler's `EventRecorder` |
@@ -114,6 +119,7 @@ class RunRecorder(LoggerDestination):
         self._lines: MetricLines | None = None
         self._facts: FactFiles | None = None
         self._config: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
         self._acting = Acting()
         self._time = StepTime()
         self._started = datetime.datetime.now(datetime.UTC).isoformat()
@@ -193,9 +199,10 @@ class RunRecorder(LoggerDestination):
         for name in map(str, traces):
             if name.startswith(_TRACES):
                 algorithm, _, event = name.removeprefix(_TRACES).rpartition("/")
-                self._acting.add(
-                    f"{algorithm} on {event.rpartition('.')[2].lower()}", self._state.timestamp.num_batches
-                )
+                event = event.rpartition(".")[2].lower()
+                num_batches = self._state.timestamp.num_batches
+                batch = max(0, num_batches - 1) if event in _AFTER_BATCH else num_batches
+                self._acting.add(f"{algorithm} on {event}", batch)
 
     def init(self, state: State, logger: Logger) -> None:
         """Make the folder."""
@@ -220,6 +227,7 @@ class RunRecorder(LoggerDestination):
         """Bring the files up to date."""
         self._is_fitting, self._has_fit_failed, self._plan = True, False, Plan(state)
         self._reason = self._failure = None
+        self._settings |= fit_settings(state)
         self._flush("running")
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -292,10 +300,10 @@ class RunRecorder(LoggerDestination):
             self._num_lines_saved = _ALL_LINES  # unless the checkpoint says how many
             status = read_json(folder / STATUS)
             self._started = status.get("started", self._started)
-            self._saved_earlier = [
-                path for path in status.get("checkpoints", []) if "://" in path or os.path.exists(path)
-            ]
+            saved = [now_at(path, status.get("folder"), folder) for path in status.get("checkpoints", [])]
+            self._saved_earlier = [path for path in saved if "://" in path or os.path.exists(path)]
         self._config |= {"run_name": state.run_name, "environment": environment(state)}
+        self._settings = typed_settings(state)
         self._write_facts("running")
 
     def _flush(self, status: str) -> None:
@@ -310,7 +318,7 @@ class RunRecorder(LoggerDestination):
         write = self._facts.write
         state, now = self._state, datetime.datetime.now(datetime.UTC)
         paths = dict.fromkeys([*self._saved_earlier, *saved_checkpoints(state)])
-        write(CONFIG, self._config)
+        write(CONFIG, self._settings | self._config)  # what the script logs under such a name itself comes first
         write(ACTING, self._acting.as_dict())
         write(TIMES, {"step": self._time.seconds, "profiler": profiler_times(state)})
         write(

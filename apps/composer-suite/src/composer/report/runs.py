@@ -20,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "Curve",
     "Run",
+    "now_at",
     "read_json",
     "read_run",
 ]
@@ -93,7 +94,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
         acting=read_json(folder / ACTING),
         times=read_json(folder / TIMES),
         checkpoints=[
-            _checkpoint(_now_at(path, status.get("folder"), folder), verify=verify)
+            _checkpoint(now_at(path, status.get("folder"), folder), verify=verify)
             for path in _texts(status.get("checkpoints"))
         ],
         traces=_traces(folder, status),
@@ -104,7 +105,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
 def _traces(folder: Path, status: Mapping[str, Any]) -> list[str]:
     """Return the traces in the folder, and those elsewhere that are still there."""
     inside = sorted(str(path) for path in folder.glob("traces/*.json*"))
-    told = [_now_at(path, status.get("folder"), folder) for path in _texts(status.get("traces"))]
+    told = [now_at(path, status.get("folder"), folder) for path in _texts(status.get("traces"))]
     known = {os.path.abspath(path) for path in inside}
     return inside + [path for path in told if os.path.exists(path) and os.path.abspath(path) not in known]
 
@@ -145,11 +146,20 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
     return curves, num_bad
 
 
-def _now_at(path: str, folder_then: Any, folder: Path) -> str:
-    """Return where a file of a run is after the run's folder was moved, with the file in it."""
-    if not isinstance(folder_then, str) or os.path.exists(path) or not path.startswith(os.path.join(folder_then, "")):
+def now_at(path: str, folder_then: Any, folder: Path) -> str:
+    """Return where a file of a run is, should the run's folder have been moved or copied with the file in it.
+
+    The file in the folder comes first: that of a copied run's original may be a different one by now.
+
+    Args:
+        path: Where it was when the run wrote its status.
+        folder_then: Where the folder was, as the status says.
+        folder: Where it is.
+    """
+    if not isinstance(folder_then, str) or not path.startswith(os.path.join(folder_then, "")):
         return path
-    return str(folder / os.path.relpath(path, folder_then))
+    inside = str(folder / os.path.relpath(path, folder_then))
+    return inside if os.path.exists(inside) else path
 
 
 def _checkpoint(path: str, *, verify: bool) -> Checkpoint:
