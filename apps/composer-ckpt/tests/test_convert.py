@@ -423,3 +423,16 @@ def test_options_that_apply_to_a_hugging_face_folder_that_is_read_are_kept(run, 
     more = ["--trust-remote-code", "--output-precision", "bf16", "--rename", "w=v"]
     assert run("convert", "hf", "out.pt", *more)[0] == 0
     assert weights_of("out.pt")["model.v"].dtype == torch.bfloat16
+
+
+def test_an_unknown_ending_is_no_target(content, run, tmp_path):
+    save_file(content, tmp_path / "ep2.pt")
+    code, _, errors = run("convert", tmp_path / "ep2.pt", tmp_path / "o.xyz")
+    assert code == 2
+    assert "ends in '.xyz', which is no known target. Known are .pt, .pth, .safetensors for files" in errors
+    assert not (tmp_path / "o.xyz").exists()
+    for folder in ("out", "llama-3.1-8b", ".hidden", "o.xyz/"):  # these are Hugging Face folders
+        assert "--config" in run("convert", tmp_path / "ep2.pt", f"{tmp_path}/{folder}")[2]
+    assert run("convert", tmp_path / "ep2.pt", tmp_path / "o.xyz", "--to", "dcp")[0] == 0
+    assert run("convert", tmp_path / "ep2.pt", tmp_path / "p.xyz", "--to", "pt")[0] == 0
+    same(content["state"]["model"], weights_of(tmp_path / "p.xyz"))

@@ -128,3 +128,14 @@ def test_a_reader_that_has_seen_enough_is_no_fault(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{tmp_path}/many.pt: pt")
+
+
+def test_different_names_look_different(run, tmp_path):
+    one = torch.ones(1)
+    save_file({"a": {"b": one.clone(), "c": one.clone()}, "a.b": one.clone(), "a.c": one.clone()}, tmp_path / "x.pt")
+    _, out, _ = run("inspect", tmp_path / "x.pt")
+    lines = [line.split("  ")[0] for line in out.splitlines()]
+    assert lines[lines.index("a/") :][:6] == ["a/", "├── b", "└── c", "a", "├── b", "└── c"]
+    save_file({"a": {"b": one.clone()}, "a.b": one.clone()}, tmp_path / "y.pt")
+    _, out, _ = run("inspect", tmp_path / "y.pt")
+    assert {"a/b", "a.b"} <= {line.split("  ")[0] for line in out.splitlines()}

@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 
 from composer_checkpoint.tensors import StoredTensor, TensorSource
 from composer_ckpt.folders import describe_folder
-from composer_ckpt.inspecting import describe, dtype_name
+from composer_ckpt.inspecting import describe, dtype_name, layout_of
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.printable import as_lines
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
+from composer_ckpt.sparse import side_by_side
 
 __all__ = ["diff"]
 
@@ -77,14 +78,25 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Name
     if a.shape != b.shape:
         data["shape"].append({"name": name, "a": list(a.shape), "b": list(b.shape)})
         return
-    if a.dtype != b.dtype:
-        data["dtype"].append({"name": name, "a": dtype_name(a.dtype), "b": dtype_name(b.dtype)})
+    if (kind_a := _kind(a)) != (kind_b := _kind(b)):
+        data["dtype"].append({"name": name, "a": kind_a, "b": kind_b})
+    if layout_of(a) != layout_of(b):
+        return
     found = _Difference()
-    for start in range(0, a.numel, _BLOCK_NUMEL):
-        count = min(_BLOCK_NUMEL, a.numel - start)
-        found.add(a.read_range(start, count), b.read_range(start, count), options.rtol, options.atol)
+    for piece_a, piece_b in _pieces(a, b) if a.sparse is None else side_by_side(name, a, b):
+        found.add(piece_a, piece_b, options.rtol, options.atol)
     if found.is_different:
         data["value"].append({"name": name, **found.numbers()})
+
+
+def _kind(tensor: StoredTensor) -> str:
+    return " ".join([dtype_name(tensor.dtype), *layout_of(tensor).values()])
+
+
+def _pieces(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for start in range(0, a.numel, _BLOCK_NUMEL):
+        count = min(_BLOCK_NUMEL, a.numel - start)
+        yield a.read_range(start, count), b.read_range(start, count)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """`composer-ckpt convert`: a checkpoint of any format as one of another."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ __all__ = ["convert", "write_converted"]
 
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".safetensors": "safetensors"}
 # A folder of such a name would be taken for the file that was meant.
+_UNKNOWN_ENDING = re.compile(r".*[^/.](\.[A-Za-z][A-Za-z0-9]*)")  # no version, as in llama-3.1-8b
 _OTHER_FILE = re.compile(r".*(\.(bin|ckpt|gguf|json|npz|onnx|pkl|tar|tgz|zip)|\.(pt|pth|tar)\.[a-z0-9]+)")
 
 
@@ -149,6 +151,13 @@ def _target_format(options: argparse.Namespace) -> str:
             f"{', '.join(_SUFFIXES)}. Choose one of these endings, or name a folder."
         )
     is_local = "{rank}" in options.target
+    ending = None if suffix or options.to or is_local else _UNKNOWN_ENDING.fullmatch(options.target)
+    if ending is not None and not os.path.isdir(options.target):
+        raise UsageError(
+            f"DST={options.target!r} ends in {ending[1]!r}, which is no known target. Known are {', '.join(_SUFFIXES)} "
+            f"for files, and for a Hugging Face folder a name without an ending; with --to pt, safetensors, dcp, local "
+            f"or hf, other names can be given."
+        )
     found = options.to or ("local" if is_local else suffix) or "hf"
     if (found == "local") != (is_local and suffix == "pt"):
         raise UsageError(

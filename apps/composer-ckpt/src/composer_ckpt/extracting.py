@@ -11,12 +11,13 @@ from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
     aliases_of,
+    refuse_sparse,
     stream_pt,
     stream_safetensors,
     tensors_in,
 )
 from composer_checkpoint.uris import is_uri
-from composer_ckpt.inspecting import dtype_name
+from composer_ckpt.inspecting import dtype_name, layout_of
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.selection import select
@@ -51,6 +52,8 @@ def extract(options: argparse.Namespace) -> Result:
         tensors = select(_named(source), options.include, options.exclude)
         aliases = aliases_of(tensors)
         own = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+        if target.suffix == ".safetensors":
+            refuse_sparse(own, "safetensors")
         total = sum(tensor.size_bytes for tensor in own.values())
         if not options.dry_run:
             with (
@@ -90,7 +93,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
     if depth > 100:
         return "..."
     if isinstance(value, StoredTensor):
-        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape)}
+        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), **layout_of(value)}
     if isinstance(value, Mapping):
         return {str(key): _as_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -2,7 +2,7 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from composer_ckpt.sizes import format_size
 from composer_ckpt.sources import opened
 from composer_ckpt.trees import draw_tree
 
-__all__ = ["describe", "inspect"]
+__all__ = ["describe", "dtype_name", "inspect", "layout_of", "statistics"]
 
 _BLOCK_NUMEL = 1 << 20
 _MOST_TENSORS = 200
@@ -58,6 +58,7 @@ def describe(source: TensorSource, name: str, tensors: Mapping[str, StoredTensor
             "dtype": dtype_name(tensor.dtype),
             "bytes": tensor.size_bytes,
             "alias_of": aliases.get(tensor_name),
+            **layout_of(tensor),
         }
         for tensor_name, tensor in tensors.items()
     ]
@@ -111,16 +112,35 @@ def statistics(tensor: StoredTensor) -> dict[str, Any]:
     if tensor.dtype.is_complex or not tensor.numel:
         return {"min": None, "max": None, "mean": None, "nan": 0, "inf": 0}
     least, most, total, count, num_nan, num_inf = float("inf"), float("-inf"), 0.0, 0, 0, 0
-    for start in range(0, tensor.numel, _BLOCK_NUMEL):
-        piece = tensor.read_range(start, min(_BLOCK_NUMEL, tensor.numel - start)).to(torch.float64)
+    num_left = tensor.numel
+    for piece in _pieces(tensor):
+        num_left -= piece.numel()
         finite = piece[piece.isfinite()]
         num_nan += int(piece.isnan().sum())
         num_inf += int(piece.isinf().sum())
         if finite.numel():
             least, most = min(least, float(finite.min())), max(most, float(finite.max()))
             total, count = total + float(finite.sum()), count + finite.numel()
+    if num_left:  # a sparse one has no place for its zeros
+        least, most, count = min(least, 0.0), max(most, 0.0), count + num_left
     found = (least, most, total / count) if count else (None, None, None)
     return {"min": found[0], "max": found[1], "mean": found[2], "nan": num_nan, "inf": num_inf}
+
+
+def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
+    """Yield the elements piece by piece in float64; of a sparse tensor those that it has a place for."""
+    if tensor.sparse is not None:
+        whole = tensor.read()
+        values = (whole.coalesce() if whole.layout == torch.sparse_coo else whole).values()
+        yield from (piece.to(torch.float64) for piece in values.reshape(-1).split(_BLOCK_NUMEL))
+        return
+    for start in range(0, tensor.numel, _BLOCK_NUMEL):
+        yield tensor.read_range(start, min(_BLOCK_NUMEL, tensor.numel - start)).to(torch.float64)
+
+
+def layout_of(tensor: StoredTensor) -> dict[str, str]:
+    """Return what is told of a sparse tensor besides, nothing of a dense one."""
+    return {} if tensor.sparse is None else {"layout": str(tensor.sparse.layout).removeprefix("torch.")}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from composer_checkpoint import UnfittingWeightsError
-from composer_checkpoint.tensors import StoredTensor, TensorSource
+from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_sparse
 from composer_ckpt.converting import write_converted
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.sources import Accept, opened
@@ -67,6 +67,8 @@ def _merged(sources: Sequence[TensorSource], names: Sequence[str], shares: Seque
     """Return the first source with the average of all in the place of its weights."""
     first = sources[0]
     weights = [dict(source.weights) for source in sources]
+    for own in weights:
+        refuse_sparse(own, "merge")
     for name, own in zip(names[1:], weights[1:], strict=True):
         _check_alike(weights[0], own, names[0], name)
     averages = {

@@ -12,6 +12,7 @@ from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
     aliases_of,
+    refuse_sparse,
     stream_local,
     stream_pt,
     stream_safetensors,
@@ -42,6 +43,8 @@ def plan_checkpoint(source: TensorSource, target: str, options: argparse.Namespa
     notes: list[str] = []
     tree = _tree(source, options, weights, notes)
     weights = tree["state"]["model"]
+    if target != "pt":
+        refuse_sparse(weights if target == "safetensors" else tensors_in(tree), f"--to {target}")
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
     if target == "safetensors":

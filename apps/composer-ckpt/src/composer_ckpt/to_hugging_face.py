@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from composer_checkpoint import CorruptCheckpointError, verify_file
-from composer_checkpoint.tensors import StoredTensor, TensorSource, plan_shards, stream_pt, stream_shards
+from composer_checkpoint.tensors import StoredTensor, TensorSource, plan_shards, refuse_sparse, stream_pt, stream_shards
 from composer_ckpt.descriptions import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters
 from composer_ckpt.outcomes import MismatchError, UsageError
@@ -46,6 +46,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     """
     metadata = metadata_of(source, options)
     weights, renamed, cast = chosen_weights(source, options)
+    refuse_sparse(weights, "--to hf")
     notes = _notes_on_adapters(metadata, options)
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
     weights = _named_as_in_composer(weights, source, metadata)

@@ -11,6 +11,8 @@ __all__ = ["draw_tree"]
 def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[str]:
     r"""Return lines with each tensor's shape, dtype and size, and each branch's total.
 
+    What is below a branch follows its name after a dot, or after the slash with which the name is shown.
+
     Args:
         tensors: As `inspect --json` has them.
         limit: How many lines at most; branches are folded where there would be more.
@@ -58,14 +60,16 @@ class _Branch:
             is_last = order == len(self.children) - 1
             corner, below = (("└── ", "    ") if is_last else ("├── ", "│   ")) if name else ("", "")
             joined, branch = _chain(key, child)
+            shown = joined[:-1] if branch.children and joined.endswith(".") and joined != "." else joined
             for tensor in branch.leaves:
-                left = f"{indent}{corner}{joined}  {tensor['shape']}"
+                layout = f" {tensor['layout']}" if "layout" in tensor else ""
+                left = f"{indent}{corner}{shown}  {tensor['shape']}{layout}"
                 kind = tensor["dtype"] if tensor["alias_of"] is None else "tied"
                 yield left, kind, format_size(tensor["bytes"])
             if branch.children:
                 inside = list(branch.all())
                 own = sum(tensor["bytes"] for tensor in inside if tensor["alias_of"] is None)
-                yield f"{indent}{corner}{joined}", counted(len(inside), "tensor"), format_size(own)
+                yield f"{indent}{corner}{shown}", counted(len(inside), "tensor"), format_size(own)
                 if depth is None or depth > 1:
                     yield from branch.lines(indent + below, joined, None if depth is None else depth - 1)
 
@@ -74,11 +78,12 @@ def _chain(key: str, branch: _Branch) -> tuple[str, _Branch]:
     """Join branches that hold one branch and nothing else."""
     while len(branch.children) == 1 and not branch.leaves:
         ((below, child),) = branch.children.items()
-        key, branch = f"{key}.{below}", child
+        key, branch = f"{key}{below}", child
     return key, branch
 
 
 def _parts(name: str) -> list[str]:
-    """Split a name at slashes, and what follows the last of them at dots."""
+    """Split a name after slashes, and what follows the last of them after dots; the parts make up the name."""
     *containers, last = name.split("/")
-    return [*containers, *last.split(".")]
+    *outer, own = last.split(".")
+    return [*(f"{part}/" for part in containers), *(f"{part}." for part in outer), own]

@@ -21,10 +21,13 @@ __all__ = ["refuse_another_model"]
 log = getLogger(__name__)
 
 _MAX_NAMES = 10
+_PREFIX = "module."  # what DistributedDataParallel puts before names, and a ComposerModel that has its network there
 
 
 def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
     """Refuse weights that do not fit the model, unless algorithms will change the model.
+
+    Messages have the names of the checkpoint, by which they can be ignored.
 
     What modules load in their own way is left to them.
 
@@ -50,19 +53,21 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
     if not weights or saved.get("algorithms") or not isinstance(state.model, nn.Module):
         return
     values = unwrap_model(state.model).state_dict()
-    own = {_plain(name): values[name_here] for name, name_here in names_in_model(state.model).items()}
-    theirs = {_plain(str(name)): name for name in weights}
-    if own and own.keys().isdisjoint(theirs):
+    own = {name: values[name_here] for name, name_here in names_in_model(state.model).items()}
+    theirs = {_as_loaded(str(name), saved, state): name for name in weights}
+    apart = _loading_in_their_own_way(state.model)
+    if "" not in apart:
+        _refuse_another_prefix(own, theirs, path, type(unwrap_model(state.model)).__name__)
+    if own and {*map(_without_prefix, own)}.isdisjoint(map(_without_prefix, theirs)):
         raise UnfittingWeightsError(
             f"Error(s) in loading state_dict for {type(unwrap_model(state.model)).__name__}: {path} is of another "
-            f"model: not one of its {len(theirs)} weights ({', '.join(sorted(theirs)[:5])}, ...) is among the "
-            f"{len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was "
+            f"model: not one of its {len(theirs)} weights ({', '.join(sorted(map(str, weights))[:5])}, ...) is among "
+            f"the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was "
             f"saved from."
         )
-    apart = _loading_in_their_own_way(state.model)
     fit = _compare(
         {name: value for name, value in own.items() if not name.startswith(apart)},
-        {plain: weights[name] for plain, name in theirs.items() if not plain.startswith(apart)},
+        {plain: (str(name), weights[name]) for plain, name in theirs.items() if not plain.startswith(apart)},
     )
     if fit.differing and leaves_out:
         log.warning(
@@ -71,7 +76,8 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
             path,
             _listed(fit.differing.values()),
         )
-        saved["model"] = {name: value for name, value in weights.items() if _plain(str(name)) not in fit.differing}
+        left_out = {theirs[name] for name in fit.differing}
+        saved["model"] = {name: value for name, value in weights.items() if name not in left_out}
     elif fit.differing or (strict and (fit.missing or fit.unexpected)):
         raise UnfittingWeightsError(fit.told(path, type(unwrap_model(state.model)).__name__))
 
@@ -98,14 +104,41 @@ class _Fit:
         )
 
 
-def _compare(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> _Fit:
+def _refuse_another_prefix(own: Iterable[str], theirs: Mapping[str, Any], path: str, model: str) -> None:
+    """Refuse names of which none is the model's, and would be with the prefix `module.`, or without it."""
+    own = {*own}
+    if not own.isdisjoint(theirs):
+        return
+    lacking = [name for name in theirs if _PREFIX + name in own]
+    surplus = [name for name in theirs if name.startswith(_PREFIX) and _without_prefix(name) in own]
+    if lacking:
+        name = lacking[0]
+        raise UnfittingWeightsError(
+            f"Error(s) in loading state_dict for {model}: {len(lacking)} of the {len(theirs)} weights in {path} are "
+            f"those of this model without the prefix {_PREFIX!r}: {theirs[name]!r} is {_PREFIX + name!r} here. They "
+            f"were saved from the network inside it. Nothing was changed. Load the file into that network, with "
+            f"model.module.load_state_dict(load_file({path!r})['state']['model']), or save it from the {model}."
+        )
+    if surplus:
+        name = surplus[0]
+        raise UnfittingWeightsError(
+            f"Error(s) in loading state_dict for {model}: {len(surplus)} of the {len(theirs)} weights in {path} are "
+            f"those of this model with the prefix {_PREFIX!r}: {theirs[name]!r} is {_without_prefix(name)!r} here. "
+            f"They were saved from a model that has this one as its `module`, such as a ComposerClassifier or "
+            f"DistributedDataParallel. Nothing was changed. Load the file into such a model, or take the prefix off: "
+            f"composer-ckpt convert OLD.pt NEW.pt --strip-prefix {_PREFIX}"
+        )
+
+
+def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]]) -> _Fit:
+    """Compare weights by name; those of the checkpoint have the name there beside them, for the message."""
     return _Fit(
         # Torch before 0.4.1 did not count a batch norm's batches, and torch of today does not ask for it.
         missing=[name for name in own if name not in theirs and not name.endswith("num_batches_tracked")],
-        unexpected=[name for name in theirs if name not in own],
+        unexpected=[name_there for name, (name_there, _) in theirs.items() if name not in own],
         differing={
-            name: f"{name} ({difference})"
-            for name, value in theirs.items()
+            name: f"{name_there} ({difference})"
+            for name, (name_there, value) in theirs.items()
             if name in own and (difference := _difference(value, own[name])) is not None
         },
     )
@@ -137,7 +170,7 @@ def _loading_in_their_own_way(model: nn.Module) -> tuple[str, ...]:
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return ("",)
     return tuple(
-        _plain(f"{name}.") if name else ""
+        canonical_name(f"{name}.") if name else ""
         for name, part in model.named_modules()
         # Torch has no public way to ask for the hooks, which `register_load_state_dict_pre_hook` adds to.
         if part._load_state_dict_pre_hooks
@@ -149,8 +182,14 @@ def _defining_module(kind: type, method: str) -> str:
     return next(base.__module__ for base in kind.__mro__ if method in vars(base))
 
 
-def _plain(name: str) -> str:
-    return canonical_name(name).removeprefix("module.")
+def _as_loaded(name: str, saved: Mapping[str, Any], state: "State") -> str:
+    """Return the name under which a weight is loaded: what DDP put before it goes where there is no DDP any more."""
+    was_ddp = any(saved.get(key) for key in ("is_model_ddp", "_is_model_ddp", "_is_model_ddp_wrapped"))
+    return canonical_name(_without_prefix(name) if was_ddp and not state.is_model_ddp else name)
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix(_PREFIX)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -16,7 +16,16 @@ from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.unpickler import PLAIN_GLOBALS, PickledText, RestrictedUnpickler, run_restricted, scan
 
-__all__ = ["Rehearsal", "RehearsingUnpickler", "StorageSpec", "TensorSpec", "rehearse"]
+__all__ = [
+    "SPARSE_PARTS",
+    "AnyTensorSpec",
+    "Rehearsal",
+    "RehearsingUnpickler",
+    "SparseSpec",
+    "StorageSpec",
+    "TensorSpec",
+    "rehearse",
+]
 
 # The names in which torch wrote dtypes before it had untyped storages, and still writes most.
 _STORAGE_DTYPES = {
@@ -37,6 +46,15 @@ _STORAGE_DTYPES = {
     "QInt32Storage": ("qint32", 4),
     "QUInt4x2Storage": ("quint4x2", 1),
     "QUInt2x4Storage": ("quint2x4", 1),
+}
+
+# The dense tensors that a sparse one consists of, by its layout, in the order in which they are pickled.
+SPARSE_PARTS = {
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
 
 _MAX_UNKNOWN = 1000
@@ -71,8 +89,14 @@ class StorageSpec(Unchangeable):
         return self.numel * self.dtype.item_bytes
 
 
+class AnyTensorSpec(Unchangeable):
+    """What stands for one tensor, dense or sparse."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True, eq=False)
-class TensorSpec(Unchangeable):
+class TensorSpec(AnyTensorSpec):
     """A tensor that is not there: how it looks and where its bytes would be."""
 
     dtype: Dtype
@@ -98,18 +122,52 @@ class TensorSpec(Unchangeable):
         return start, start + self.size_bytes
 
 
+@dataclass(slots=True, eq=False)
+class SparseSpec(AnyTensorSpec):
+    """A sparse tensor that is not there: its layout, its size, and the dense ones that it consists of, by their names.
+
+    `is_coalesced` is `None` where the file does not say.
+    """
+
+    layout: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, TensorSpec]
+    is_coalesced: bool | None
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of its values."""
+        return self.parts["values"].dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all its parts."""
+        return sum(part.size_bytes for part in self.parts.values())
+
+
 @dataclass(slots=True)
 class Rehearsal:
     """What a pickle would make: the tree, its tensors by name, its storages by key, and the names it may not have.
 
-    `views` has all tensors, also those that no name leads to, such as one in a set.
+    `tensors` are dense; a sparse one in `sparse` has its parts there, as `name/indices`. `views` has all tensors, also
+    those that no name leads to, such as one in a set.
     """
 
     tree: Any = None
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    sparse: dict[str, SparseSpec] = field(default_factory=dict)
     views: list[TensorSpec] = field(default_factory=list)
     storages: dict[str, StorageSpec] = field(default_factory=dict)
     unknown_globals: set[str] = field(default_factory=set)
+
+    def name_tensors(self) -> None:
+        """Find the tensors of the tree."""
+        for name, spec in named_leaves(self.tree, AnyTensorSpec):
+            if isinstance(spec, TensorSpec):
+                self.tensors[name] = spec
+            elif isinstance(spec, SparseSpec):
+                self.sparse[name] = spec
+                self.tensors |= {f"{name}/{part}": own for part, own in spec.parts.items()}
 
 
 def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehearsal:
@@ -127,7 +185,7 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
     scan(data)
     rehearsal = Rehearsal()
     rehearsal.tree = run_restricted(RehearsingUnpickler(data, rehearsal, record_unknown))
-    rehearsal.tensors = dict(named_leaves(rehearsal.tree, TensorSpec))
+    rehearsal.name_tensors()
     names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
     for tensor in rehearsal.views:
         _check_view(names.get(id(tensor), "a tensor"), tensor)
@@ -250,9 +308,19 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> 
     return data
 
 
-def _sparse(layout: Any, data: Any) -> Any:
-    """Stand for a sparse tensor by the dense ones that it consists of."""
-    return tuple(part for part in data if isinstance(part, TensorSpec))
+def _sparse(layout: Any, data: Any) -> SparseSpec:
+    names = SPARSE_PARTS.get(layout) if type(layout) is str else None
+    if names is None or not isinstance(data, list | tuple) or len(data) <= len(names):
+        raise ValueError("a sparse tensor has a known layout, its parts and a size")
+    parts, size, rest = data[: len(names)], data[len(names)], data[len(names) + 1 :]
+    if not all(isinstance(part, TensorSpec) for part in parts) or not isinstance(size, list | tuple):
+        raise ValueError("a sparse tensor consists of dense ones and has a size")
+    if not all(type(count) is int and count >= 0 for count in size) or prod(size) >= 1 << 63:
+        raise ValueError("a size has whole numbers, and not more elements than can be counted")
+    # What else there is after the size is a coordinate tensor's being coalesced, since torch 2.1.
+    if len(rest) > (layout == "sparse_coo") or any(value not in (None, True, False) for value in rest):
+        raise ValueError("a sparse tensor is coalesced or not")
+    return SparseSpec(layout, tuple(size), dict(zip(names, parts, strict=True)), rest[0] if rest else None)
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
@@ -264,7 +332,7 @@ def _device(*names: Any) -> str:
 
 
 def _layout(name: Any) -> str:
-    return shown(name)
+    return name.removeprefix("torch.") if type(name) is str else shown(name)
 
 
 @cache

@@ -19,11 +19,12 @@ __all__ = ["FileDescription", "TensorDescription", "inspect_file"]
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """How one tensor looks."""
+    """How one tensor looks. A sparse one has the dtype of its values, and the bytes of its indices, too."""
 
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
+    layout: str = "strided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,14 @@ def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
 
 
 def _describe(kind: Format, size_bytes: int, rehearsal: Rehearsal, manifest: Manifest | None) -> FileDescription:
+    parts = {f"{name}/{part}" for name, sparse in rehearsal.sparse.items() for part in sparse.parts}
     tensors = {
         name: TensorDescription(tensor.dtype.name, tensor.shape, tensor.size_bytes)
         for name, tensor in rehearsal.tensors.items()
+        if name not in parts
     }
+    for name, sparse in rehearsal.sparse.items():
+        tensors[name] = TensorDescription(sparse.dtype.name, sparse.shape, sparse.size_bytes, sparse.layout)
     keys = _keys(rehearsal.tree)
     return FileDescription(kind, size_bytes, keys, tensors, manifest, tuple(sorted(rehearsal.unknown_globals)))
 

@@ -6,6 +6,7 @@
   tensor in memory.
 """
 
+from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.local_stream import stream_local
 from composer_checkpoint.tensors.opening import Kind, find_kind, follow_pointers, open_checkpoint
 from composer_checkpoint.tensors.pt_stream import stream_pt
@@ -23,6 +24,7 @@ __all__ = [
     "as_stored",
     "tensors_in",
     "aliases_of",
+    "refuse_sparse",
     "stream_pt",
     "stream_safetensors",
     "plan_shards",

@@ -9,8 +9,7 @@ from typing import Any
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._pickle_calls import Call
-from composer_checkpoint._rehearsal import Rehearsal, RehearsingUnpickler, TensorSpec
-from composer_checkpoint._tree import named_leaves
+from composer_checkpoint._rehearsal import AnyTensorSpec, Rehearsal, RehearsingUnpickler
 from composer_checkpoint.unpickler import run_restricted, scan
 
 __all__ = ["rehearse_with_attributes"]
@@ -26,7 +25,7 @@ def rehearse_with_attributes(data: bytes) -> Rehearsal:
     scan(data)
     rehearsal = Rehearsal()
     rehearsal.tree = run_restricted(_Unpickler(data, rehearsal, True))
-    rehearsal.tensors = dict(named_leaves(rehearsal.tree, TensorSpec))
+    rehearsal.name_tensors()
     for tensor in rehearsal.views:
         item_bytes = tensor.dtype.item_bytes
         numel = tensor.storage.size_bytes // item_bytes
@@ -40,9 +39,9 @@ class _Unpickler(RehearsingUnpickler):
         return super().find_unknown(name) if found is None else Call(found, self.budget)
 
 
-def _tensor_without_attributes(function: Any, kind: Any, args: Any, state: Any) -> TensorSpec:
+def _tensor_without_attributes(function: Any, kind: Any, args: Any, state: Any) -> AnyTensorSpec:
     tensor = function(*args)
-    if not isinstance(tensor, TensorSpec):
+    if not isinstance(tensor, AnyTensorSpec):
         raise ValueError("only a tensor is rebuilt from its type")
     return tensor
 

@@ -15,13 +15,14 @@ from composer_checkpoint._formats import format_of
 from composer_checkpoint._legacy_pt import read_legacy_bytes
 from composer_checkpoint._pickle_calls import Call
 from composer_checkpoint._pickled_arrays import plain_array
-from composer_checkpoint._rehearsal import Dtype, Rehearsal, TensorSpec, rehearse
+from composer_checkpoint._rehearsal import Dtype, Rehearsal, SparseSpec, TensorSpec, rehearse
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.pt_file import open_pt
 from composer_checkpoint.tensors._parameter_pickles import rehearse_with_attributes
-from composer_checkpoint.tensors.source import StoredTensor, TensorSource, as_stored
+from composer_checkpoint.tensors._sparse_parts import SparseParts
+from composer_checkpoint.tensors.source import StoredTensor, TensorSource, as_stored, sparse_stored
 from composer_checkpoint.unpickler import PickledOrderedDict, safe_unpickle, scan
 
 __all__ = ["open_pt_source", "read_bytes"]
@@ -135,6 +136,10 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
         match value:
             case TensorSpec():
                 return stored(value)
+            case SparseSpec():
+                parts = {name: stored(part) for name, part in value.parts.items()}
+                layout = getattr(torch, value.layout)
+                return sparse_stored(value.shape, SparseParts(layout, parts, value.is_coalesced))
             case Dtype():
                 return getattr(torch, value.name)
             case PickledOrderedDict():

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch._utils import (
     # The functions that every .pt names; there is no public way to a tensor's pickle.
+    _rebuild_sparse_tensor,  # pyright: ignore[reportPrivateUsage]
     _rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
     _rebuild_tensor_v3,  # pyright: ignore[reportPrivateUsage]
 )
@@ -150,6 +151,10 @@ class _Pickler(pickle.Pickler):
             obj = as_stored(obj)
         if not isinstance(obj, StoredTensor):
             return NotImplemented
+        if obj.sparse is not None:
+            coalesced = (obj.sparse.is_coalesced,) if obj.sparse.layout == torch.sparse_coo else ()
+            data = (*obj.sparse.parts.values(), torch.Size(obj.shape), *coalesced)
+            return _rebuild_sparse_tensor, (obj.sparse.layout, data)
         stride = tuple(torch.empty(obj.shape, device="meta").stride())
         place = (self._storage(obj), 0, obj.shape, stride, False, OrderedDict())
         if obj.dtype in _STORAGES:

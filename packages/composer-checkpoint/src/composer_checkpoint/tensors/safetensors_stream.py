@@ -12,6 +12,7 @@ from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS, new_hasher, tenso
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.safetensors_file import FORMAT_NAMES, header_of
 from composer_checkpoint.safetensors_index import INDEX_SUFFIX, index_text
+from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.source import StoredTensor
 
 __all__ = ["plan_shards", "stream_safetensors", "stream_shards"]
@@ -44,6 +45,7 @@ def stream_safetensors(
         The manifest.
 
     Raises:
+        IncompatibleCheckpointError: If a tensor is sparse.
         TypeError: If safetensors has no form for a dtype.
 
     Example:
@@ -55,6 +57,7 @@ def stream_safetensors(
         >>> load_file(path)["w"]
         tensor([1., 1.])
     """
+    refuse_sparse(tensors, "safetensors")
     for name, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
             raise TypeError(f"{name} is {tensor.dtype}, which safetensors has no form for. Cast it, or write .pt.")

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded.writer import VerifiedWriter
+from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.source import StoredTensor, as_stored
 
 __all__ = ["stream_sharded"]
@@ -46,6 +47,7 @@ def stream_sharded(
     Raises:
         ValueError: If `num_files` is less than 1.
         CheckpointConflictError: If the folder exists and may not be replaced.
+        IncompatibleCheckpointError: If a tensor is sparse.
 
     Example:
         >>> import tempfile
@@ -106,11 +108,12 @@ class _StreamingPlanner(DefaultSavePlanner):
 def _described(tree: Any, tensors: dict[int, StoredTensor]) -> dict[str, Any]:
     """Return the tree with tensors on the meta device, and note what each of them stands for."""
 
-    def change(_: str, value: Any) -> Any:
+    def change(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             value = as_stored(value)
         if not isinstance(value, StoredTensor):
             return value
+        refuse_sparse({name: value}, "a sharded checkpoint")
         described = torch.empty(value.shape, dtype=value.dtype, device="meta")
         tensors[id(described)] = value
         return described

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.tensors._sparse_parts import SparseParts, is_sparse, parts_of
 
-__all__ = ["StoredTensor", "TensorSource", "aliases_of", "as_stored", "tensors_in"]
+__all__ = ["StoredTensor", "TensorSource", "aliases_of", "as_stored", "sparse_stored", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,7 @@ class StoredTensor:
             not say.
         fetch_range: Returns a number of its elements from one on, in row-major order, where that needs less memory
             than all of them.
+        sparse: What a sparse one consists of; `fetch` returns it sparse. `None` for a dense one.
 
     Example:
         >>> stored = as_stored(torch.ones(2, 3))
@@ -40,6 +43,7 @@ class StoredTensor:
     fetch: Callable[[], torch.Tensor]
     storage: Hashable | None = None
     fetch_range: Callable[[int, int], torch.Tensor] | None = None
+    sparse: SparseParts | None = None
 
     @property
     def numel(self) -> int:
@@ -48,7 +52,9 @@ class StoredTensor:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of its elements."""
+        """The bytes of its elements; of a sparse one, of what it consists of."""
+        if self.sparse is not None:
+            return sum(part.size_bytes for part in self.sparse.parts.values())
         return self.numel * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
@@ -60,7 +66,16 @@ class StoredTensor:
         return self.fetch()
 
     def read_range(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` of its elements, counted in row-major order, from `start` on."""
+        """Return `count` of its elements, counted in row-major order, from `start` on.
+
+        Raises:
+            IncompatibleCheckpointError: If it is sparse.
+        """
+        if self.sparse is not None:
+            raise IncompatibleCheckpointError(
+                f"a tensor is of layout {self.sparse.layout}, and sparse tensors are not read in pieces. Load the file "
+                f"with load_file() and make it dense with to_dense()."
+            )
         if self.fetch_range is not None:
             return self.fetch_range(start, count)
         return self.fetch().reshape(-1)[start : start + count]
@@ -69,6 +84,9 @@ class StoredTensor:
         """Return the same tensor in another dtype, rounded once, straight from the one it has."""
         if dtype == self.dtype:
             return self
+        if self.sparse is not None:
+            parts = {**self.sparse.parts, "values": self.sparse.parts["values"].to(dtype)}
+            return sparse_stored(self.shape, SparseParts(self.sparse.layout, parts, self.sparse.is_coalesced))
         return StoredTensor(
             dtype,
             self.shape,
@@ -81,8 +99,19 @@ class StoredTensor:
 def as_stored(tensor: torch.Tensor) -> StoredTensor:
     """Return a tensor that is in memory in the form of one that is not."""
     plain = tensor.detach()
+    if is_sparse(plain):
+        parts = {name: as_stored(part) for name, part in parts_of(plain).items()}
+        is_coalesced = plain.is_coalesced() if plain.layout == torch.sparse_coo else None
+        return sparse_stored(tuple(plain.shape), SparseParts(plain.layout, parts, is_coalesced))
     key = (plain.data_ptr(), tuple(plain.stride()), tuple(plain.shape), plain.dtype) if plain.numel() else None
     return StoredTensor(plain.dtype, tuple(plain.shape), lambda: plain.cpu().contiguous(), key)
+
+
+def sparse_stored(shape: tuple[int, ...], sparse: SparseParts) -> StoredTensor:
+    """Return a sparse tensor that is not in memory by the parts that it consists of."""
+    keys = tuple(part.storage for part in sparse.parts.values())
+    same = None if None in keys else (sparse.layout, keys)
+    return StoredTensor(sparse.parts["values"].dtype, shape, lambda: sparse.put_together(shape), same, None, sparse)
 
 
 @dataclass(slots=True)
