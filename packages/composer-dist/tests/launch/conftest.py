@@ -53,6 +53,10 @@ def launch(capfd):
     return run
 
 
+def _hear_hangups():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def started():
     """Return a function that starts a launcher as a process; nothing of it is left after the test."""
@@ -60,8 +64,9 @@ def started():
 
     def start(*arguments, **settings):
         command = [sys.executable, "-m", "composer_dist.launch", *map(str, arguments)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        launcher = subprocess.Popen(command, text=True, start_new_session=True, **(streams | settings))
+        # Tests that run below nohup ignore SIGHUP, and what they start would, too.
+        usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": _hear_hangups}
+        launcher = subprocess.Popen(command, text=True, start_new_session=True, **(usual | settings))
         launchers.append(launcher)
         return launcher
 
