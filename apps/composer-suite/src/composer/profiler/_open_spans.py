@@ -54,6 +54,19 @@ class OpenSpans:
             others.append(event)
         return list(self._with_inner(ends)), others
 
+    def end_all(self, time_us: int) -> list[dict[str, Any]]:
+        """Return the ends of what is open, the innermost first; then nothing is.
+
+        Args:
+            time_us: When all of it ends, in microseconds since 1970.
+        """
+        ends = [
+            {key: begin[key] for key in ("name", "cat", "pid", "tid") if key in begin} | {"ph": "E", "ts": time_us}
+            for begin in reversed(self._open)
+        ]
+        self._open.clear()
+        return ends
+
     def _with_inner(self, ends: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         """Yield ends, and before each those of spans inside of it that have none; then all of them are closed."""
         for position, end in enumerate(ends):

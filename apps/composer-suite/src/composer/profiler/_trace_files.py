@@ -3,14 +3,14 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from composer_checkpoint.conflicts import ensure_folder_is_empty
 from composer_dist import dist
 
-__all__ = ["END", "append_events", "prepare_folder", "prune"]
+__all__ = ["END", "append_events", "durations", "prepare_folder", "prune"]
 
 END = "\n]\n"  # of a list with one event a line
 
@@ -38,6 +38,16 @@ def open_name(folder: Path, name: str) -> Path:
     path = folder / name
     os.makedirs(path.parent, exist_ok=True)
     return path
+
+
+def durations(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the begins and ends of spans in a list with one event a line, without having all of it in memory."""
+    with open(path) as file:
+        for line in file:
+            if '"ph": "B"' in line or '"ph": "E"' in line:
+                event = json.loads(line.rstrip(",\n"))
+                if event["ph"] in "BE":  # and not the arguments of another event
+                    yield event
 
 
 def append_events(path: str, events: Iterable[dict[str, Any]]) -> None:

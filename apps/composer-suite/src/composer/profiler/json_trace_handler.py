@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from composer.loggers._snapshot import as_number
 from composer.profiler._open_spans import OpenSpans
-from composer.profiler._trace_files import append_events, prepare_folder, prune
+from composer.profiler._process_facts import describes_process, describes_thread, process_facts
+from composer.profiler._trace_files import append_events, durations, prepare_folder, prune
 from composer.profiler.json_trace_merger import extend_trace, merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
 from composer_dist import dist
@@ -42,8 +43,9 @@ class JSONTraceHandler(TraceHandler):
     """Writes what a `Profiler` records as JSON: a file for each rank and cycle, and one for all of a node's together.
 
     A file is written at the end of its cycle's last batch. Spans around it, such as `event/epoch`, end later: in the
-    next cycle's file or, when `fit` is over, in the last one. The merged file has all ends; a copy of the last one that
-    a logger keeps has them only if `overwrite` allows to replace it.
+    next cycle's file or, when `fit` is over, in the last one. Loggers that keep files get each when nothing more comes
+    into it, and the merged one, which has all ends, each time that it has grown. Where an exception ends training, what
+    is open in the last files ends then, and a cycle that was not finished leaves none.
 
     Args:
         folder: Where to, with the placeholders of `format_name_with_dist`.
@@ -111,7 +113,7 @@ class JSONTraceHandler(TraceHandler):
         self._spans = OpenSpans()
         self._facts: list[dict[str, Any]] = []
         self._unfinished: Path | None = None  # the last cycle's file, while ends may come
-        self._remote: str | None = None  # what it is called elsewhere
+        self._remote: str | None = None  # what it is going to be called elsewhere
         self._is_described = False
         self._saves = self._has_saved = False
 
@@ -142,13 +144,13 @@ class JSONTraceHandler(TraceHandler):
             return
         self._saves = False
         self._is_described = False  # each file says whose it is, also where no pause comes before
+        self._hand_over(logger)
         stamp = state.timestamp
         path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._write(path)
         if self.remote_file_name is not None:
             self._remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
-            logger.upload_file(self._remote, path, overwrite=self.overwrite)
         if self.merged_trace_filename is not None:
             self._merge(path, state, logger)
         if os.fspath(path) in self.saved_traces:  # a name without the time, which is written each time
@@ -156,19 +158,38 @@ class JSONTraceHandler(TraceHandler):
         self.saved_traces.append(os.fspath(path))
         self._has_saved = True
         self._unfinished = path
-        prune(self.saved_traces, self.num_traces_to_keep)
+        prune(self.saved_traces, self.num_traces_to_keep or 1)  # this one stays until it is complete
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the ends of what has begun in a cycle; say so if there was none. Every rank must call this."""
         if self._unfinished is not None:
             self._write_ends(self._unfinished, state, logger)
-            self._unfinished = None
+            self._hand_over(logger)
         if not self._has_saved and not self._queue.empty():
             _log.warning(
                 "There is no trace in %s: training has ended before a cycle of the schedule did. Train longer, or give "
                 "cyclic_schedule() fewer batches.",
                 self._folder(state),
             )
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Write the ends of what an exception has cut off, without the other ranks, which may be gone."""
+        if self._unfinished is None:
+            return
+        ends, _ = self._spans.take_ends(self._queued())
+        now_us = time.time_ns() // 1000
+        ends += self._spans.end_all(now_us)
+        if self._unfinished.exists():
+            append_events(os.fspath(self._unfinished), ends)
+        self._hand_over(logger)
+        if self.merged_trace is None:
+            return
+        spans = OpenSpans()  # the other ranks' too: none of them writes to this file
+        for event in durations(self.merged_trace):
+            spans.note(event)
+        own, _ = spans.take_ends(ends)
+        append_events(self.merged_trace, [*own, *spans.end_all(max([end["ts"] for end in own], default=now_us))])
+        self._upload_merged(logger)
 
     def process_duration_event(
         self,
@@ -208,10 +229,12 @@ class JSONTraceHandler(TraceHandler):
         Raises:
             TypeError: If the file holds no trace.
         """
-        rank = dist.get_global_rank()
+        rank, tid = dist.get_global_rank(), os.getpid()
         for event in read_trace(filepath):
-            event["pid"] = rank  # where all that belongs to a rank is shown together
-            self._queue.put(event)
+            # The rank and its thread have better names already than those of the program.
+            if not describes_process(event) and not describes_thread(event, tid):
+                event["pid"] = rank  # where all that belongs to a rank is shown together
+                self._queue.put(event)
 
     def _record(self, name: str, categories: Sequence[str], phase: str, time_ns: int, **more: Any) -> None:
         self._queue.put(
@@ -234,11 +257,10 @@ class JSONTraceHandler(TraceHandler):
         dist.barrier()
         end_ns = time.time_ns()  # somewhere between the two, the last rank came to the second barrier
         facts: dict[str, dict[str, Any]] = {
-            "process_name": {"name": f"Rank {rank} training loop process"},
+            **process_facts(rank),
             "thread_name": {"name": "Training Loop"},
             "thread_sort_index": {"sort_index": 0},
             "global_rank": {"value": rank},
-            "process_sort_index": {"sort_index": rank},
             "clock_sync_timestamp_us": {"value": (begin_ns + end_ns) // 2000},
             "clock_sync_error_bound": {"value": (end_ns - begin_ns) // 1000},
         }
@@ -262,15 +284,20 @@ class JSONTraceHandler(TraceHandler):
         ends, others = self._spans.take_ends(self._queued())
         for event in others:  # a further `fit` may save them
             self._queue.put(event)
-        if path.exists():  # as it does unless none are kept
+        if path.exists():
             append_events(os.fspath(path), ends)
-            if self._remote is not None and self.overwrite:
-                logger.upload_file(self._remote, path, overwrite=True)
         if self.merged_trace_filename is not None:
             loose = path.with_name(f".{path.name}.ends")
             loose.write_text(json.dumps([*self._facts, *ends]))
             for name in self._merge(loose, state, logger):
                 os.unlink(name)
+
+    def _hand_over(self, logger: Logger) -> None:
+        """Give the last cycle's file, into which nothing more comes, to the loggers that keep files."""
+        if self._remote is not None and self._unfinished is not None and self._unfinished.exists():
+            logger.upload_file(self._remote, self._unfinished, overwrite=self.overwrite)
+        self._unfinished = self._remote = None
+        prune(self.saved_traces, self.num_traces_to_keep)
 
     def _queued(self) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(Empty):
@@ -292,9 +319,12 @@ class JSONTraceHandler(TraceHandler):
             merge_traces(os.fspath(unfinished), *inputs)
             unfinished.replace(merged)
         self.merged_trace = os.fspath(merged)
-        if self.merged_trace_remote_file_name is not None:
-            logger.upload_file(self.merged_trace_remote_file_name, merged, overwrite=True)
+        self._upload_merged(logger)
         return inputs
+
+    def _upload_merged(self, logger: Logger) -> None:
+        if self.merged_trace is not None and self.merged_trace_remote_file_name is not None:
+            logger.upload_file(self.merged_trace_remote_file_name, self.merged_trace, overwrite=True)
 
     def _folder(self, state: State) -> Path:
         return Path(format_name_with_dist(self.folder, state.run_name))

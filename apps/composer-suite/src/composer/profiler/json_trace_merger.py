@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from composer.profiler._process_facts import describes_process, process_facts
 from composer.profiler._trace_files import END, append_events
 
 __all__ = ["extend_trace", "main", "merge_traces", "parse_trace", "read_trace"]
@@ -25,7 +26,7 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
     A file says of itself which rank it is of, and when, by its own clock, a moment was that all ranks have in common;
     the clock of the lowest rank counts. Of several files of a rank, the first goes with the first of the lowest rank,
     and so on. A file that was merged before goes in as it is. A file of torch's own profiler, which says its rank but
-    no such moment, goes with the file of that rank in whose time it lies.
+    no such moment, goes with the file of that rank in whose time it lies. Each rank is one process with one name.
 
     Args:
         output_file: Where the events go, one a line.
@@ -67,6 +68,19 @@ class _Trace:
     torch_rank: int | None
     is_merged: bool
 
+    @property
+    def process(self) -> int | None:
+        """The rank that its events belong to, if it says which."""
+        return self.torch_rank if self.rank is None else self.rank
+
+    def own_events(self) -> list[dict[str, Any]]:
+        """Return the events; torch's call every rank "python", and a GPU by the number that another rank has."""
+        if self.rank is not None or self.torch_rank is None:
+            return self.events
+        facts = process_facts(self.torch_rank).items()
+        described = [{"name": name, "ph": "M", "pid": self.torch_rank, "tid": 0, "args": args} for name, args in facts]
+        return described + [event for event in self.events if not describes_process(event)]
+
     @classmethod
     def read(cls, path: str) -> "_Trace":
         text = _text(path)
@@ -97,13 +111,20 @@ def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
     turns = {rank: iter(own) for rank, own in shifts.items()}
     lowest = min((trace.rank for trace in traces if trace.rank is not None), default=0)
     yield {"name": _MERGED, "ph": "M", "pid": lowest, "tid": 0, "args": {"value": 1}}
+    described: set[tuple[Any, Any]] = set()
     for trace in traces:
         shift = 0
         if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
             shift = next(turns[trace.rank])
         elif trace.rank is None and trace.torch_rank in clocks:
             shift = _shift_at(_last_us(trace.events), clocks[trace.torch_rank], shifts[trace.torch_rank])
-        yield from _adjusted(trace.events, None if trace.is_merged else trace.rank, shift)
+        for event in _adjusted(trace.own_events(), None if trace.is_merged else trace.process, shift):
+            if describes_process(event):
+                fact = event["name"], event["pid"]
+                if fact in described:
+                    continue
+                described.add(fact)
+            yield event
 
 
 def _shift_at(when_us: float, clocks_us: list[int], shifts_us: list[int]) -> int:

@@ -30,6 +30,9 @@ class Marker:
         record_instant_on_start: Whether to record an instant, too, when the work begins.
         record_instant_on_finish: Whether to record one when it ends.
         categories: What it belongs to.
+
+    Attributes:
+        begin_ns: When it was recorded last that the work begins, in nanoseconds since 1970.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Marker:
         self._profiler = profiler
         self._is_started = False
         self._is_recording = False
+        self.begin_ns = 0
 
     def start(self) -> None:
         """Begin.
@@ -62,7 +66,8 @@ class Marker:
         self._is_started = True
         self._is_recording = self._profiler.action in self.actions
         if self._is_recording:
-            self._record_duration(is_start=True)
+            self.begin_ns = time.time_ns()
+            self._record_duration(is_start=True, time_ns=self.begin_ns)
             if self.record_instant_on_start:
                 self._record_instant()
 
@@ -76,9 +81,19 @@ class Marker:
             raise RuntimeError(f"The marker {self.name!r} is not started. Call its start() before finish().")
         self._is_started = False
         if self._is_recording:
-            self._record_duration(is_start=False)
+            self._record_duration(is_start=False, time_ns=time.time_ns())
             if self.record_instant_on_finish:
                 self._record_instant()
+
+    def cut_off(self, time_ns: int) -> None:
+        """Record the end of work that an exception has cut off, if it has begun; `finish` then records none.
+
+        Args:
+            time_ns: When that was, in nanoseconds since 1970.
+        """
+        if self._is_started and self._is_recording:
+            self._is_recording = False
+            self._record_duration(is_start=False, time_ns=time_ns)
 
     def instant(self) -> None:
         """Record that something has happened, without a duration."""
@@ -96,10 +111,9 @@ class Marker:
             for handler in self._profiler.trace_handlers:
                 handler.process_counter_event(self.name, self.categories, self._profiler.timestamp, now, values)
 
-    def _record_duration(self, *, is_start: bool) -> None:
-        now = time.time_ns()
+    def _record_duration(self, *, is_start: bool, time_ns: int) -> None:
         for handler in self._profiler.trace_handlers:
-            handler.process_duration_event(self.name, self.categories, is_start, self._profiler.timestamp, now)
+            handler.process_duration_event(self.name, self.categories, is_start, self._profiler.timestamp, time_ns)
 
     def _record_instant(self) -> None:
         now = time.time_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +242,16 @@ class Profiler(Callback):
                 categories=categories,
             )
         return marker
+
+    def end_open_spans(self) -> None:
+        """Record now, from the innermost outwards, the ends of spans that an exception has cut off.
+
+        The Trainer calls it when training, an evaluation or a prediction fails: the events that would end the spans do
+        not happen any more.
+        """
+        now_ns = time.time_ns()
+        for marker in sorted(self._markers.values(), key=lambda marker: -marker.begin_ns):
+            marker.cut_off(now_ns)
 
     def record_chrome_json_trace_file(self, filepath: str) -> None:
         """Hand a trace that somebody else wrote to the handlers.

@@ -54,7 +54,10 @@ def choose_destinations(given: Given) -> list[LoggerDestination]:
 
 
 def record_failure(error: BaseException, state: State) -> None:
-    """Tell the recorders of a run what has ended it: who catches it may close the Trainer much later."""
+    """Tell the recorders of a run what has ended it, and its profiler when: who catches it may close much later."""
+    end_open_spans = getattr(state.profiler, "end_open_spans", None)  # the engine asks less of a profiler than ours has
+    if end_open_spans is not None:
+        end_open_spans()
     for destination in state.callbacks:
         if isinstance(destination, RunRecorder):
             destination.note_failure(error)
