@@ -10,7 +10,9 @@ from composer_checkpoint import (
     load_file,
     read_manifest,
     save_file,
+    save_sharded,
 )
+from composer_checkpoint.sharded import load_sharded
 from composer_checkpoint.tensors import (
     as_stored,
     open_checkpoint,
@@ -19,6 +21,7 @@ from composer_checkpoint.tensors import (
     stream_safetensors,
     stream_sharded,
 )
+from composer_dist.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Validating sparse tensor invariants")
 
@@ -138,3 +141,46 @@ def test_a_sparse_tensor_of_other_parts_is_refused(layout, data, tmp_path):
     torch.save({"adj": _Pickled(layout, data)}, tmp_path / "a.pt")
     with pytest.raises(CorruptCheckpointError):
         open_checkpoint(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "of rows", "empty"])
+def test_a_sharded_save_refuses_it_with_its_place(name, tmp_path):
+    adj = in_all_layouts()[name]
+    state = {"model": {"w": torch.ones(2)}, "optim": {"state": [{"exp_avg": adj}]}}
+    place = rf"^optim/state/0/exp_avg is a tensor of layout {adj.layout}, and .* to_dense\(\) .* save_file\(\)"
+    with pytest.raises(IncompatibleCheckpointError, match=place):
+        save_sharded(state, tmp_path / "ep1")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_inside_a_tuple_of_a_sharded_checkpoint_is_kept(tmp_path):
+    adj = torch.eye(2).to_sparse()
+    save_sharded({"seen": (adj, 3)}, tmp_path / "ep1")
+    state = {"seen": None}
+    load_sharded(state, tmp_path / "ep1")
+    assert_same(state["seen"][0], adj)
+    with open_checkpoint(tmp_path / "ep1") as source:
+        assert_same(source.tensors["seen/0"].read(), adj)
+
+
+def test_a_sharded_checkpoint_is_not_loaded_into_one(tmp_path):
+    save_sharded({"model": {"adj": torch.eye(2)}}, tmp_path / "ep1")
+    adj = torch.eye(2).to_sparse()
+    with pytest.raises(IncompatibleCheckpointError, match=r"^model/adj is a .*\.sparse_coo, .* loads into dense ones"):
+        load_sharded({"model": {"adj": adj}}, tmp_path / "ep1")
+
+
+def save_on_one_rank_sparse(folder):
+    import torch.distributed as tdist
+
+    extra = {"adj": torch.eye(2).to_sparse()} if tdist.get_rank() == 1 else {}
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        save_sharded({"model": {"w": torch.ones(2), **extra}}, folder)
+    return str(caught.value)
+
+
+def test_every_rank_hears_of_one_that_has_a_sparse_tensor(tmp_path):
+    told = run_ranks(save_on_one_rank_sparse, tmp_path / "ep1", store=tmp_path / "store")
+    assert told[0] == told[1]
+    assert told[0].startswith("model/adj is a tensor of layout torch.sparse_coo, and a sharded checkpoint")
+    assert not (tmp_path / "ep1").exists()

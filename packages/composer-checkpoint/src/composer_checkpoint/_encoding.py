@@ -4,6 +4,7 @@ A length of time is saved as its seconds, a NumPy array as a tensor, a deque as 
 that this package gives back what was saved. NumPy scalars and versions become numbers and strings for good.
 """
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from datetime import timedelta
@@ -12,14 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_checkpoint._tree import map_tree
+from composer_checkpoint._tree import Names, map_tree, text_of
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "noted_names"]
 
 _BITS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SHARED_DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind, sizes in _BITS.items() for bits in sizes)])
 
 _BOUNDED_DEQUE = "deque of at most "
+_NUMBER = re.compile(r"-?\d+")
 
 # What a defaultdict may start from, by the kind that the manifest notes.
 _FACTORIES: dict[str, Any] = {
@@ -39,7 +41,24 @@ def encode(obj: Any) -> tuple[Any, dict[str, str]]:
             kinds[name] = kind
         return plain
 
-    return map_tree(obj, change, shared=True), kinds
+    return map_tree(obj, change, shared=True, names=noted_names()), kinds
+
+
+def noted_names() -> Names:
+    """Return what makes the names under which the manifest notes kinds: keys joined by slashes, no two places alike.
+
+    Keys with a slash are told from the keys on a way, and texts from numbers, by what `~` stands before.
+    """
+    return Names(text=_noted)
+
+
+def _noted(key: object) -> str:
+    if type(key) is int:
+        return text_of(key)
+    if not isinstance(key, str):
+        return f"~3{text_of(key)}"
+    escaped = str(key).replace("~", "~0").replace("/", "~1")
+    return f"~2{escaped}" if _NUMBER.fullmatch(escaped) else escaped
 
 
 def _plain_form(value: Any) -> tuple[str | None, Any]:
@@ -84,4 +103,4 @@ def decode(obj: Any, kinds: Mapping[str, Any]) -> Any:
             case _:
                 return value
 
-    return map_tree(obj, change, shared=True, inside_out=True) if kinds else obj
+    return map_tree(obj, change, shared=True, inside_out=True, names=noted_names()) if kinds else obj

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._pickle_calls import Unchangeable, shown
-from composer_checkpoint._tree import named_leaves
+from composer_checkpoint._tree import named_leaves, untaken
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.unpickler import PLAIN_GLOBALS, PickledText, RestrictedUnpickler, run_restricted, scan
 
@@ -97,13 +97,18 @@ class AnyTensorSpec(Unchangeable):
 
 @dataclass(slots=True, eq=False)
 class TensorSpec(AnyTensorSpec):
-    """A tensor that is not there: how it looks and where its bytes would be."""
+    """A tensor that is not there: how it looks and where its bytes would be.
+
+    Its elements are conjugated or negated, if it says so, once they are read.
+    """
 
     dtype: Dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     storage: StorageSpec
+    is_conj: bool = False
+    is_neg: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -167,7 +172,9 @@ class Rehearsal:
                 self.tensors[name] = spec
             elif isinstance(spec, SparseSpec):
                 self.sparse[name] = spec
-                self.tensors |= {f"{name}/{part}": own for part, own in spec.parts.items()}
+        taken = dict.fromkeys(self.tensors, 0)
+        for name, spec in self.sparse.items():
+            self.tensors |= {untaken(f"{name}/{part}", taken): own for part, own in spec.parts.items()}
 
 
 def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehearsal:
@@ -297,7 +304,8 @@ def _checked_tensor(
         raise ValueError("a tensor has a storage and a dtype")
     if hooks or any(value for mapping in rest if mapping for value in mapping.values() if value is not True):
         raise ValueError("a tensor has no hooks")
-    tensor = TensorSpec(dtype, tuple(size), tuple(stride), offset, storage)
+    lazily = {name for mapping in rest if mapping for name in mapping}
+    tensor = TensorSpec(dtype, tuple(size), tuple(stride), offset, storage, "conj" in lazily, "neg" in lazily)
     storage.views.append(tensor)
     return tensor
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, overload
 from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import CorruptCheckpointError
 
-__all__ = ["Names", "children_of", "map_tree", "named_leaves", "text_of", "with_items"]
+__all__ = ["Names", "children_of", "map_tree", "named_leaves", "text_of", "untaken", "with_items"]
 
 T = TypeVar("T")
 
@@ -49,13 +49,22 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
         children = children_of(value)
         if children is None:
             if isinstance(value, kind):
-                name = names.join(parent, key, depth)
-                count = taken[name] = taken.get(name, -1) + 1
-                yield (f"{name}#{count}" if count else name), value
+                yield untaken(names.join(parent, key, depth), taken), value
         elif id(value) not in seen:
             seen.add(id(value))
             name = names.join(parent, key, depth)
             pending.extend((name, key, child, depth + 1) for key, child in reversed(children))
+
+
+def untaken(name: str, taken: dict[str, int]) -> str:
+    """Return the name, with a number if another thing has it, and note that it is taken."""
+    own, count = name, taken.get(name, 0)
+    while own in taken:
+        count += 1
+        own = f"{name}#{count}"
+    taken[name] = count
+    taken.setdefault(own, 0)
+    return own
 
 
 def text_of(key: object) -> str:
@@ -64,11 +73,17 @@ def text_of(key: object) -> str:
 
 
 class Names:
-    """Makes the names of one walk, as long as neither they nor the walk take too much."""
+    """Makes the names of one walk, as long as neither they nor the walk take too much.
 
-    __slots__ = ("_entries_left", "_left")
+    Args:
+        separator: What stands between the keys.
+        text: Returns how a key is told.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_entries_left", "_left", "_separator", "_text")
+
+    def __init__(self, separator: str = "/", text: Callable[[object], str] = text_of) -> None:
+        self._separator, self._text = separator, text
         self._left = _MAX_NAME_CHARS
         self._entries_left = _MAX_ENTERED_AGAIN
 
@@ -79,7 +94,7 @@ class Names:
             CorruptCheckpointError: If it lies deeper, or names are longer, than in any checkpoint.
         """
         is_huge = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
-        text = "" if is_huge else text_of(key)
+        text = "" if is_huge else self._text(key)
         self._left -= len(name) + 1 + len(text)
         if depth > _MAX_DEPTH or self._left < 0 or is_huge:
             raise CorruptCheckpointError(
@@ -87,7 +102,7 @@ class Names:
                 f"levels, keys of {_MAX_KEY_BITS} bits and {_MAX_NAME_CHARS} characters in all are read. Load another "
                 f"checkpoint."
             )
-        return f"{name}/{text}" if name else text
+        return f"{name}{self._separator}{text}" if name else text
 
     def enter_again(self, name: str, num_items: int) -> None:
         """Count a container that was entered before, under another name.
@@ -128,7 +143,14 @@ class _Open:
         return with_items(self.value, [(key, new) for (key, _), new in zip(self.children, self.changed, strict=True)])
 
 
-def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = False, inside_out: bool = False) -> Any:
+def map_tree(
+    root: Any,
+    change: Callable[[str, Any], Any],
+    *,
+    shared: bool = False,
+    inside_out: bool = False,
+    names: Names | None = None,
+) -> Any:
     """Return the tree with each thing, containers before what is in them, replaced by what `change` makes of it.
 
     Containers in which nothing changed are the same objects.
@@ -139,6 +161,7 @@ def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = Fal
         shared: Whether a container that is reached by several names is changed once, under the first of them, and is
             one object afterwards, too. Otherwise it is changed anew under each.
         inside_out: Whether containers are changed after what is in them.
+        names: How things are called, in place of keys and indices joined by slashes.
 
     Raises:
         CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
@@ -146,9 +169,8 @@ def map_tree(root: Any, change: Callable[[str, Any], Any], *, shared: bool = Fal
     # What a container becomes, by its identity; with the container, so that nothing else gets its identity meanwhile.
     known: dict[int, tuple[Any, Any]] = {}
     entered: dict[int, Any] = {}
-    names = Names()
     outside = _Open("", None, None, [("", root)])
-    opened = [outside]
+    opened, names = [outside], names or Names()
     while not outside.changed:
         top = opened[-1]
         if len(top.changed) == len(top.children):

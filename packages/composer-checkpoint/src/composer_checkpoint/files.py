@@ -73,7 +73,8 @@ def save_file(
         StorageError: If the disk is full or fails; an `OSError`, too.
         CompressorNotFound: If the program that the name asks for is not installed.
         TypeError: If `.safetensors` is asked for more than weights, `info` has no form in JSON, or a tensor is a
-            DTensor, of which other ranks have the rest.
+            DTensor, of which other ranks have the rest, or on the meta device, where it has no elements.
+        IncompatibleCheckpointError: If two weights for `.safetensors` have keys that become one name.
         ValueError: If there is no such hash.
         UnsafeCheckpointError: If anything is more than data, such as an object of a class of one's own; the message
             says where it is.
@@ -86,7 +87,7 @@ def save_file(
         >>> load_file(path)["state"]["model"]["weight"].sum()
         tensor(6.)
     """
-    _refuse_parts(obj)
+    _refuse_what_is_elsewhere(obj)
     target = os.fspath(path)
     name = final_name(target)
     archives.check_compressor(name)
@@ -299,16 +300,21 @@ def _load(
     return obj, finite
 
 
-def _refuse_parts(obj: Any) -> None:
+def _refuse_what_is_elsewhere(obj: Any) -> None:
+    """Refuse tensors whose elements are not in this process's memory, or not all of them."""
+    tensors = {name: leaf for name, leaf in named_leaves(obj) if isinstance(leaf, torch.Tensor)}
     module: Any = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has loaded it
-    if module is None:
-        return
-    parts = [name for name, leaf in named_leaves(obj) if isinstance(leaf, module.DTensor)]
+    parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
     if parts:
         raise TypeError(
             f"{len(parts)} tensors are DTensors ({', '.join(parts[:_MAX_NAMES])}), of which this rank has a part, and "
             f"one file holds whole tensors. Save them with save_sharded(), or gather them on all ranks before, as "
             f"get_model_state_dict() and state_dict_type='full' do."
+        )
+    if empty := [name for name, leaf in tensors.items() if leaf.is_meta]:
+        raise TypeError(
+            f"{len(empty)} tensors are on the meta device ({', '.join(empty[:_MAX_NAMES])}), where they have no "
+            f"elements to save. Give the model memory and weights first, as to_empty() and load_state_dict() do."
         )
 
 

@@ -77,11 +77,11 @@ def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
 
 
 def _describe(kind: Format, size_bytes: int, rehearsal: Rehearsal, manifest: Manifest | None) -> FileDescription:
-    parts = {f"{name}/{part}" for name, sparse in rehearsal.sparse.items() for part in sparse.parts}
+    parts = {id(part) for sparse in rehearsal.sparse.values() for part in sparse.parts.values()}
     tensors = {
         name: TensorDescription(tensor.dtype.name, tensor.shape, tensor.size_bytes)
         for name, tensor in rehearsal.tensors.items()
-        if name not in parts
+        if id(tensor) not in parts
     }
     for name, sparse in rehearsal.sparse.items():
         tensors[name] = TensorDescription(sparse.dtype.name, sparse.shape, sparse.size_bytes, sparse.layout)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._file_sets import describe_set
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
+from composer_checkpoint._joined_names import by_joined_names
 from composer_checkpoint._leftovers import complete_earlier_sets, discard
 from composer_checkpoint._tree import map_tree, named_leaves
 from composer_checkpoint._unfinished_names import name_beside
@@ -78,6 +79,8 @@ def save_local(
 
     Raises:
         ValueError: If there are several ranks and no `{rank}` in the path.
+        IncompatibleCheckpointError: On all ranks, before anything is written, if two things of any have one name once
+            the keys on the way to them are joined by slashes.
         CheckpointError: On all ranks, if any of them cannot write its file, or takes too long. What was there before
             is untouched.
 
@@ -102,7 +105,12 @@ def local_content(
     state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, ranks: Ranks
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what this rank's file holds, and what its manifest says. Every rank must call this."""
-    save_id = ranks.exchange(lambda: uuid.uuid4().hex, lambda proposed: proposed[:1] * len(proposed))
+
+    def propose() -> str:
+        by_joined_names(state_dict, object, "/", "per-rank files")  # as the layout has them
+        return uuid.uuid4().hex
+
+    save_id = ranks.exchange(propose, lambda proposed: proposed[:1] * len(proposed))
     layout = {**_layout(state_dict, ranks), SAVE_ID_KEY: save_id}
     return {**_to_local(state_dict), LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
 
@@ -349,7 +357,14 @@ def _to_local(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layout(state_dict: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    spread = {name: leaf for name, leaf in named_leaves(state_dict) if isinstance(leaf, DTensor)}
+    spread: dict[str, DTensor] = {}
+
+    def note(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            spread[name] = leaf
+        return leaf
+
+    _map_leaves(state_dict, note)  # which goes into a container under each of its names, as loading does
     mesh = next(iter(spread.values())).device_mesh if spread else None
     return {
         "world_size": ranks.world_size,

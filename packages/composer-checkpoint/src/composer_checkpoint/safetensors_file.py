@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from blake3 import blake3
@@ -14,16 +14,28 @@ from blake3 import blake3
 from composer_checkpoint._early_flush import FlushedFile
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._finite import PassingWeights
+from composer_checkpoint._joined_names import doubled, path_text
 from composer_checkpoint._mapped_file import MappedFile
 from composer_checkpoint._payload_hashing import hash_ranges
 from composer_checkpoint._safetensors_header import DTYPES, LENGTH, METADATA_KEY, Header, read_header
-from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.hashing import NUM_DIGITS, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import Manifest, TensorEntry
 
-__all__ = ["load_safetensors", "read_safetensors", "save_safetensors", "verify_safetensors"]
+__all__ = [
+    "FORMAT_NAMES",
+    "by_text_names",
+    "header_of",
+    "load_safetensors",
+    "read_safetensors",
+    "refuse_metadata_name",
+    "save_safetensors",
+    "verify_safetensors",
+]
 
 log = getLogger(__name__)
+
+T = TypeVar("T")
 
 _MANIFEST_KEY = "composer_manifest"
 _SEAL_KEY = "composer_seal"
@@ -134,16 +146,44 @@ def _weights_of(obj: Any) -> _Weights:
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in weights.items():
+    for name, tensor in by_text_names(weights).items():
         if tensor.layout != torch.strided or (dtype := str(tensor.dtype).removeprefix("torch.")) not in FORMAT_NAMES:
             raise TypeError(f"{name} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
-        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype)
+        lazily = (tensor.is_conj(), tensor.is_neg())
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype, lazily)
         if tensor.numel() and identity in seen:
-            aliases[str(name)] = seen[identity]
+            aliases[name] = seen[identity]
         else:
-            seen[identity] = str(name)
-            tensors[str(name)] = tensor
+            seen[identity] = name
+            tensors[name] = tensor
+    refuse_metadata_name([*tensors, *aliases])
     return _Weights(tensors, aliases, is_state)
+
+
+def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
+    """Return weights by their keys as texts, which names in a file are.
+
+    Raises:
+        IncompatibleCheckpointError: If two keys become one text, as 1 and `'1'` do.
+    """
+    keys: dict[str, Any] = {}
+    for key in weights:
+        if keys.setdefault(str(key), key) is not key:
+            raise doubled(path_text([keys[str(key)]]), path_text([key]), str(key), "a .safetensors file")
+    return {name: weights[key] for name, key in keys.items()}
+
+
+def refuse_metadata_name(names: Collection[str]) -> None:
+    """Refuse a tensor of the name that safetensors has for something else.
+
+    Raises:
+        IncompatibleCheckpointError: If there is one.
+    """
+    if METADATA_KEY in names:
+        raise IncompatibleCheckpointError(
+            f"a tensor is called {METADATA_KEY!r}, where a .safetensors file has what is said of it. Give it another "
+            f"name, or write a .pt file."
+        )
 
 
 def header_of(

@@ -16,7 +16,7 @@ from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.files import load_open_weights, save_file
 from composer_checkpoint.hashing import HASH_NAME
 from composer_checkpoint.manifest import Manifest, TensorEntry
-from composer_checkpoint.safetensors_file import read_safetensors, verify_safetensors
+from composer_checkpoint.safetensors_file import by_text_names, read_safetensors, verify_safetensors
 from composer_checkpoint.validation import validate_file
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def save_weights_in_shards(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} is no size. Give 1 or more, such as 5_000_000_000.")
-    groups = list(_groups(weights, max_shard_bytes))
+    groups = list(_groups(by_text_names(weights), max_shard_bytes))
     names = [f"{name}-{number:05d}-of-{len(groups):05d}{_SUFFIX}" for number in range(1, len(groups) + 1)]
     if len(groups) == 1:
         names = [name + _SUFFIX]
@@ -169,7 +169,7 @@ def _groups(weights: "Mapping[str, Tensor]", max_shard_bytes: int) -> "Iterator[
         if not hasattr(tensor, "data_ptr"):
             raise TypeError(f"{name} is a {type(tensor).__name__}, and safetensors holds tensors only.")
         own = (name,) if not tensor.numel() else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        tied.setdefault((*own, tensor.dtype), {})[name] = tensor
+        tied.setdefault((*own, tensor.dtype, tensor.is_conj(), tensor.is_neg()), {})[name] = tensor
     group: dict[str, Any] = {}
     size_bytes = 0
     for same in tied.values():

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItemType
 
+from composer_checkpoint._joined_names import doubled, path_text
 from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.sharded._entries import refuse_doubled_entries, refuse_sparse_entries
 from composer_checkpoint.sharded._objects import decode_object, encode_object
 from composer_checkpoint.sharded._old_names import flatten_as_torch_2_3
 
@@ -49,7 +51,12 @@ class WholeSavePlanner(DefaultSavePlanner):
                 self.state_dict[name], self.mappings[name] = {}, path
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the first rank: return who writes what."""
+        """On the first rank: return who writes what.
+
+        Raises:
+            IncompatibleCheckpointError: If ranks have entries of one name in different places of their state dicts.
+        """
+        _refuse_doubled_among_ranks(all_plans)
         return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
 
@@ -68,6 +75,18 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
     def __init__(self, strict: bool = True, may_lack: Collection[str] = ()) -> None:
         super().__init__(allow_partial_load=True)
         self._strict, self._may_lack = strict, frozenset(may_lack)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state dict.
+
+        Raises:
+            IncompatibleCheckpointError: If it has two entries of one name, or a sparse tensor.
+        """
+        refuse_doubled_entries(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        refuse_sparse_entries(self.state_dict, self.mappings, "loads into")
 
     def create_local_plan(self) -> LoadPlan:
         """Return what to read.
@@ -131,6 +150,16 @@ def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str 
     elif isinstance(value, list):
         for index, child in enumerate(value):
             yield from _empty_dicts(child, (*path, index))
+
+
+def _refuse_doubled_among_ranks(plans: list[SavePlan]) -> None:
+    known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
+    for rank, plan in enumerate(plans):
+        for name, path in (plan.planner_data or {}).items():
+            first, other = known.setdefault(name, (rank, path))
+            if other != path:
+                places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
+                raise doubled(*places, name, "a sharded checkpoint")
 
 
 def _first_copies(plans: list[SavePlan]) -> list[SavePlan]:

@@ -5,11 +5,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.sharded._entries import (
+    refuse_doubled_entries,
+    refuse_sparse_entries,
+    refuse_without_elements,
+)
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded.planner import WholeSavePlanner
 from composer_checkpoint.sharded.writer import VerifiedWriter
@@ -52,6 +58,9 @@ def save_sharded(
 
     Raises:
         CheckpointConflictError: If the folder exists and may not be replaced.
+        IncompatibleCheckpointError: On all ranks, before anything is written, if a tensor of any is sparse, or if two
+            entries have one name once the keys on the way to them are joined by dots.
+        TypeError: Likewise, if a tensor is on the meta device, where it has no elements.
         StorageError: If a disk or store fails on any rank, or takes too long. What was there before is untouched.
 
     Example:
@@ -85,7 +94,7 @@ def plan_save(
     metadata: list[Metadata] = []
 
     def plan_locally() -> SavePlan:
-        planner.set_up_planner(dict(state_dict), writer.storage_meta(), is_first)
+        _set_up(planner, state_dict, writer, is_first)
         writer.set_up_storage_writer(is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -96,6 +105,17 @@ def plan_save(
 
     plan = planner.finish_plan(ranks.exchange(plan_locally, plan_globally))
     return PlannedSave(plan, planner, metadata[0] if is_first else None)
+
+
+def _set_up(planner: SavePlanner, state_dict: Mapping[str, Any], writer: VerifiedWriter, is_first: bool) -> None:
+    """Give a planner the state dict, after refusing what torch would fail at without saying where it is."""
+    is_torchs = isinstance(planner, DefaultSavePlanner)  # others may know what to do with it
+    if is_torchs and planner.flatten_state_dict:
+        refuse_doubled_entries(state_dict)
+    planner.set_up_planner(dict(state_dict), writer.storage_meta(), is_first)
+    if is_torchs:
+        refuse_sparse_entries(planner.state_dict, planner.mappings)
+        refuse_without_elements(planner.state_dict, planner.mappings)
 
 
 def write_planned(

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from composer_checkpoint._joined_names import by_joined_names
 from composer_checkpoint._leftovers import discard
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint._unfinished_names import name_beside
@@ -43,7 +44,8 @@ def stream_local(
     Raises:
         ValueError: If there is no `{rank}` in the path, or `world_size` is less than 1.
         CheckpointConflictError: If a file exists and may not be replaced.
-        IncompatibleCheckpointError: If a tensor is sparse.
+        IncompatibleCheckpointError: If a tensor is sparse, or if two things have one name once the keys on the way to
+            them are joined by slashes.
 
     Example:
         >>> import tempfile, torch
@@ -60,6 +62,7 @@ def stream_local(
             f"path={os.fspath(path)!r}, world_size={world_size!r}: give 1 rank or more, and a path with {_RANK} in it."
         )
     refuse_sparse(tensors_in(tree), "a set of per-rank files")
+    by_joined_names(tree, object, "/", "per-rank files")
     finals = [Path(template.replace(_RANK, str(rank))) for rank in range(world_size)]
     for final in finals:
         refuse_existing(final, overwrite)

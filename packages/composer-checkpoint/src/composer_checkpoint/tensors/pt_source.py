@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from composer_checkpoint._encoding import decode
+from composer_checkpoint._encoding import decode, noted_names
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._formats import format_of
 from composer_checkpoint._legacy_pt import read_legacy_bytes
@@ -94,22 +94,33 @@ def _arrays_back(tree: Any, encoded: Any) -> Any:
         is_array = isinstance(value, StoredTensor) and encoded.get(name) == "ndarray"
         return value.read() if is_array else value
 
-    return map_tree(tree, change, shared=True)
+    return map_tree(tree, change, shared=True, names=noted_names())
 
 
 def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) -> StoredTensor:
     dtype = getattr(torch, spec.dtype.name)
-    where = (reader.path, spec.storage.key, spec.offset, spec.stride)  # every file numbers its storages from 0
+    # Every file numbers its storages from 0.
+    where = (reader.path, spec.storage.key, spec.offset, spec.stride, spec.is_conj, spec.is_neg)
     offset, in_a_row = offsets[spec.storage.key], spec.byte_range
 
     def fetch_range(start: int, count: int) -> torch.Tensor:
         assert in_a_row is not None
         size = spec.dtype.item_bytes
-        return read_bytes(reader, offset + in_a_row[0] + start * size, count * size).view(dtype)
+        return _resolved(spec, read_bytes(reader, offset + in_a_row[0] + start * size, count * size).view(dtype))
 
     return StoredTensor(
-        dtype, spec.shape, lambda: _read(reader, offset, spec, dtype), where, fetch_range if in_a_row else None
+        dtype,
+        spec.shape,
+        lambda: _resolved(spec, _read(reader, offset, spec, dtype)),
+        where,
+        fetch_range if in_a_row else None,
     )
+
+
+def _resolved(spec: TensorSpec, elements: torch.Tensor) -> torch.Tensor:
+    """Conjugate and negate what the file has as it was before."""
+    conjugated = elements.conj_physical() if spec.is_conj else elements
+    return -conjugated if spec.is_neg else conjugated
 
 
 def _read(reader: FileReader, storage_offset: int, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import CorruptCheckpointError
 from composer_checkpoint.sharded._parts import OpenShards, Part, list_parts
 from composer_checkpoint.sharded.reader import VerifyingReader
-from composer_checkpoint.tensors.source import StoredTensor, TensorSource
+from composer_checkpoint.tensors.source import StoredTensor, TensorSource, as_stored
 
 __all__ = ["open_sharded_source"]
 
@@ -56,7 +57,8 @@ def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShar
         if isinstance(entry, TensorStorageMetadata):
             value: Any = _stored(fqn, entry, parts, shards)
         else:
-            value = shards.check(parts[MetadataIndex(fqn)], None)
+            item = shards.check(parts[MetadataIndex(fqn)], None)
+            value = map_tree(item, lambda _, leaf: as_stored(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         _put(root, paths.get(fqn, (fqn,)), value)
     return _with_lists(root)
 

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.sharded._entries import refuse_doubled_entries
+from composer_checkpoint.sharded.planner import WholeSavePlanner
 from composer_checkpoint.sharded.writer import VerifiedWriter
 from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.source import StoredTensor, as_stored
@@ -47,7 +48,8 @@ def stream_sharded(
     Raises:
         ValueError: If `num_files` is less than 1.
         CheckpointConflictError: If the folder exists and may not be replaced.
-        IncompatibleCheckpointError: If a tensor is sparse.
+        IncompatibleCheckpointError: If a tensor is sparse, or if two entries have one name once the keys on the way to
+            them are joined by dots.
 
     Example:
         >>> import tempfile
@@ -62,6 +64,7 @@ def stream_sharded(
     """
     if num_files < 1:
         raise ValueError(f"num_files={num_files!r} is no number of files. Give 1 or more.")
+    refuse_doubled_entries(tree, (StoredTensor, torch.Tensor))
     planner = _StreamingPlanner(progress)
     writer = VerifiedWriter(folder, info=info, overwrite=overwrite)
     planner.set_up_planner(_described(tree, planner.tensors), writer.storage_meta(), True)
@@ -76,11 +79,11 @@ def stream_sharded(
     return writer.manifest
 
 
-class _StreamingPlanner(DefaultSavePlanner):
+class _StreamingPlanner(WholeSavePlanner):
     """Plans with descriptions of tensors, and reads each when it is written."""
 
     def __init__(self, progress: Callable[[int], object] | None) -> None:
-        super().__init__(dedup_save_to_lowest_rank=True)
+        super().__init__()
         self.tensors: dict[int, StoredTensor] = {}
         self._progress = progress
 
@@ -88,7 +91,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         """Return the tensor, or the piece of it, that an item is about."""
         described = self.stored(write_item)
         if described is None:
-            return super().resolve_data(write_item)
+            return self.transform_object(write_item, map_tree(self.lookup_object(write_item.index), self._read))
         chunk = write_item.tensor_data.chunk if write_item.tensor_data is not None else None
         if chunk is None or tuple(chunk.sizes) == described.shape:
             piece = described.read()
@@ -103,6 +106,11 @@ class _StreamingPlanner(DefaultSavePlanner):
         """Return what stands behind an item, `None` for one that is no tensor."""
         value = self.state_dict.get(item.index.fqn)
         return self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
+
+    def _read(self, _: str, value: Any) -> Any:
+        """Read a tensor that lies in an item of another kind, such as a tuple, which is saved as one."""
+        described = self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
+        return value if described is None else described.read()
 
 
 def _described(tree: Any, tensors: dict[int, StoredTensor]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from composer_checkpoint._joined_names import by_joined_names
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.tensors._sparse_parts import SparseParts, is_sparse, parts_of
 
-__all__ = ["StoredTensor", "TensorSource", "aliases_of", "as_stored", "sparse_stored", "tensors_in"]
+__all__ = ["StoredTensor", "TensorSource", "aliases_of", "are_one", "as_stored", "sparse_stored", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +100,8 @@ class StoredTensor:
 def as_stored(tensor: torch.Tensor) -> StoredTensor:
     """Return a tensor that is in memory in the form of one that is not."""
     plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():  # its bytes are not its elements, and may be another tensor's, too
+        plain = plain.resolve_conj().resolve_neg()
     if is_sparse(plain):
         parts = {name: as_stored(part) for name, part in parts_of(plain).items()}
         is_coalesced = plain.is_coalesced() if plain.layout == torch.sparse_coo else None
@@ -155,15 +158,14 @@ class TensorSource:
 
     @property
     def weights(self) -> Mapping[str, StoredTensor]:
-        """The model's tensors by the names that the model has for them, wherever they lie in the tree."""
-        found: dict[str, StoredTensor] = {}
-        model = self._model()
-        for key, value in model.items() if isinstance(model, dict) else ():
-            if isinstance(value, StoredTensor):
-                found[str(key)] = value
-            else:  # nested, where state_dict() is flat
-                found |= {f"{key}.{name.replace('/', '.')}": tensor for name, tensor in tensors_in(value).items()}
-        return found
+        """The model's tensors by the names that the model has for them, wherever they lie in the tree.
+
+        Where they are nested, and `state_dict()` is flat, the keys are joined by dots.
+
+        Raises:
+            IncompatibleCheckpointError: If two tensors would have one name then.
+        """
+        return by_joined_names(self._model(), StoredTensor, ".", "a model, whose names are flat", are_one)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -207,6 +209,14 @@ class TensorSource:
 def tensors_in(tree: Any) -> dict[str, StoredTensor]:
     """Return the tensors of a tree by their names, such as `state/model/fc.weight`."""
     return dict(named_leaves(tree, StoredTensor))
+
+
+def are_one(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two are known to be one and the same tensor, as tied weights are."""
+    if one is other:
+        return True
+    is_known = one.storage is not None and one.numel > 0
+    return is_known and (one.storage, one.dtype, one.shape) == (other.storage, other.dtype, other.shape)
 
 
 def aliases_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:

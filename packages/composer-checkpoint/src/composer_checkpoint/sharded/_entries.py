@@ -1,0 +1,96 @@
+"""The entries into which torch takes a nested state dict apart, and which of them it cannot save."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from composer_checkpoint._joined_names import doubled, path_text
+from composer_checkpoint.errors import IncompatibleCheckpointError
+
+__all__ = ["refuse_doubled_entries", "refuse_sparse_entries", "refuse_without_elements"]
+
+Path = tuple[str | int, ...]
+Kinds = tuple[type, ...]
+
+
+def refuse_doubled_entries(state_dict: Mapping[Any, Any], tensor_kinds: Kinds = (torch.Tensor,)) -> None:
+    """Refuse two entries of one name, which is made of the keys on the way to each, joined by dots.
+
+    Args:
+        state_dict: Nested dicts and lists.
+        tensor_kinds: What stands for tensors in it. Lists without any are one entry.
+
+    Raises:
+        IncompatibleCheckpointError: If there are two, also if one of them is an empty dict.
+
+    Example:
+        >>> refuse_doubled_entries({"a": {"c": 1}, "a.c": 2})
+        Traceback (most recent call last):
+        composer_checkpoint.errors.IncompatibleCheckpointError: ['a']['c'] and ['a.c'] would both be called 'a.c' in ...
+    """
+    known: dict[str, Path] = {}
+    for path in _entries(state_dict, tensor_kinds):
+        name = ".".join(map(str, path))
+        if name in known:
+            raise doubled(path_text(known[name]), path_text(path), name, "a sharded checkpoint")
+        known[name] = path
+
+
+def refuse_sparse_entries(entries: Mapping[str, Any], paths: Mapping[str, Path], verb: str = "saves") -> None:
+    """Refuse tensors that are not dense, of which torch's format has no description.
+
+    Args:
+        entries: By name.
+        paths: The keys on the way to each, where they are known.
+        verb: What is done with dense ones, for the message.
+
+    Raises:
+        IncompatibleCheckpointError: If there is one.
+    """
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            path = "/".join(map(str, paths.get(name, (name,))))
+            raise IncompatibleCheckpointError(
+                f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones alone. Make "
+                f"it dense, as to_dense() does, or keep sparse ones in one .pt file, with save_file() or "
+                f"state_dict_type='full'."
+            )
+
+
+def refuse_without_elements(entries: Mapping[str, Any], paths: Mapping[str, Path]) -> None:
+    """Refuse tensors on the meta device, which have nothing that could be saved.
+
+    Args:
+        entries: By name.
+        paths: The keys on the way to each, where they are known.
+
+    Raises:
+        TypeError: If there is one.
+    """
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise TypeError(
+                f"{'/'.join(map(str, paths.get(name, (name,))))} is on the meta device, where it has no elements to "
+                f"save. Give the model memory and weights first, as to_empty() and load_state_dict() do."
+            )
+
+
+def _entries(value: Any, tensor_kinds: Kinds, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of entries. It recurses, as torch does before and after it."""
+    if isinstance(value, Mapping):
+        if not value and path:
+            yield path
+        for key, item in value.items():
+            yield from _entries(item, tensor_kinds, (*path, key))
+    elif _is_taken_apart(value, tensor_kinds):
+        for index, item in enumerate(value):
+            yield from _entries(item, tensor_kinds, (*path, index))
+    else:
+        yield path
+
+
+def _is_taken_apart(value: Any, tensor_kinds: Kinds) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(item, (Mapping, *tensor_kinds)) or _is_taken_apart(item, tensor_kinds) for item in value
+    )
