@@ -105,6 +105,42 @@ def test_a_checkpoint_goes_on_and_becomes_a_folder(tmp_path):
     again.close()
 
 
+# Where a model of transformers logs, PyTorch 2.11 cuts the graph, and looks at the `grad` of what it carries over.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("compile_config", [None, {"backend": "eager"}], ids=["alone", "within compile_config"])
+def test_a_compiled_model_has_the_checkpoints_of_the_plain_one_and_goes_on_from_them(compile_config, tmp_path):
+    torch.compiler.reset()
+    whole = make_trainer(make_model("bert"), max_duration="4ba", eval_dataloader=loader())
+    whole.fit()
+    first = make_trainer(make_model("bert"), max_duration="2ba", save_folder=str(tmp_path), save_interval="1ba")
+    first.fit()
+    model = HuggingFaceModel(
+        torch.compile(make_model("bert").model, backend="eager"), use_logits=True, metrics=[LanguageCrossEntropy()]
+    )
+    again = make_trainer(
+        model,
+        max_duration="4ba",
+        load_path=str(tmp_path / "latest-rank0.pt"),
+        compile_config=compile_config,
+        eval_dataloader=loader(),
+    )
+
+    again.fit()
+
+    for name, weight in whole.state.model.state_dict().items():
+        torch.testing.assert_close(again.state.model.state_dict()[name], weight)
+    torch.testing.assert_close(
+        again.state.eval_metric_values["LanguageCrossEntropy"], whole.state.eval_metric_values["LanguageCrossEntropy"]
+    )
+    path = again.save_checkpoint(str(tmp_path / "last.pt"))
+    folder = write_huggingface_pretrained_from_composer_checkpoint(path, tmp_path / "out")
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+    assert torch.equal(loaded.get_input_embeddings().weight, model.model.get_input_embeddings().weight)
+    for trainer in (whole, first, again):
+        trainer.close()
+    torch.compiler.reset()
+
+
 def test_folders_are_written_while_training_goes_on(tmp_path):
     checkpointer = HuggingFaceCheckpointer(str(tmp_path), save_interval="1ba", precision="bfloat16")
     model = make_model()

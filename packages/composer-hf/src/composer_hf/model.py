@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,7 @@ from composer_hf.adapters import (
     peft_installed,
 )
 from composer_hf.argument_kinds import check_model, check_tokenizer
+from composer_hf.compiled import as_written, compile_calls, take_out
 from composer_hf.from_checkpoint import hf_from_composer_checkpoint
 from composer_hf.model_traits import forward_args, resolve_shift, warn_of_lost_alibi
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
@@ -61,7 +63,8 @@ class HuggingFaceModel(ComposerModel):
     its tokenizer goes into every checkpoint, so that it becomes a model of transformers again.
 
     Args:
-        model: Any model of transformers, or a `peft.PeftModel`.
+        model: Any model of transformers, or a `peft.PeftModel`. What `torch.compile` makes of one is taken out of its
+            wrapper and runs compiled in place; `generate` runs it as it is written.
         tokenizer: Is kept in checkpoints, and needed to generate. Has `len()` and `save_pretrained`.
         use_logits: Whether metrics get the logits in place of the model's whole output. Evaluation computes no loss
             then.
@@ -114,6 +117,7 @@ class HuggingFaceModel(ComposerModel):
         extra_forward_args: Iterable[str] = (),
     ) -> None:
         super().__init__()
+        model, compiler = take_out(model)
         check_model(model)
         if tokenizer is None:
             log.warning(
@@ -138,6 +142,9 @@ class HuggingFaceModel(ComposerModel):
         self.train_metrics = _by_name(metrics)
         self.val_metrics = _by_name(eval_metrics) if eval_metrics is not None else copy.deepcopy(self.train_metrics)
         add_sharding_hints(self.model)
+        self._came_compiled = compiler is not None
+        if compiler is not None:
+            compile_calls(self.model, compiler)
         self.register_state_dict_post_hook(_leave_base_out)
         self.register_load_state_dict_post_hook(_forgive_missing_base)
 
@@ -238,7 +245,8 @@ class HuggingFaceModel(ComposerModel):
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is not None:
             kwargs.setdefault("pad_token_id", pad)
-        return self.model.generate(input_ids=input_ids, **kwargs)
+        with as_written(self.model) if self._came_compiled else nullcontext():
+            return self.model.generate(input_ids=input_ids, **kwargs)
 
     def get_metadata(self) -> dict[str, Any]:
         """Return what checkpoints say of the model and its tokenizer; see `composer_hf.HuggingFaceMetadata`."""

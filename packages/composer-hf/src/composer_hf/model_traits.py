@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from logging import getLogger
 from typing import Any
 
+from composer_hf.compiled import is_wrapped
+
 __all__ = ["forward_args", "resolve_shift", "warn_of_lost_alibi"]
 
 log = getLogger(__name__)
@@ -41,8 +43,14 @@ def forward_args(model: Any) -> set[str]:
     """Return the names of the arguments of a model's `forward`.
 
     Raises:
-        ValueError: If it names none.
+        ValueError: If it names none, or the model was compiled before peft has wrapped it.
     """
+    if is_wrapped(model):
+        raise ValueError(
+            f"the model that peft has wrapped is an {type(model).__name__}, which torch.compile has made, and its "
+            f"weights would have other names in checkpoints. Compile what get_peft_model returns, "
+            f"or pass the model uncompiled with Trainer(compile_config={{}})."
+        )
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     names = {parameter.name for parameter in parameters if parameter.kind not in variable}
