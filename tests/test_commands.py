@@ -27,8 +27,9 @@ def test_the_launcher_of_composer_is_the_one_of_composer_dist():
     assert launcher.main is main
 
 
-def test_the_environment_is_described_with_the_versions_of_all_packages():
-    described = run(sys.executable, "-m", "composer.cli.collect_env")
+@pytest.mark.parametrize("name", ["composer.cli.collect_env", "composer.utils.collect_env"])
+def test_the_environment_is_described_with_the_versions_of_all_packages(name):
+    described = run(sys.executable, "-m", name)
     assert described.returncode == 0, described.stderr
     assert re.search(r"^composer-dist: \d", described.stdout, re.MULTILINE)
     assert re.search(r"^PyTorch version: \d", described.stdout, re.MULTILINE)

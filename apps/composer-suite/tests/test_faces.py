@@ -163,7 +163,11 @@ IMPORT_MAP = [
         "composer_fsdp.parallelize",
         "composer_fsdp composer.distributed composer.distributed.prepare_distributed",
     ),
-    ("prepare_fsdp_module prepare_tp_module", "composer_fsdp.prepare", "composer.distributed"),
+    (
+        "prepare_fsdp_module prepare_tp_module",
+        "composer_fsdp.prepare",
+        "composer.distributed composer.distributed.dist_strategy",
+    ),
     ("apply_fully_shard prepare_fully_shard", "composer_fsdp.prepare", "composer.distributed.fsdp2"),
     (
         "get_summon_params_fn",
@@ -182,7 +186,7 @@ IMPORT_MAP = [
     ("safe_torch_load", "composer_checkpoint.files", "composer.utils.checkpoint"),
     ("PartialFilePath", "composer_checkpoint.names", "composer.utils.checkpoint"),
     ("create_interval_scheduler", "composer_events.intervals", "composer.callbacks.checkpoint_saver"),
-    ("is_model_deepspeed", "composer_dist.wrapping", "composer_dist composer.utils"),
+    ("is_model_deepspeed", "composer_dist.wrapping", "composer_dist composer.utils composer.utils.misc"),
     (
         "ReplacementFunction replace_module_classes count_module_instances update_params_in_optimizer",
         "composer_algorithms.module_surgery",
@@ -537,7 +541,11 @@ IMPORT_MAP = [
     ),
     ("FsspecObjectStore", "composer_checkpoint.stores.fsspec_store", "composer.utils composer.utils.object_store"),
     ("AzureObjectStore", "composer_checkpoint.stores.azure", "composer.utils.object_store"),
-    ("build_remote_backend", "composer_checkpoint.stores.opening", "composer.utils composer.utils.object_store.utils"),
+    (
+        "build_remote_backend",
+        "composer_checkpoint.stores.opening",
+        "composer.utils composer.utils.object_store composer.utils.object_store.utils",
+    ),
     ("RemoteUploaderDownloader", "composer_checkpoint.remote_uploader_downloader", "composer.loggers"),
     (
         "RemoteUploaderDownloader maybe_create_remote_uploader_downloader_from_uri",
@@ -549,7 +557,7 @@ IMPORT_MAP = [
         "composer_checkpoint.remote_uploader_downloader",
         "composer.utils composer.utils.file_helpers",
     ),
-    ("get_save_filename", "composer_checkpoint.state_io", "composer.utils.checkpoint"),
+    ("get_save_filename", "composer_checkpoint.state_io", "composer.utils composer.utils.checkpoint"),
     ("load_sharded_checkpoint", "composer_checkpoint.loader", "composer.utils.checkpoint"),
     ("download_checkpoint", "composer_checkpoint.node_download", "composer.utils.checkpoint"),
     ("download_object_or_file", "composer_checkpoint.fetching", "composer.utils.checkpoint"),
@@ -773,7 +781,8 @@ IMPORT_MAP = [
     (
         "policy_registry",
         "composer_algorithms.alibi.attention_surgery_functions",
-        "composer.algorithms.alibi.attention_surgery_functions",
+        "composer.algorithms.alibi.attention_surgery_functions "
+        "composer.algorithms.alibi.attention_surgery_functions.utils",
     ),
     (
         "PolicyRegistry AlibiReplacementFunction",
@@ -787,6 +796,20 @@ IMPORT_MAP = [
         "composer.algorithms.alibi.attention_surgery_functions.utils",
     ),
     ("enlarge_mask _attn", "composer_algorithms.alibi.gpt2_alibi", "composer.algorithms.alibi.gpt2_alibi"),
+    (
+        "configure_excepthook disable_env_report enable_env_report print_env",
+        "composer.utils.collect_env",
+        "composer.utils",
+    ),
+    ("describe_environment main", "composer.utils.collect_env", "composer.cli.collect_env"),
+    ("get_composer_env_dict", "composer_events.env_info", "composer.utils composer.utils.collect_env"),
+    (
+        "MLFLOW_EXPERIMENT_ID_FORMAT_KEY MLFLOW_RUN_ID_FORMAT_KEY",
+        "composer.utils.object_store.mlflow_object_store",
+        "composer.utils composer.utils.object_store",
+    ),
+    ("LoggerDestination", "composer_events.logger_destination", "composer.loggers.logger"),
+    ("add_vision_dataset_transform", "composer_algorithms.dataset_transforms", "composer.datasets.utils"),
     (
         "ReplacementFunction count_module_instances replace_module_classes update_params_in_optimizer",
         "composer_algorithms.module_surgery",
@@ -996,6 +1019,13 @@ def test_a_model_of_the_former_zoo_says_what_to_use_now(name, hint):
             "apply_fused_layernorm",
             "composer_algorithms.functional.apply_low_precision_layernorm",
         ),
+        (
+            "composer.algorithms.fused_layernorm",
+            "apply_fused_layernorm",
+            "composer_algorithms.functional.apply_low_precision_layernorm",
+        ),
+        ("composer.utils", "is_tpu_installed", "composer.utils.is_xla_installed"),
+        ("composer.utils.device", "is_tpu_installed", "composer.utils.is_xla_installed"),
         ("composer.models.loss", "DiceLoss", "composer.loss.DiceLoss"),
         ("composer.models.loss", "binary_cross_entropy_with_logits", "composer.loss.binary_cross_entropy_with_logits"),
         ("composer.models.loss", "soft_cross_entropy", "composer.loss.soft_cross_entropy"),
@@ -1033,7 +1063,7 @@ def test_torch_is_not_imported_before_something_needs_it(statement):
 
 def test_importing_composer_loads_no_other_library_of_the_family():
     code = "import composer, sys; print(sorted(m for m in sys.modules if m.startswith('composer')))"
-    assert in_a_fresh_interpreter(code) == "['composer', 'composer._lazy']"
+    assert in_a_fresh_interpreter(code) == "['composer', 'composer._former_modules', 'composer._lazy']"
 
 
 def test_the_trainer_loads_no_library_that_is_slow_to_load_and_perhaps_not_needed():

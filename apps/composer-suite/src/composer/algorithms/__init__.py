@@ -119,6 +119,7 @@ __getattr__, __dir__ = lazy_face(
         "cutout",
         "ema",
         "factorize",
+        "fused_layernorm",
         "gated_linear_units",
         "ghost_batchnorm",
         "gradient_clipping",

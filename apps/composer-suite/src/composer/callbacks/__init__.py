@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from composer._former_modules import GONE
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ __getattr__, __dir__ = lazy_face(
         "threshold_stopper",
     ],
     removed={
-        "EvalOutputLogging": "it belonged to the in-context learning tasks, which are left out; Generate logs what a "
-        "model writes."
+        "EvalOutputLogging": GONE["composer.callbacks.eval_output_logging_callback"],
+        "GradMonitor": GONE["composer.callbacks.grad_monitor"],
+        "HealthChecker": GONE["composer.callbacks.health_checker"],
     },
 )

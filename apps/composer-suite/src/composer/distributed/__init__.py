@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from composer._former_modules import GONE
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
@@ -42,4 +43,7 @@ __getattr__, __dir__ = lazy_face(
         "prepare_distributed",
         "shared_utils",
     ],
+    removed=dict.fromkeys(
+        ["fix_batch_precision_for_deepspeed", "parse_deepspeed_config"], GONE["composer.distributed.deepspeed"]
+    ),
 )

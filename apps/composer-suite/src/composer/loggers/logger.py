@@ -2,5 +2,6 @@
 
 from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
+from composer_events.logger_destination import LoggerDestination
 
-__all__ = ["Logger", "format_log_data_value"]
+__all__ = ["Logger", "LoggerDestination", "format_log_data_value"]

@@ -27,13 +27,27 @@ __all__ = [
     "MaskedAccuracy",
 ]
 
+# That files and scripts which only mention them can be read; making one says what to use. No star import brings them.
+_OF_OLD_FILES = [
+    "InContextLearningMetric",
+    "InContextLearningQAAccuracy",
+    "InContextLearningLMAccuracy",
+    "InContextLearningMultipleChoiceAccuracy",
+    "InContextLearningCodeEvalAccuracy",
+    "InContextLearningMCExpectedCalibrationError",
+    "InContextLearningLMExpectedCalibrationError",
+]
+
 __getattr__, __dir__ = lazy_face(
     __name__,
-    {"composer_models": __all__},
+    {"composer_models": __all__, "composer.metrics.nlp": _OF_OLD_FILES},
     submodules=["map", "metrics", "nlp"],
     renamed={
         "CrossEntropyLoss": "composer.metrics.CrossEntropy",
         "HFCrossEntropy": "composer.metrics.LanguageCrossEntropy",
         "Perplexity": "composer.metrics.LanguagePerplexity",
+    },
+    removed={
+        "METRIC_DEFAULT_CTORS": "it had the arguments of metrics for in-context learning tasks, which are left out."
     },
 )

@@ -55,4 +55,8 @@ __getattr__, __dir__ = lazy_face(
         "HFCrossEntropy": "composer.metrics.LanguageCrossEntropy",
         "Perplexity": "composer.metrics.LanguagePerplexity",
     },
+    removed={
+        "InContextLearningExpectedCalibrationError": "in-context learning tasks are left out; "
+        "torchmetrics.CalibrationError measures calibration.",
+    },
 )

@@ -44,6 +44,7 @@ _FORMER_ZOO = {
     "ComposerDeepLabV3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "composer_deeplabv3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "UNet": f"take a U-Net from a library for segmentation, and {_SUBCLASS}",
+    "MMDetModel": f"make the network with torchvision.models.detection, and {_SUBCLASS}",
     "SSD": f"make the network with torchvision.models.detection, and {_SUBCLASS}",
     "ComposerResNet": "it is what composer_resnet(model_name=...) makes.",
     "MNIST_Classifier": "it is what mnist_model() makes.",

@@ -2,9 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from composer._former_modules import GONE, NO_TABLE, ONLY_TORCH_2
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
+    from composer.utils.collect_env import configure_excepthook as configure_excepthook
+    from composer.utils.collect_env import disable_env_report as disable_env_report
+    from composer.utils.collect_env import enable_env_report as enable_env_report
+    from composer.utils.collect_env import print_env as print_env
     from composer.utils.import_helpers import import_object as import_object
     from composer.utils.inference import ExportFormat as ExportFormat
     from composer.utils.inference import Transform as Transform
@@ -12,6 +17,10 @@ if TYPE_CHECKING:
     from composer.utils.inference import export_with_logger as export_with_logger
     from composer.utils.inference import quantize_dynamic as quantize_dynamic
     from composer.utils.notebook import is_notebook as is_notebook
+    from composer.utils.object_store.mlflow_object_store import (
+        MLFLOW_EXPERIMENT_ID_FORMAT_KEY as MLFLOW_EXPERIMENT_ID_FORMAT_KEY,
+    )
+    from composer.utils.object_store.mlflow_object_store import MLFLOW_RUN_ID_FORMAT_KEY as MLFLOW_RUN_ID_FORMAT_KEY
     from composer_algorithms import module_surgery as module_surgery
     from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
     from composer_checkpoint.compression import KNOWN_COMPRESSORS as KNOWN_COMPRESSORS
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
         maybe_create_remote_uploader_downloader_from_uri as maybe_create_remote_uploader_downloader_from_uri,
     )
     from composer_checkpoint.retry import retry as retry
+    from composer_checkpoint.state_io import get_save_filename as get_save_filename
     from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
     from composer_checkpoint.stores import FsspecObjectStore as FsspecObjectStore
     from composer_checkpoint.stores import GCSObjectStore as GCSObjectStore
@@ -65,6 +75,7 @@ if TYPE_CHECKING:
     from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
     from composer_events.batch_helpers import batch_get as batch_get
     from composer_events.batch_helpers import batch_set as batch_set
+    from composer_events.env_info import get_composer_env_dict as get_composer_env_dict
     from composer_events.formatting import format_name_with_dist as format_name_with_dist
     from composer_events.formatting import format_name_with_dist_and_time as format_name_with_dist_and_time
     from composer_events.formatting import partial_format as partial_format
@@ -120,6 +131,7 @@ __all__ = [
     "retry",
     "load_checkpoint",
     "save_checkpoint",
+    "get_save_filename",
     "CliCompressor",
     "CompressorNotFound",
     "KNOWN_COMPRESSORS",
@@ -161,11 +173,24 @@ __all__ = [
     "convert_nested_dict_to_flat_dict",
     "convert_flat_dict_to_nested_dict",
     "VersionedDeprecationWarning",
+    "MLFLOW_EXPERIMENT_ID_FORMAT_KEY",
+    "MLFLOW_RUN_ID_FORMAT_KEY",
+    "configure_excepthook",
+    "enable_env_report",
+    "disable_env_report",
+    "print_env",
+    "get_composer_env_dict",
 ]
 
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
+        "composer.utils.collect_env": [
+            "configure_excepthook",
+            "disable_env_report",
+            "enable_env_report",
+            "print_env",
+        ],
         "composer.utils.import_helpers": ["import_object"],
         "composer.utils.inference": [
             "ExportFormat",
@@ -175,6 +200,10 @@ __getattr__, __dir__ = lazy_face(
             "quantize_dynamic",
         ],
         "composer.utils.notebook": ["is_notebook"],
+        "composer.utils.object_store.mlflow_object_store": [
+            "MLFLOW_EXPERIMENT_ID_FORMAT_KEY",
+            "MLFLOW_RUN_ID_FORMAT_KEY",
+        ],
         "composer_algorithms.dataset_transforms": ["add_vision_dataset_transform"],
         "composer_checkpoint.compression": [
             "CliCompressor",
@@ -213,12 +242,13 @@ __getattr__, __dir__ = lazy_face(
         "composer_checkpoint.loader": ["load_checkpoint"],
         "composer_checkpoint.remote_uploader_downloader": ["maybe_create_remote_uploader_downloader_from_uri"],
         "composer_checkpoint.retry": ["retry"],
-        "composer_checkpoint.state_io": ["save_checkpoint"],
+        "composer_checkpoint.state_io": ["get_save_filename", "save_checkpoint"],
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed"],
         "composer_dist.ports": ["get_free_tcp_port"],
         "composer_dist.precision": ["STR_TO_DTYPE"],
         "composer_dist.wrapping": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],
         "composer_events.batch_helpers": ["batch_get", "batch_set"],
+        "composer_events.env_info": ["get_composer_env_dict"],
         "composer_events.formatting": ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"],
         "composer_events.hparams": [
             "extract_hparams",
@@ -237,6 +267,7 @@ __getattr__, __dir__ = lazy_face(
         "auto_log_hparams",
         "batch_helpers",
         "checkpoint",
+        "collect_env",
         "compression",
         "device",
         "dist",
@@ -255,4 +286,14 @@ __getattr__, __dir__ = lazy_face(
         "string_enum",
         "warnings",
     ],
+    renamed={"is_tpu_installed": "composer.utils.is_xla_installed"},
+    removed={
+        "FORMAT_NAME_WITH_DIST_TABLE": NO_TABLE,
+        "FORMAT_NAME_WITH_DIST_AND_TIME_TABLE": NO_TABLE,
+        **dict.fromkeys(
+            ["EvalClient", "LambdaEvalClient", "LocalEvalClient", "MosaicMLLambdaEvalClient"],
+            GONE["composer.utils.eval_client"],
+        ),
+        "using_torch_2": ONLY_TORCH_2,
+    },
 )

@@ -57,4 +57,5 @@ __getattr__, __dir__ = lazy_face(
         "composer_checkpoint.state_io": ["get_save_filename", "save_checkpoint"],
         "composer_checkpoint.transfer": ["download_monolithic_checkpoint"],
     },
+    removed={"is_checkpoint_legacy_sharded": "load_checkpoint finds out by itself what a checkpoint is."},
 )

@@ -1,6 +1,7 @@
 """Files here and in stores: their names, their addresses, and getting them."""
 
-from composer._lazy import share_patches
+from composer._former_modules import NO_TABLE
+from composer._lazy import lazy_face, share_patches
 from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files, ensure_folder_is_empty
 from composer_checkpoint.names import is_tar
 from composer_checkpoint.remote_uploader_downloader import maybe_create_remote_uploader_downloader_from_uri
@@ -55,4 +56,15 @@ share_patches(
     __name__,
     "composer_checkpoint.stores.opening",
     [name for name in __all__ if name.endswith("ObjectStore") and name != "ObjectStore"],
+)
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {},
+    removed={
+        "FORMAT_NAME_WITH_DIST_TABLE": NO_TABLE,
+        "FORMAT_NAME_WITH_DIST_AND_TIME_TABLE": NO_TABLE,
+        "validate_remote_path": "composer.cli.validate_remote_path.validate_remote_path does it, and the command "
+        "composer_validate_remote_path.",
+    },
 )

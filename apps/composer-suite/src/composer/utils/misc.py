@@ -1,10 +1,12 @@
 """Modes, intervals, names, wrappers and ports: what has no other historical home."""
 
+from composer._former_modules import ONLY_TORCH_2
+from composer._lazy import lazy_face
 from composer.utils.notebook import is_notebook
 from composer_algorithms.dataset_transforms import add_vision_dataset_transform
 from composer_dist.ports import get_free_tcp_port
 from composer_dist.precision import STR_TO_DTYPE
-from composer_dist.wrapping import is_model_ddp, is_model_fsdp, is_model_fsdp2
+from composer_dist.wrapping import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2
 from composer_events.formatting import partial_format
 from composer_events.intervals import create_interval_scheduler
 from composer_events.parallelism import ParallelismType
@@ -18,6 +20,7 @@ __all__ = [
     "create_interval_scheduler",
     "get_free_tcp_port",
     "is_model_ddp",
+    "is_model_deepspeed",
     "is_model_fsdp",
     "is_model_fsdp2",
     "is_notebook",
@@ -25,3 +28,7 @@ __all__ = [
     "partial_format",
     "warning_on_one_line",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__, {}, removed=dict.fromkeys(["using_torch_2", "using_torch_2_0_1"], ONLY_TORCH_2)
+)

@@ -21,8 +21,10 @@ from composer_algorithms.augmentation.primitives import (
     translate_x,
     translate_y,
 )
+from composer_algorithms.augmentation.primitives import AugmentationFunction as AugmentationFn
 
 __all__ = [
+    "AugmentationFn",
     "AugmentationFunction",
     "augmentation_sets",
     "autocontrast",

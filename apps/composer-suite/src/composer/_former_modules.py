@@ -1,0 +1,134 @@
+"""Modules of former releases: some are found where they were and lead to where they are, the others say what to use."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["GONE", "NO_TABLE", "ONLY_TORCH_2", "FormerModules"]
+
+# From a module to the one that has its names now.
+_MOVED = {
+    "composer.algorithms.fused_layernorm.fused_layernorm": "composer.algorithms.fused_layernorm",
+    "composer.callbacks.utils": "composer.utils",
+    "composer.loggers.object_store_logger": "composer.loggers",
+    "composer.models.classify_mnist": "composer.models",
+    "composer.models.classify_mnist.model": "composer.models",
+    "composer.models.resnet": "composer.models",
+    "composer.models.resnet.model": "composer.models",
+    "composer.trainer.ddp": "composer.distributed",
+    "composer.trainer.devices": "composer.devices",
+    "composer.trainer.devices.device": "composer.devices",
+    "composer.trainer.devices.device_cpu": "composer.devices",
+    "composer.trainer.devices.device_gpu": "composer.devices",
+    "composer.trainer.devices.device_mps": "composer.devices",
+    "composer.trainer.devices.device_tpu": "composer.devices",
+    "composer.trainer.dist_strategy": "composer.distributed",
+}
+
+_DATA = "build a torch.utils.data.DataLoader of"
+_TASKS = "in-context learning tasks are left out; lm-evaluation-harness has them."
+_WRAP = "wrap it with ComposerClassifier(module, num_classes=...)."
+_SUBCLASS = "call it in the forward method of a ComposerModel."
+_FSDP1 = "it was for PyTorch's FSDP1, and models are sharded with fully_shard now."
+_DEEPSPEED = "give the configuration to Trainer(deepspeed_config=...), which reads it and casts batches by itself."
+
+GONE = {
+    "composer.callbacks.eval_output_logging_callback": "it belonged to the in-context learning tasks, which are left "
+    "out; composer.callbacks.Generate logs what a model writes.",
+    "composer.callbacks.grad_monitor": "composer.callbacks.OptimizerMonitor logs the norms of gradients.",
+    "composer.callbacks.health_checker": "composer.callbacks.SystemMetricsMonitor logs what the GPUs do.",
+    "composer.datasets.ade20k": f"{_DATA} a dataset of your own, with torchvision.transforms.v2 for image and mask.",
+    "composer.datasets.brats": f"{_DATA} a dataset of your own, or one of MONAI's.",
+    "composer.datasets.c4": f"{_DATA} datasets.load_dataset('allenai/c4', 'en', streaming=True).",
+    "composer.datasets.cifar": f"{_DATA} torchvision.datasets.CIFAR10.",
+    "composer.datasets.coco": f"{_DATA} torchvision.datasets.CocoDetection.",
+    "composer.datasets.ffcv_utils": "composer.datasets.StreamingDataset reads what is large.",
+    "composer.datasets.imagenet": f"{_DATA} torchvision.datasets.ImageFolder, or of a StreamingDataset.",
+    "composer.datasets.in_context_learning_evaluation": _TASKS,
+    "composer.datasets.lm_dataset": f"{_DATA} tokenized text, with transformers.DataCollatorForLanguageModeling.",
+    "composer.datasets.mnist": f"{_DATA} torchvision.datasets.MNIST.",
+    "composer.datasets.synthetic": f"{_DATA} torchvision.datasets.FakeData, or of a TensorDataset.",
+    "composer.datasets.synthetic_lm": f"{_DATA} a TensorDataset of random tokens.",
+    "composer.distributed.deepspeed": _DEEPSPEED,
+    "composer.distributed.meta_safe_apply": f"{_FSDP1} composer.distributed.parallelize_model makes the weights of a "
+    "model on the meta device.",
+    "composer.distributed.mosaic_parallelism": f"{_FSDP1} composer.utils.FSDPConfig has the settings.",
+    "composer.models.bert": f"load transformers.AutoModelForMaskedLM, and {_SUBCLASS}",
+    "composer.models.deeplabv3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
+    "composer.models.efficientnetb0": f"make the network with torchvision.models.efficientnet_b0, and {_WRAP}",
+    "composer.models.gpt2": f"load transformers.AutoModelForCausalLM, and {_SUBCLASS}",
+    "composer.models.mmdetection": f"make the network with torchvision.models.detection, and {_SUBCLASS}",
+    "composer.models.resnet_cifar": f"build a ResNet for small images with torchvision or timm, and {_WRAP}",
+    "composer.models.ssd": f"make the network with torchvision.models.detection, and {_SUBCLASS}",
+    "composer.models.timm": f"make the network with timm.create_model, and {_WRAP}",
+    "composer.models.unet": f"take a U-Net from a library for segmentation, and {_SUBCLASS}",
+    "composer.models.vit_small_patch16": f"make it with timm.create_model('vit_small_patch16_224'), and {_WRAP}",
+    "composer.trainer._deepspeed": _DEEPSPEED,
+    "composer.trainer._patch_pytorch": _FSDP1,
+    "composer.trainer.meta_safe_apply": _FSDP1,
+    "composer.trainer.mosaic_fsdp": f"{_FSDP1} composer.distributed.prepare_fsdp_module does so.",
+    "composer.trainer.mosaic_fsdp_utils": f"{_FSDP1} composer.utils.FSDPConfig has the settings.",
+    "composer.utils.eval_client": f"it ran what models write: {_TASKS}",
+    "composer.utils.fx_utils": "change graphs with torch.fx itself, as with torch.fx.replace_pattern, or let "
+    "torch.compile fuse what can be fused.",
+}
+"""From a module that is gone to what takes its place. A module below it needs no line of its own."""
+
+NO_TABLE = (
+    "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists what may stand in a name."
+)
+ONLY_TORCH_2 = "PyTorch 1 is too old to be here. Keep what the script does with PyTorch 2."
+
+_HPARAMS = "the classes for yahp are gone. Call the class that is described with its arguments, read from any file."
+
+
+class FormerModules:
+    """A finder for `sys.meta_path`, behind those that find what is there."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module that has moved.
+
+        Raises:
+            ModuleNotFoundError: If the module is imported, and is gone. Who only asks whether it is there gets `None`.
+        """
+        if not name.startswith("composer."):
+            return None
+        if name in _MOVED:
+            loader: Any = _Forwarding(_MOVED[name])  # to be an importlib.abc.Loader would cost an import
+            return ModuleSpec(name, loader, is_package=True)  # for those below it
+        hint = _HPARAMS if name.endswith(("hparams", "hparams_registry")) else GONE.get(name)
+        # Behind this call is the import system's search in any case, and behind that who has started it.
+        if hint is None or sys._getframe(2).f_globals.get("__name__") == "importlib.util":
+            return None
+        raise ModuleNotFoundError(f"{name} is gone: {hint}", name=name)
+
+
+class _Forwarding:
+    """Loads a module with the names of another one."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import system."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let the module look its names up in the other one, and warn of its address."""
+        if module.__name__.rpartition(".")[0] not in _MOVED:  # one warning for an import is enough
+            message = f"{module.__name__} is now {self._target}; the old address goes away in 1.0."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        target = import_module(self._target)
+
+        def __getattr__(name: str) -> object:
+            if name.startswith("__") and name != "__all__":  # of the module itself, such as its file
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return getattr(target, name)
+
+        vars(module).update(__doc__=target.__doc__, __getattr__=__getattr__, __dir__=lambda: dir(target))

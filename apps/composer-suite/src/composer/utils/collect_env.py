@@ -1,0 +1,105 @@
+"""What a report of a fault should say about this machine: on request, or after each exception that ends a process."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.metadata import distributions
+from types import TracebackType
+from typing import Any, TextIO
+
+from composer_events.env_info import get_composer_env_dict
+
+__all__ = [
+    "configure_excepthook",
+    "describe_environment",
+    "disable_env_report",
+    "enable_env_report",
+    "get_composer_env_dict",
+    "main",
+    "print_env",
+]
+
+
+def describe_environment() -> str:
+    """Return the versions of this family of packages and what PyTorch says about itself and the machine.
+
+    It asks the tools of the system (`nvidia-smi`, `lscpu`, `pip`), which takes a few seconds.
+    """
+    from torch.utils.collect_env import get_pretty_env_info  # loads torch, which the hook alone does not need
+
+    installed = {distribution.name: distribution.version for distribution in distributions()}
+    own = [f"{name}: {version}" for name, version in sorted(installed.items()) if name.startswith("composer-")]
+    machine = [f"{name}: {value}" for name, value in get_composer_env_dict().items() if value is not None]
+    return "\n".join(["Composer", *own, *machine, "", "PyTorch", str(get_pretty_env_info())])
+
+
+def print_env(file: TextIO | None = None) -> None:
+    """Write the description of the environment.
+
+    Args:
+        file: Where to, such as `sys.stderr`. Standard output by default.
+    """
+    print(describe_environment(), file=file)
+
+
+def configure_excepthook() -> None:
+    """Let each exception that ends the process be followed by the description of the environment, on standard error.
+
+    The exception itself is shown as before. In IPython and notebooks, where none ends the process, it is each one that
+    a cell raises. A Ctrl-C is no fault and brings no report. A second call changes nothing.
+    """
+    shell = _ipython()
+    if shell is not None:
+        shell.set_custom_exc((Exception,), _show_in_ipython)
+    elif not isinstance(sys.excepthook, _ReportingHook):
+        sys.excepthook = _ReportingHook(sys.excepthook)
+
+
+def enable_env_report() -> None:
+    """Let the hook of `configure_excepthook` report the environment, as it does unless it is told otherwise."""
+    _ReportingHook.is_reporting = True
+
+
+def disable_env_report() -> None:
+    """Let the hook of `configure_excepthook` show exceptions only."""
+    _ReportingHook.is_reporting = False
+
+
+def main() -> int:
+    """Print the description, and return 0."""
+    argparse.ArgumentParser(description="Print what a report of a fault should say about this machine.").parse_args()
+    print_env()
+    return 0
+
+
+class _ReportingHook:
+    """Shows an exception as the hook before it does, and then the environment."""
+
+    is_reporting = True
+
+    def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)
+        if self.is_reporting and isinstance(error, Exception):
+            print_env(sys.stderr)
+
+
+def _ipython() -> Any:
+    """Return the running shell of IPython, or `None`."""
+    ipython: Any = sys.modules.get("IPython")  # whoever runs in it has loaded it
+    return None if ipython is None else ipython.get_ipython()
+
+
+def _show_in_ipython(
+    shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType, tb_offset: int | None = None
+) -> None:
+    def show(*raised: object) -> None:
+        shell.showtraceback(raised, tb_offset=tb_offset)
+
+    _ReportingHook(show)(kind, error, trace)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
