@@ -180,41 +180,42 @@ def test_one_that_fails_costs_the_others_nothing(state):
 
 
 class Division:
-    """Remembers when it was asked."""
+    """Remembers when it was asked, and of which batches."""
 
     def __init__(self):
         self.asked = []
 
-    def __call__(self, done, seconds):
-        self.asked.append((done, seconds))
+    def __call__(self, now, done, seconds):
+        self.asked.append(now.num_batches)
         return {"speed": done / seconds}
 
 
 def test_what_is_logged_lazily_is_computed_when_it_is_read_and_belongs_to_when_it_was_logged(state):
     late, divide = Late(), Division()
     logger = Logger(state, late)
-    log_lazily(logger, divide, 6, 2)
+    log_lazily(state, logger, divide, 6, 2)
     logger.log_metrics({"loss": 0.5})
     state.timestamp = Timestamp(batch=9)
     assert divide.asked == []
     late.catch_up()
+    assert divide.asked == [3]
     assert late.metrics == [{"speed": 3}, {"loss": 0.5}]
     assert late.taken[0][2].batch == "3ba"
 
 
 def test_what_is_logged_lazily_is_never_computed_where_nobody_takes_metrics(state):
     divide = Division()
-    log_lazily(Logger(state, LoggerDestination()), divide, 6, 2)
+    log_lazily(state, Logger(state, LoggerDestination()), divide, 6, 2)
     assert divide.asked == []
 
 
 def test_what_is_logged_lazily_is_computed_at_once_where_somebody_takes_it_at_once(state):
     late, at_once, divide = Late(), AtOnce(), Division()
-    log_lazily(Logger(state, [late, at_once]), divide, 6, 2)
+    log_lazily(state, Logger(state, [late, at_once]), divide, 6, 2)
     assert at_once.metrics == [({"speed": 3}, 3)]
     late.catch_up()
     assert late.metrics == [{"speed": 3}]
-    assert len(divide.asked) == 1
+    assert divide.asked == [3]
 
 
 class OwnLogger(Logger):
@@ -224,11 +225,11 @@ class OwnLogger(Logger):
 
 def test_what_is_logged_lazily_goes_through_a_logger_of_ones_own(state):
     late, seen = Late(), []
-    log_lazily(OwnLogger(state, late), Division(), 6, 2)
-    log_lazily(SimpleNamespace(log_metrics=seen.append), Division(), 8, 2)
+    log_lazily(state, OwnLogger(state, late), Division(), 6, 2)
+    log_lazily(state, SimpleNamespace(log_metrics=seen.append), Division(), 8, 2)
     replaced = Logger(state, late)
     replaced.log_metrics = seen.append
-    log_lazily(replaced, Division(), 10, 2)
+    log_lazily(state, replaced, Division(), 10, 2)
     late.catch_up()
     assert late.metrics == [{"own/speed": 3}]
     assert seen == [{"speed": 4}, {"speed": 5}]
@@ -236,8 +237,8 @@ def test_what_is_logged_lazily_goes_through_a_logger_of_ones_own(state):
 
 def test_an_empty_result_logs_nothing(state):
     late, at_once = Late(), AtOnce()
-    log_lazily(Logger(state, at_once), dict)
-    log_lazily(Logger(state, late), dict)
+    log_lazily(state, Logger(state, at_once), lambda now: {})
+    log_lazily(state, Logger(state, late), lambda now: {})
     late.catch_up()
     assert at_once.metrics == late.metrics == []
 
@@ -245,8 +246,8 @@ def test_an_empty_result_logs_nothing(state):
 def test_what_fails_to_be_computed_is_raised_and_costs_the_rest_nothing(state):
     late = Late()
     logger = Logger(state, late)
-    log_lazily(logger, Division(), 1, 0)
-    log_lazily(logger, Division(), 6, 2)
+    log_lazily(state, logger, Division(), 1, 0)
+    log_lazily(state, logger, Division(), 6, 2)
     with pytest.raises(ZeroDivisionError):
         late.catch_up()
     late.catch_up()
@@ -257,6 +258,6 @@ def test_calls_that_nobody_asks_for_do_not_grow(state):
     late, divide = Late(), Division()
     logger = Logger(state, late)
     for done in range(1000):
-        log_lazily(logger, divide, done, 2)
+        log_lazily(state, logger, divide, done, 2)
     assert 1000 - len(divide.asked) < 256
     assert late.metrics == [{"speed": done / 2} for done in range(len(late.taken))]

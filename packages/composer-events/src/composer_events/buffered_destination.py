@@ -138,7 +138,7 @@ class MetricBuffer:
         """Keep a call whose result is to be logged, until it is handed over.
 
         Args:
-            compute: Returns metrics by name, in a dict of their own.
+            compute: Takes the timestamp and the arguments, and returns metrics by name, in a dict of their own.
             arguments: What it takes, which does not change any more.
             timestamp: The time in training.
         """
@@ -165,7 +165,7 @@ class MetricBuffer:
                 logged.append((kept, copies, now, step))
                 continue
             try:
-                metrics = kept(*copies)
+                metrics = kept(now, *copies)
             except Exception as error:
                 rest.callback(_raise, error)
                 continue

@@ -71,6 +71,7 @@ class Logger:
         self._at_once = tuple(place for place in self._takers["log_metrics"] if not takes_late(place))
         self._buffer.destinations = tuple(place for place in self._takers["log_metrics"] if takes_late(place))
         self._note = self._buffer.note if self._buffer.destinations else None
+        self._note_call = self._buffer.note_call if self._buffer.destinations else None
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         """Log the settings of the run.
@@ -186,16 +187,8 @@ class Logger:
     def _current_batch(self) -> int:
         return self._state.timestamp.batch.value
 
-    def _postpones(self, compute: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -> bool:
-        """Note a call that is made when its result is read, and answer whether nobody needs it at once."""
-        if self._at_once or "log_metrics" in vars(self):
-            return False
-        if self._note is not None:
-            self._buffer.note_call(compute, arguments, self._state.timestamp)
-        return True
 
-
-def log_lazily(logger: Logger, compute: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+def log_lazily(state: State, logger: Logger, compute: Callable[..., dict[str, Any]], *arguments: Any) -> None:
     """Log numbers that are computed when a destination reads them, and never if none does.
 
     A training step of some milliseconds leaves little of Python in the processor's caches, so that a small computation
@@ -203,19 +196,23 @@ def log_lazily(logger: Logger, compute: Callable[..., dict[str, Any]], *argument
     logger is one of the caller's own, they are computed at once.
 
     Args:
+        state: The training state.
         logger: Where to.
-        compute: Returns metrics by name, in a dict that nobody else has; an empty one logs nothing. What it raises is
-            raised where the metrics are read.
-        arguments: What it takes. They must not change any more: numbers, but neither the state nor its timestamp, which
-            loading a state changes in place.
+        compute: Takes the timestamp of this moment, which it leaves as it is, and `arguments`. Returns metrics by name,
+            in a dict that nobody else has; an empty one logs nothing. What it raises is raised where the metrics are
+            read.
+        arguments: What else it takes. They must not change any more: numbers, but not the state.
 
     Example:
         >>> from types import SimpleNamespace
         >>> from composer_time import Timestamp
-        >>> logger = Logger(SimpleNamespace(timestamp=Timestamp()))
-        >>> log_lazily(logger, lambda done, seconds: {"samples_per_sec": done / seconds}, 64, 0.5)
+        >>> def samples_per_sec(now, seconds):
+        ...     return {"samples_per_sec": now.num_samples / seconds}
+        >>> state = SimpleNamespace(timestamp=Timestamp(sample=64))
+        >>> log_lazily(state, Logger(state), samples_per_sec, 0.5)
     """
-    if type(logger) is not Logger or not logger._postpones(compute, arguments):  # pyright: ignore[reportPrivateUsage]
-        metrics = compute(*arguments)
-        if metrics:
-            logger.log_metrics(metrics)
+    if type(logger) is Logger and not logger._at_once and "log_metrics" not in logger.__dict__:  # pyright: ignore[reportPrivateUsage]
+        if (note_call := logger._note_call) is not None:  # pyright: ignore[reportPrivateUsage]
+            note_call(compute, arguments, state.timestamp)
+    elif metrics := compute(state.timestamp, *arguments):
+        logger.log_metrics(metrics)

@@ -11,6 +11,7 @@ import torch
 from composer_dist import dist
 from composer_events.arguments import check_counts, check_mappings, check_texts
 from composer_events.callback import Callback
+from composer_events.event import Event
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -61,9 +62,11 @@ class MemoryMonitor(Callback):
         check_texts(**names)
         self.memory_keys = dict(_NAMES if memory_keys is None else memory_keys)
         self.dist_aggregate_batch_interval = dist_aggregate_batch_interval
+        self._is_on_cpu = False
 
     def init(self, state: State, logger: Logger) -> None:
         """Warn where there is no memory to watch."""
+        self._is_on_cpu = state.device.name == "cpu"
         parameter = next(state.model.parameters(), None)
         if parameter is not None and parameter.device.type in ("cuda", "xpu", "meta"):
             return
@@ -74,8 +77,6 @@ class MemoryMonitor(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Log what is in use before the optimizer's step."""
-        if state.device.name == "cpu":
-            return
         parameter = next(state.model.parameters(), None)
         if parameter is None or parameter.device.type not in ("cuda", "xpu"):
             return
@@ -84,6 +85,10 @@ class MemoryMonitor(Callback):
         if interval is not None and state.timestamp.num_batches % interval == 0:
             report |= _over_all_ranks(report, parameter.device)
         logger.log_metrics({f"memory/{name}": value for name, value in report.items()})
+
+    def ignores_event(self, event: Event) -> bool:
+        """Answer whether a batch has no memory of an accelerator to use."""
+        return event is Event.AFTER_TRAIN_BATCH and self._is_on_cpu
 
     def _report(self) -> dict[str, float]:
         stats = torch.accelerator.memory_stats()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer.callbacks.speed_monitor import SECONDS, check_time_unit
 from composer_events.arguments import check_counts
@@ -16,6 +16,7 @@ from composer_time import TimeUnit
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Time, Timestamp
 
 __all__ = ["RuntimeEstimator"]
 
@@ -71,26 +72,24 @@ class RuntimeEstimator(Callback):
             self._is_enabled = False
             return
         self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
-        self._start_fraction = self._elapsed_fraction(state) or 0.0
+        self._start_fraction = self._fraction(state) or 0.0
         self._start_s = time.monotonic()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the estimate."""
         if self._start_s is None:
             return
-        fraction = self._elapsed_fraction(state)
-        if fraction is None or fraction <= self._start_fraction:
-            return
         train_s, remaining_eval_s = time.monotonic() - self._start_s, 0.0
         if self._evaluations:
             train_s -= sum(each.total_s for each in self._evaluations.values())
             remaining_eval_s = self._remaining_eval_s()
-        log_lazily(logger, self._estimate, fraction, self._start_fraction, train_s, remaining_eval_s)
+        begun = state.max_duration, self._epoch_length, self._start_fraction
+        log_lazily(state, logger, self._estimate, *begun, train_s, remaining_eval_s)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Remember how long an evaluation took, and how often there is one."""
         label = state.dataloader_label
-        fraction = None if self._start_s is None else self._elapsed_fraction(state)
+        fraction = None if self._start_s is None else self._fraction(state)
         if fraction is None or label is None:
             return
         done = self._evaluations.setdefault(label, _Evaluations())
@@ -98,8 +97,17 @@ class RuntimeEstimator(Callback):
         self.eval_frequency_per_label[label] = max(fraction - self._start_fraction, 0.0) / done.count
 
     def _estimate(
-        self, fraction: float, start_fraction: float, train_s: float, remaining_eval_s: float
+        self,
+        now: Timestamp,
+        max_duration: Time[Any] | None,
+        epoch_length: int | None,
+        start_fraction: float,
+        train_s: float,
+        remaining_eval_s: float,
     ) -> dict[str, float]:
+        fraction = _elapsed_fraction(now, max_duration, epoch_length)
+        if fraction is None or fraction <= start_fraction:
+            return {}
         remaining_s = train_s / (fraction - start_fraction) * (1 - fraction) + remaining_eval_s
         return {"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]}
 
@@ -111,21 +119,23 @@ class RuntimeEstimator(Callback):
                 remaining_s += done.mean_s * max((1 - self._start_fraction) / frequency - done.count, 0.0)
         return remaining_s
 
-    def _elapsed_fraction(self, state: State) -> float | None:
-        """Return which part of training is done, between epochs too, where that can be known."""
-        max_duration, now = state.max_duration, state.timestamp
-        if max_duration is None:
-            return None
-        unit, length = max_duration.unit, max_duration.value
-        if unit is TimeUnit.BATCH and length:
-            return now.num_batches / length
-        if unit is TimeUnit.EPOCH:
-            batch, epochs = now.num_batches, now.num_epochs
-            mean_length = (batch - now.num_batches_in_epoch) / epochs if epochs else self._epoch_length
-            if mean_length:
-                return min(batch / (length * mean_length), 1.0)
-        elapsed = state.get_elapsed_duration()
-        return None if elapsed is None else float(elapsed.value)
+    def _fraction(self, state: State) -> float | None:
+        return _elapsed_fraction(state.timestamp, state.max_duration, self._epoch_length)
+
+
+def _elapsed_fraction(now: Timestamp, max_duration: Time[Any] | None, epoch_length: int | None) -> float | None:
+    """Return which part of training is done, between epochs too, where that can be known."""
+    if max_duration is None:
+        return None
+    unit, length = max_duration.unit, max_duration.value
+    if length == 0:
+        return 1.0
+    if unit is TimeUnit.EPOCH:
+        batch, epochs = now.num_batches, now.num_epochs
+        mean_length = (batch - now.num_batches_in_epoch) / epochs if epochs else epoch_length
+        if mean_length:
+            return min(batch / (length * mean_length), 1.0)
+    return now.get(unit).value / length
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from composer_events.logger import log_lazily
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Timestamp
 
 __all__ = ["GPU_AVAILABLE_FLOPS", "SpeedMonitor", "get_gpu_flops_available"]
 
@@ -100,17 +101,14 @@ class SpeedMonitor(Callback):
         self.history_samples.append(now.num_samples)
         self.history_tokens.append(now.num_tokens)
         seconds.append(train_s)
-        window: tuple[Any, ...] = ()
-        if len(seconds) == seconds.maxlen:
-            samples, tokens = self.history_samples, self.history_tokens
-            window = train_s - seconds[0], samples[-1] - samples[0], tokens[-1] - tokens[0]
         if self._model is not state.model:  # a module takes long to say that it lacks something
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
+        window = seconds[0], self.history_samples[0], self.history_tokens[0], len(seconds)
         if self._flops_per_batch is None:
-            log_lazily(logger, self._speed, train_s, self.total_eval_wct, *window)
+            log_lazily(state, logger, self._speed, self.total_eval_wct, *window)
         else:
             flops = self._flops(_checked_flops(self._flops_per_batch(state.batch)), state)
-            logger.log_metrics(flops | self._speed(train_s, self.total_eval_wct, *window))
+            logger.log_metrics(flops | self._speed(now, self.total_eval_wct, *window))
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Add up the time spent on evaluation."""
@@ -131,18 +129,20 @@ class SpeedMonitor(Callback):
         self.total_eval_wct = 0.0
 
     def _speed(
-        self, train_s: float, eval_s: float, seconds: float = 0.0, samples: int = 0, tokens: int = 0
-    ) -> dict[str, Any]:
-        """Return what is logged of the window's seconds, samples and tokens; of none before the window is full."""
-        metrics = self._throughput(seconds, samples, tokens)
+        self, now: Timestamp, eval_s: float, start_s: float, start_sample: int, start_token: int, length: int
+    ) -> dict[str, float]:
+        """Return what is logged at a time, of a window that began with so many samples and tokens and has a length."""
+        train_s = now.total_wct.total_seconds()
+        metrics: dict[str, float] = {}
+        # A clock that did not move says nothing of the speed.
+        if length > self._window_size and train_s > start_s:
+            metrics = self._throughput(train_s - start_s, now.num_samples - start_sample, now.num_tokens - start_token)
         metrics["time/train"] = train_s / self._seconds
         metrics["time/val"] = eval_s / self._seconds
         metrics["time/total"] = (train_s + eval_s) / self._seconds
         return metrics
 
     def _throughput(self, seconds: float, samples: int, tokens: int) -> dict[str, float]:
-        if seconds <= 0:
-            return {}  # a clock that did not move says nothing of the speed
         rates = {"batches_per_sec": self._window_size / seconds, "samples_per_sec": samples / seconds}
         if tokens > 0:
             rates["tokens_per_sec"] = tokens / seconds

@@ -17,6 +17,7 @@ from composer_events.logger import log_lazily
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Timestamp
 
 __all__ = ["SystemMetricsMonitor"]
 
@@ -55,25 +56,30 @@ class SystemMetricsMonitor(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Log, while training."""
-        self._log(logger)
+        self._log(state, logger)
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
         """Log, while evaluating."""
-        self._log(logger)
+        self._log(state, logger)
 
     def predict_batch_start(self, state: State, logger: Logger) -> None:
         """Log, while predicting."""
-        self._log(logger)
+        self._log(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
         """Ask no more."""
         self._machine.close()
 
-    def _log(self, logger: Logger) -> None:
+    def _log(self, state: State, logger: Logger) -> None:
         of_host, of_gpu = self._machine.latest()
         if self._has_gpu:
             of_host = of_host | _named_by_rank(dist.all_gather_object(of_gpu), self.log_all_data)
-        log_lazily(logger, dict, of_host)
+        log_lazily(state, logger, _copy, of_host)
+
+
+def _copy(now: Timestamp, numbers: dict[str, float]) -> dict[str, float]:
+    del now
+    return dict(numbers)
 
 
 def _reading(host: HostReader, gpu: GPUReader | None) -> Callable[[], tuple[dict[str, float], dict[str, float]]]:

@@ -34,7 +34,7 @@ class Report:
     def time(self) -> None:
         """Log where in training the batch lies."""
         if self._logger.destinations:
-            log_lazily(self._logger, _times, *_counts(self._state.timestamp))
+            log_lazily(self._state, self._logger, _times)
             self._log_tokens()
 
     def epoch_and_time(self) -> None:
@@ -42,7 +42,7 @@ class Report:
         if not self._ranks.listen:
             self._metrics.compute()
         now = self._state.timestamp
-        self._logger.log_metrics({"time/epoch": now.num_epochs, **_times(*_counts(now))})
+        self._logger.log_metrics({"time/epoch": now.num_epochs, **_times(now)})
         self._log_tokens()
 
     def losses(self, losses: Mapping[str, Any]) -> None:
@@ -69,16 +69,12 @@ class Report:
             self._logger.log_metrics({"time/token_in_epoch": stamp.num_tokens_in_epoch})
 
 
-def _counts(stamp: Timestamp) -> tuple[int, int, int, int]:
-    return stamp.num_batches, stamp.num_samples, stamp.num_batches_in_epoch, stamp.num_samples_in_epoch
-
-
-def _times(batch: int, sample: int, batch_in_epoch: int, sample_in_epoch: int) -> dict[str, int]:
+def _times(now: Timestamp) -> dict[str, int]:
     return {
-        "time/batch": batch,
-        "time/sample": sample,
-        "time/batch_in_epoch": batch_in_epoch,
-        "time/sample_in_epoch": sample_in_epoch,
+        "time/batch": now.num_batches,
+        "time/sample": now.num_samples,
+        "time/batch_in_epoch": now.num_batches_in_epoch,
+        "time/sample_in_epoch": now.num_samples_in_epoch,
     }
 
 
