@@ -175,4 +175,49 @@ def test_the_recorder_keeps_the_latest_spans_and_the_sums_of_all():
         "event/loss": (3, 3_000_000),
         "event/batch": (3, 12_000_000),
     }
-    assert recorder.table().splitlines()[2].split() == ["event/loss", "3", "0.003", "1.000", "1.000", "25.0%"]
+    assert recorder.table().splitlines()[2].split() == ["event/loss", "3", "0.003", *["1.000"] * 4, "25.0%"]
+
+
+def record(recorder, name, begin_ms, end_ms, inside=()):
+    recorder.process_duration_event(name, [], True, Timestamp(), 1_000_000 * begin_ms)
+    for inner in inside:
+        record(recorder, *inner)
+    recorder.process_duration_event(name, [], False, Timestamp(), 1_000_000 * end_ms)
+
+
+def test_shares_are_of_steps_with_the_wait_for_data_and_the_callbacks_of_a_batch():
+    recorder = EventRecorder()
+    loss = ("event/loss", 3, 5)
+    step = [("event/dataloader", 0, 2), ("event/batch", 2, 8, [loss]), ("callback/Saves/event/batch_end", 8, 10)]
+    evaluation = ("event/eval_all", 10, 30, [("callback/Watches/event/eval_end", 20, 25)])
+    record(recorder, "event/epoch", 0, 30, [*step, evaluation])
+    assert recorder.shares_of_steps() == {
+        "event/dataloader": 0.2,
+        "event/batch": 0.6,
+        "event/loss": 0.2,
+        "callback/Saves/event/batch_end": 0.2,
+    }
+
+
+@pytest.mark.parametrize(("share", "expected_ms"), [(0, 0), (0.5, 50), (0.95, 95), (1, 100), (0.125, 12.5)])
+def test_quantiles_lie_between_the_spans_that_were_measured(share, expected_ms):
+    recorder = EventRecorder()
+    for duration_ms in reversed(range(101)):
+        record(recorder, "work", 0, duration_ms)
+    assert recorder.times["work"].quantile_ns(share) == pytest.approx(1_000_000 * expected_ms)
+
+
+def test_quantiles_are_of_the_latest_spans_and_sums_of_all():
+    recorder = EventRecorder()
+    for duration_ms in [1] * 1_000 + [2] * 1_000:
+        record(recorder, "work", 0, duration_ms)
+    time = recorder.times["work"]
+    assert (time.count, time.total_ns, time.quantile_ns(0), time.longest_ns) == (2_000, 3_000_000_000, 2e6, 2e6)
+
+
+def test_there_are_no_shares_before_the_first_step_is_over():
+    recorder = EventRecorder()
+    recorder.process_duration_event("event/batch", [], True, Timestamp(), 0)
+    record(recorder, "event/loss", 1, 2)
+    assert recorder.shares_of_steps() == {}
+    assert recorder.table().splitlines()[1].split()[0] == "event/loss"

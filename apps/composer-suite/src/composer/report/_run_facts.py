@@ -58,9 +58,20 @@ def environment(state: State) -> dict[str, Any]:
 
 def profiler_times(state: State) -> list[dict[str, Any]]:
     """Return what the recorders of a profiler have added up, if there are any."""
-    handlers = getattr(state.profiler, "trace_handlers", [])
+    # By what it has, since the recorder's own module loads that of all traces, and few runs are profiled.
+    handlers: list[Any] = getattr(state.profiler, "trace_handlers", [])
     return [
-        {"name": time.name, "count": time.count, "total_s": time.total_ns / 1e9, "longest_s": time.longest_ns / 1e9}
+        {
+            "name": time.name,
+            "count": time.count,
+            "total_s": time.total_ns / 1e9,
+            "median_s": time.quantile_ns(0.5) / 1e9,
+            "p95_s": time.quantile_ns(0.95) / 1e9,
+            "longest_s": time.longest_ns / 1e9,
+            "share_of_steps": shares.get(time.name),
+        }
         for handler in handlers
-        for time in getattr(handler, "times", {}).values()
+        if hasattr(handler, "shares_of_steps")
+        for shares in (handler.shares_of_steps(),)
+        for time in handler.times.values()
     ]
