@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from composer.report._units import units_of
 from composer.report.downsampling import largest_triangles
 from composer.report.runs import AXES, Curve, Run, read_run
 
@@ -42,12 +43,14 @@ def describe_runs(
 
 
 def _describe(run: Run, max_points: int) -> dict[str, Any]:
+    config = {str(name): _text(value) for name, value in _flat(run.config)}
     return {
         "name": run.name,
         "folder": run.folder,
-        "config": {str(name): _text(value) for name, value in _flat(run.config)},
+        "config": config,
         "status": run.status,
         "curves": {name: _points(curve, max_points) for name, curve in sorted(run.curves.items())},
+        "units": units_of(run.curves, config),
         "acting": run.acting,
         "times": run.times,
         "checkpoints": [

@@ -19,6 +19,7 @@ except ImportError as error:
 
 __all__ = ["write_described", "write_page"]
 
+_SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # each uses what those before it define
 _TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -33,7 +34,8 @@ _TEMPLATE = """<!doctype html>
 <main id="report"></main>
 <script type="application/json" id="composer-data">{data}</script>
 <script>{plotly}</script>
-<script>{script}</script>
+<script>"use strict"; (() => {{
+{script}}})();</script>
 </body>
 </html>
 """
@@ -70,7 +72,7 @@ def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> 
     here = files("composer.report")
     page = _TEMPLATE.format(
         style=here.joinpath("page.css").read_text(),
-        script=here.joinpath("page.js").read_text(),
+        script="".join(here.joinpath(name).read_text() for name in _SCRIPTS),
         plotly=get_plotlyjs(),
         # Names and messages come from anywhere: no tag of theirs may end this one.
         data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),

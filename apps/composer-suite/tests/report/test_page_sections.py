@@ -1,0 +1,183 @@
+"""The sections of the page about runs in a real browser: their order, the way to them, and what is closed at first."""
+
+import json
+
+import pytest
+
+pytest.importorskip("plotly")
+
+from composer.report import write_page
+
+NONE = "\N{EN DASH}"
+NAMES = {
+    "time/batch": 1.0,
+    "time/train": 0.5,
+    "activations/l2_norm/layer_output.0": 2.0,
+    "throughput/device/samples_per_sec": 4.0,
+    "throughput/samples_per_sec": 8.0,
+    "memory/peak_allocated_mem": 3.0,
+    "l2_norm/grad/layer10.weight": 1.0,
+    "l2_norm/grad/layer9.weight": 1.0,
+    "l2_norm/grad/global": 1.0,
+    "lr-SGD/group0": 0.1,
+    "metrics/eval/Accuracy": 0.5,
+    "loss/train/total": 0.7,
+    "mine/reward": 0.2,
+    "cpu_percentage": 50.0,
+}
+
+
+def profiled(name, total_s, share, **more):
+    spans = {"count": 4, "median_s": total_s / 5, "p95_s": total_s / 3, "longest_s": total_s / 2}
+    return {"name": name, "total_s": total_s, "share_of_steps": share, **spans, **more}
+
+
+def write_run(folder, *, names=NAMES, error=None, profiler=()):
+    folder.mkdir()
+    lines = [{"batch": n, "epoch": 0, "sample": n, "token": 0, "time_s": 30.0 * n, "metrics": names} for n in (1, 2, 3)]
+    for line in lines:  # in minutes, as a SpeedMonitor may log the same clock
+        line["metrics"] = names | ({"time/train": line["time_s"] / 60} if "time/train" in names else {})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps({"run_name": folder.name}))
+    (folder / "status.json").write_text(json.dumps({"status": "failed" if error else "finished", "error": error}))
+    (folder / "times.json").write_text(json.dumps({"step": {"forward": 1.0}, "profiler": list(profiler)}))
+    return folder
+
+
+@pytest.fixture
+def page(tmp_path):
+    return write_page(
+        [write_run(tmp_path / "run", profiler=[profiled("event/batch", 2.0, 0.8)])], tmp_path / "page.html"
+    )
+
+
+def test_what_one_looks_at_first_comes_first_and_what_is_much_is_closed(page, browser):
+    browser.open(page)
+    titles = browser.run("[...document.querySelectorAll('h2')].map(head => head.firstChild.textContent)")
+    assert titles == [
+        *("Losses", "Metrics", "Learning rate", "Gradients", "Throughput", "Memory", "mine"),
+        *("Where the time of a step goes", "Profiled events, algorithms and callbacks", "Which algorithm acted when"),
+        *("Norms of layers", "Activations", "Time", "Machine"),
+        *("Configuration", "Checkpoints"),
+    ]
+    charts = "[...document.querySelectorAll('.chart')].map(chart => chart.dataset.chart)"
+    assert browser.run(charts) == [
+        *("loss/train/total", "metrics/Accuracy", "lr-SGD/group0", "l2_norm/grad/global"),
+        *(
+            "throughput/samples_per_sec",
+            "throughput/device/samples_per_sec",
+            "memory/peak_allocated_mem",
+            "mine/reward",
+        ),
+    ]
+    browser.run("document.querySelector('#more-curves summary').click()")
+    browser.wait_until(f"{charts}.includes('l2_norm/grad/layer9.weight')")
+    assert browser.run(charts)[-2:] == ["l2_norm/grad/layer9.weight", "l2_norm/grad/layer10.weight"]
+
+
+def test_the_contents_lead_to_each_section_and_open_it_also_by_keyboard(page, browser):
+    browser.open(page)
+    links = browser.run("[...document.querySelectorAll('nav a')].map(link => link.textContent)")
+    assert (links[:2], len(links)) == (["Losses", "Metrics"], 16)
+    missing = "[...document.querySelectorAll('nav a')].filter(link => !document.querySelector(link.hash)).length"
+    assert browser.run(missing) == 0
+    browser.run("[...document.querySelectorAll('nav a')].find(link => link.textContent === 'Time').focus()")
+    key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, **key)
+    chart = "document.querySelector('[data-chart=\"time/train\"]')"
+    browser.wait_until(f"{chart}?.querySelector('.nsewdrag')")
+    assert browser.run(f"{chart}.closest('details').querySelector('h2').getBoundingClientRect().top") < 300
+    # It is drawn as wide as its box, although there was no box while the section was closed.
+    width, box = browser.run(f"[{chart}.querySelector('.main-svg').getBoundingClientRect().width, {chart}.clientWidth]")
+    assert (width, box > 300) == (pytest.approx(box, abs=1), True)
+
+
+@pytest.mark.parametrize(
+    ("chart", "unit"),
+    [
+        ("throughput/samples_per_sec", "samples/s"),
+        ("throughput/device/samples_per_sec", "samples/s per device"),
+        ("memory/peak_allocated_mem", "GB"),
+        ("time/train", "minutes"),
+        ("lr-SGD/group0", None),
+    ],
+)
+def test_axes_have_the_units_that_are_known(page, browser, chart, unit):
+    browser.open(page)
+    browser.run("document.querySelectorAll('details').forEach(details => details.open = true)")
+    node = f"document.querySelector('[data-chart=\"{chart}\"]')"
+    browser.wait_until(node)
+    browser.run(f"{node}.scrollIntoView()")
+    browser.wait_until(f"{node}.querySelector('.nsewdrag')")
+    assert browser.run(f"{node}.layout.yaxis.title?.text ?? null") == unit
+
+
+def test_each_run_has_a_table_of_its_own_that_can_be_sorted(tmp_path, browser):
+    event = profiled("event/batch", 6.0, 0.75)
+    hook = profiled("callback/LRMonitor/event/batch_end", 2.0, 0.25)
+    epoch = profiled("event/epoch", 9.0, None)
+    first = write_run(tmp_path / "first", profiler=[event, hook, epoch])
+    old = {key: event[key] for key in ("name", "count", "total_s", "longest_s")}  # of an earlier release
+    second = write_run(tmp_path / "second", profiler=[old])
+    browser.open(write_page([first, second], tmp_path / "page.html"))
+    text = "row => [...row.cells].map(cell => cell.textContent)"
+    one, other = browser.run(f"[...document.querySelectorAll('.sortable')].map(table => [...table.rows].map({text}))")
+    assert one == [
+        ["name", "count", "total s", "mean ms", "median ms", "p95 ms", "longest ms", "% of steps"],
+        ["event/epoch", "4", "9.000", "2,250.000", "1,800.000", "3,000.000", "4,500.000", NONE],
+        ["event/batch", "4", "6.000", "1,500.000", "1,200.000", "2,000.000", "3,000.000", "75.0"],
+        ["callback/LRMonitor/event/batch_end", "4", "2.000", "500.000", "400.000", "666.667", "1,000.000", "25.0"],
+    ]
+    assert other[1] == ["event/batch", "4", "6.000", "1,500.000", NONE, NONE, "3,000.000", NONE]
+    heads = "[...document.querySelector('.sortable').querySelectorAll('th button')]"
+    names = "[...document.querySelectorAll('.sortable')[0].tBodies[0].rows].map(row => row.cells[0].textContent)"
+    names += ".map(name => name.split('/').at(-1))"
+    browser.run(f"{heads}.at(-1).click()")
+    assert browser.run(names) == ["batch", "batch_end", "epoch"]
+    browser.run(f"{heads}.at(0).click()")
+    assert browser.run(names) == ["batch_end", "batch", "epoch"]
+    browser.run(f"{heads}.at(0).click()")
+    assert browser.run(names) == ["epoch", "batch", "batch_end"]
+    assert browser.run("document.querySelector('.sortable th').getAttribute('aria-sort')") == "descending"
+
+
+def test_what_ended_a_run_stands_below_it_without_opening_its_traceback(tmp_path, browser):
+    error = "Traceback (most recent call last):\n  ...\nOSError: disk full\nraised by callback Saves on batch 3\n"
+    browser.open(write_page([write_run(tmp_path / "run", error=error)], tmp_path / "page.html"))
+    assert browser.run("document.querySelector('.failure summary').textContent") == "OSError: disk full"
+    assert browser.run("document.querySelector('.failure').closest('td').colSpan") == 10
+
+
+def test_what_is_looked_for_is_found_also_in_closed_sections(page, browser):
+    browser.open(page)
+    search = "const f = document.getElementById('filter'); f.value = '{}'; f.dispatchEvent(new Event('input'))"
+    browser.run(f"(() => {{ {search.format('layer')} }})()")
+    found = "[...document.querySelectorAll('#curves .chart')].map(chart => chart.dataset.chart)"
+    browser.wait_until(f"{found}.length === 3")
+    assert browser.run(found)[0] == "l2_norm/grad/layer9.weight"
+    browser.run(f"(() => {{ {search.format('nobody')} }})()")
+    assert browser.run("document.getElementById('curves').textContent") == "No metric has “nobody” in its name."
+    browser.run(f"(() => {{ {search.format('')} }})()")
+    assert browser.run("document.querySelectorAll('#more-curves details:not([open])').length") == 4
+
+
+def test_what_was_zoomed_into_stays_so_when_curves_are_smoothed(page, browser):
+    browser.open(page)
+    chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
+    browser.wait_until(f"{chart}?.querySelector('.nsewdrag')")
+    browser.run(f"Plotly.relayout({chart}, {{'xaxis.range[0]': 1.5, 'xaxis.range[1]': 2.5}}).then(() => 0)")
+    browser.run("const s = document.getElementById('smoothing'); s.value = 0.5; s.dispatchEvent(new Event('input'))")
+    browser.wait_until(f"{chart}.data.length === 2")
+    assert browser.run(f"{chart}.layout.xaxis.range") == [1.5, 2.5]
+
+
+def test_long_runs_are_shown_over_hours(tmp_path, browser):
+    run = write_run(tmp_path / "run")
+    lines = [{"batch": n, "time_s": 3600.0 * n, "metrics": {"loss/train/total": 1.0}} for n in range(5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser.open(write_page([run], tmp_path / "page.html"))
+    browser.run("const a = document.getElementById('axis'); a.value = 'time_s'; a.dispatchEvent(new Event('change'))")
+    chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
+    browser.wait_until(f"{chart}?.layout?.xaxis.title.text === 'hours'")
+    assert browser.run(f"{chart}.data[0].x") == [0, 1, 2, 3, 4]
