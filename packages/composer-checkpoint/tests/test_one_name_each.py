@@ -207,3 +207,25 @@ def test_what_has_no_elements_is_not_saved_as_if_it_had(name, tmp_path):
     with pytest.raises(TypeError, match=r"w is on the meta device|on the meta device \(w\)"):
         write({"v": ONE, "w": torch.empty(2, device="meta")}, tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tree", [{"w" * 1025: ONE}, {"a": {"w" * 1023: ONE}}], ids=["flat", "joined"])
+def test_a_name_that_would_not_be_read_is_not_written(tree, tmp_path):
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"has a name of 1025 characters .* no more than 1024 and 128"
+    ):
+        save_sharded(tree, tmp_path / "ep1")
+    nested = ONE
+    for _ in range(129):
+        nested = {"a": nested}
+    with pytest.raises(IncompatibleCheckpointError, match="and 129 keys"):
+        save_sharded(nested, tmp_path / "ep1")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_no_text_is_not_written_to_safetensors(tmp_path):
+    with pytest.raises(IncompatibleCheckpointError, match="no text of Unicode"):
+        save_file({"\ud800": ONE}, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+    save_file({"é/名\n\0": ONE}, tmp_path / "a.safetensors")
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["é/名\n\0"], ONE)

@@ -28,7 +28,7 @@ __all__ = [
     "header_of",
     "load_safetensors",
     "read_safetensors",
-    "refuse_metadata_name",
+    "check_names",
     "save_safetensors",
     "verify_safetensors",
 ]
@@ -156,7 +156,7 @@ def _weights_of(obj: Any) -> _Weights:
         else:
             seen[identity] = name
             tensors[name] = tensor
-    refuse_metadata_name([*tensors, *aliases])
+    check_names([*tensors, *aliases])
     return _Weights(tensors, aliases, is_state)
 
 
@@ -173,8 +173,8 @@ def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
     return {name: weights[key] for name, key in keys.items()}
 
 
-def refuse_metadata_name(names: Collection[str]) -> None:
-    """Refuse a tensor of the name that safetensors has for something else.
+def check_names(names: Collection[str]) -> None:
+    """Refuse the name that safetensors has for something else, and those that its own reader cannot read.
 
     Raises:
         IncompatibleCheckpointError: If there is one.
@@ -184,6 +184,12 @@ def refuse_metadata_name(names: Collection[str]) -> None:
             f"a tensor is called {METADATA_KEY!r}, where a .safetensors file has what is said of it. Give it another "
             f"name, or write a .pt file."
         )
+    for name in names:
+        if not name.isascii() and name.encode(errors="replace").decode() != name:
+            raise IncompatibleCheckpointError(
+                f"a tensor is called {name!r:.200}, which is no text of Unicode, as the names in a .safetensors file "
+                f"are. Give it another name, or write a .pt file."
+            )
 
 
 def header_of(

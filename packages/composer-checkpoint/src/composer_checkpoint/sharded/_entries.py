@@ -7,25 +7,27 @@ import torch
 
 from composer_checkpoint._joined_names import doubled, path_text
 from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.sharded._metadata import MAX_NAME_CHARS, MAX_STEPS
 
-__all__ = ["refuse_doubled_entries", "refuse_sparse_entries", "refuse_without_elements"]
+__all__ = ["refuse_unfit_entries", "refuse_sparse_entries", "refuse_without_elements"]
 
 Path = tuple[str | int, ...]
 Kinds = tuple[type, ...]
 
 
-def refuse_doubled_entries(state_dict: Mapping[Any, Any], tensor_kinds: Kinds = (torch.Tensor,)) -> None:
-    """Refuse two entries of one name, which is made of the keys on the way to each, joined by dots.
+def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: Kinds = (torch.Tensor,)) -> None:
+    """Refuse two entries of one name, made of the keys on the way to each, joined by dots, and names too long to read.
 
     Args:
         state_dict: Nested dicts and lists.
         tensor_kinds: What stands for tensors in it. Lists without any are one entry.
 
     Raises:
-        IncompatibleCheckpointError: If there are two, also if one of them is an empty dict.
+        IncompatibleCheckpointError: If there are two, also if one of them is an empty dict, or a name is longer, or
+            lies deeper, than any that is read.
 
     Example:
-        >>> refuse_doubled_entries({"a": {"c": 1}, "a.c": 2})
+        >>> refuse_unfit_entries({"a": {"c": 1}, "a.c": 2})
         Traceback (most recent call last):
         composer_checkpoint.errors.IncompatibleCheckpointError: ['a']['c'] and ['a.c'] would both be called 'a.c' in ...
     """
@@ -34,6 +36,12 @@ def refuse_doubled_entries(state_dict: Mapping[Any, Any], tensor_kinds: Kinds = 
         name = ".".join(map(str, path))
         if name in known:
             raise doubled(path_text(known[name]), path_text(path), name, "a sharded checkpoint")
+        if len(name) > MAX_NAME_CHARS or len(path) > MAX_STEPS:
+            raise IncompatibleCheckpointError(
+                f"{path_text(path):.200} has a name of {len(name)} characters and {len(path)} keys, and of a sharded "
+                f"checkpoint no more than {MAX_NAME_CHARS} and {MAX_STEPS} are read. Give it shorter keys, or save one "
+                f".pt file with save_file() or state_dict_type='full'."
+            )
         known[name] = path
 
 
@@ -78,7 +86,9 @@ def refuse_without_elements(entries: Mapping[str, Any], paths: Mapping[str, Path
 
 def _entries(value: Any, tensor_kinds: Kinds, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of entries. It recurses, as torch does before and after it."""
-    if isinstance(value, Mapping):
+    if len(path) > MAX_STEPS:  # too deep, and in a circle perhaps
+        yield path
+    elif isinstance(value, Mapping):
         if not value and path:
             yield path
         for key, item in value.items():

@@ -30,12 +30,12 @@ from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, 
 from composer_checkpoint.sharded._overlaps import covers_exactly
 from composer_checkpoint.unpickler import safe_unpickle
 
-__all__ = ["StorageInfo", "parse_metadata", "part_name"]
+__all__ = ["MAX_NAME_CHARS", "MAX_STEPS", "StorageInfo", "parse_metadata", "part_name"]
 
 _MAX_DIMS = 64  # torch has no tensors of more
 _MAX_COUNT = 1 << 63
-_MAX_NAME_CHARS = 1024  # names are repeated for each part
-_MAX_STEPS = 128
+MAX_NAME_CHARS = 1024  # names are repeated for each part
+MAX_STEPS = 128
 _MAX_EMPTY = 1024  # items of lists that hold nothing, and so have no entries
 
 
@@ -93,7 +93,7 @@ class _Checker:
         storage_data: dict[MetadataIndex, StorageInfo] = {}
         for fqn, entry in entries.items():
             if not _is_name(fqn):
-                self._refuse("a name", f"is {_told(fqn)}", f"a string of up to {_MAX_NAME_CHARS} characters")
+                self._refuse("a name", f"is {_told(fqn)}", f"a string of up to {MAX_NAME_CHARS} characters")
             if _is(entry, "BytesStorageMetadata"):
                 state_dict_metadata[fqn] = BytesStorageMetadata()
                 storage_data[MetadataIndex(fqn)] = self._location(stored, MetadataIndex(fqn), fqn, 0)
@@ -198,7 +198,7 @@ class _Checker:
             # Lists are filled up to an index, so that one may not be larger than there are entries.
             if (
                 not isinstance(path, tuple)
-                or not 0 < len(path) <= _MAX_STEPS
+                or not 0 < len(path) <= MAX_STEPS
                 or not all(_is_step(step, len(entries) + _MAX_EMPTY) for step in path)
             ):
                 self._refuse(repr(fqn), f"has the path {shown(path)}", "a tuple of names and small indices")
@@ -295,7 +295,7 @@ def _place(fqn: str, offset: tuple[int, ...] | None) -> tuple[str, str | None]:
 
 
 def _is_name(value: object) -> TypeGuard[str]:
-    return type(value) is str and len(value) <= _MAX_NAME_CHARS
+    return type(value) is str and len(value) <= MAX_NAME_CHARS
 
 
 def _told(value: object) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 
 from composer_checkpoint._joined_names import doubled, path_text
 from composer_checkpoint.errors import IncompatibleCheckpointError
-from composer_checkpoint.sharded._entries import refuse_doubled_entries, refuse_sparse_entries
+from composer_checkpoint.sharded._entries import refuse_sparse_entries, refuse_unfit_entries
 from composer_checkpoint.sharded._objects import decode_object, encode_object
 from composer_checkpoint.sharded._old_names import flatten_as_torch_2_3
 
@@ -84,7 +84,7 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         Raises:
             IncompatibleCheckpointError: If it has two entries of one name, or a sparse tensor.
         """
-        refuse_doubled_entries(state_dict)
+        refuse_unfit_entries(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         refuse_sparse_entries(self.state_dict, self.mappings, "loads into")
 

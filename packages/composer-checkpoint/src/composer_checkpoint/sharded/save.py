@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded._entries import (
-    refuse_doubled_entries,
     refuse_sparse_entries,
+    refuse_unfit_entries,
     refuse_without_elements,
 )
 from composer_checkpoint.sharded._ranks import Ranks
@@ -111,7 +111,7 @@ def _set_up(planner: SavePlanner, state_dict: Mapping[str, Any], writer: Verifie
     """Give a planner the state dict, after refusing what torch would fail at without saying where it is."""
     is_torchs = isinstance(planner, DefaultSavePlanner)  # others may know what to do with it
     if is_torchs and planner.flatten_state_dict:
-        refuse_doubled_entries(state_dict)
+        refuse_unfit_entries(state_dict)
     planner.set_up_planner(dict(state_dict), writer.storage_meta(), is_first)
     if is_torchs:
         refuse_sparse_entries(planner.state_dict, planner.mappings)

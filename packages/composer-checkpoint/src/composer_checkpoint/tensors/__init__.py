@@ -6,6 +6,7 @@
   tensor in memory.
 """
 
+from composer_checkpoint.tensors._doubled_names import refuse_doubled_names
 from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.local_stream import stream_local
 from composer_checkpoint.tensors.opening import Kind, find_kind, follow_pointers, open_checkpoint
@@ -25,6 +26,7 @@ __all__ = [
     "tensors_in",
     "aliases_of",
     "refuse_sparse",
+    "refuse_doubled_names",
     "stream_pt",
     "stream_safetensors",
     "plan_shards",

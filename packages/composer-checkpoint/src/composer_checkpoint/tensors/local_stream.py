@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from composer_checkpoint._joined_names import by_joined_names
 from composer_checkpoint._leftovers import discard
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint._unfinished_names import name_beside
 from composer_checkpoint.commit import put_in_place, refuse_existing, write_beside
 from composer_checkpoint.local_files import LAYOUT_KEY, SAVE_ID_KEY
+from composer_checkpoint.tensors._doubled_names import refuse_doubled_names
 from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.pt_stream import stream_pt
 from composer_checkpoint.tensors.source import StoredTensor, tensors_in
@@ -62,7 +62,7 @@ def stream_local(
             f"path={os.fspath(path)!r}, world_size={world_size!r}: give 1 rank or more, and a path with {_RANK} in it."
         )
     refuse_sparse(tensors_in(tree), "a set of per-rank files")
-    by_joined_names(tree, object, "/", "per-rank files")
+    refuse_doubled_names(tree, "local")
     finals = [Path(template.replace(_RANK, str(rank))) for rank in range(world_size)]
     for final in finals:
         refuse_existing(final, overwrite)

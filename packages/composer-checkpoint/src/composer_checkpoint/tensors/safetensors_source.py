@@ -1,7 +1,8 @@
 """Reading `.safetensors` files tensor by tensor: one alone, or several with an index."""
 
+import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from composer_checkpoint.safetensors_index import read_index
 from composer_checkpoint.tensors.pt_source import read_bytes
 from composer_checkpoint.tensors.source import StoredTensor, TensorSource
 
-__all__ = ["open_index_source", "open_safetensors_source"]
+__all__ = ["open_index_source", "open_safetensors_source", "refuse_two_files"]
 
 
 def open_safetensors_source(path: str) -> TensorSource:
@@ -42,7 +43,7 @@ def open_index_source(path: str) -> TensorSource:
     """Open the files that an index names. What it names and no file has, is listed as missing.
 
     Raises:
-        CorruptCheckpointError: If a file is missing or not whole, or the index is none.
+        CorruptCheckpointError: If a file is missing or not whole, two have one tensor, or the index is none.
         UnsafeCheckpointError: If it names a file outside its own folder.
     """
     index = read_index(path)
@@ -61,7 +62,8 @@ def open_index_source(path: str) -> TensorSource:
             source.on_close(reader)
             found, _ = _tensors_of(reader)
             files[shard] = reader.size_bytes
-            tensors |= {name: found[name] for name in found if name not in tensors}
+            refuse_two_files(path, shard, found, tensors)
+            tensors |= found
     except BaseException:
         source.close()
         raise
@@ -70,6 +72,26 @@ def open_index_source(path: str) -> TensorSource:
     source.size_bytes, source.files = sum(files.values()), files
     source.missing = tuple(sorted(promised - tensors.keys()))
     return source
+
+
+def refuse_two_files(index: str | os.PathLike[str], shard: str, found: Iterable[str], earlier: Container[str]) -> None:
+    """Refuse a tensor of a file that an earlier one has, too: nobody knows which of them is meant.
+
+    Args:
+        index: Which names the files.
+        shard: The file.
+        found: The names in it.
+        earlier: The names in those before.
+
+    Raises:
+        CorruptCheckpointError: If there is one.
+    """
+    for name in found:
+        if name in earlier:
+            raise CorruptCheckpointError(
+                f"{os.fspath(index)} names {shard}, which has a tensor {name!r:.200} that a file before it has, too. "
+                f"Remove what is of another save, or use another checkpoint."
+            )
 
 
 def _tensors_of(reader: FileReader) -> tuple[dict[str, StoredTensor], Manifest | None]:

@@ -10,7 +10,7 @@ import torch
 from composer_checkpoint._early_flush import FlushedFile
 from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.safetensors_file import FORMAT_NAMES, header_of, refuse_metadata_name
+from composer_checkpoint.safetensors_file import FORMAT_NAMES, check_names, header_of
 from composer_checkpoint.safetensors_index import INDEX_SUFFIX, index_text
 from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.source import StoredTensor
@@ -45,7 +45,7 @@ def stream_safetensors(
         The manifest.
 
     Raises:
-        IncompatibleCheckpointError: If a tensor is sparse, or is called `__metadata__`, which is not free.
+        IncompatibleCheckpointError: If a tensor is sparse, or has a name that safetensors has none for.
         TypeError: If safetensors has no form for a dtype.
 
     Example:
@@ -58,7 +58,7 @@ def stream_safetensors(
         tensor([1., 1.])
     """
     refuse_sparse(tensors, "safetensors")
-    refuse_metadata_name([*tensors, *(aliases or ())])
+    check_names([*tensors, *(aliases or ())])
     for name, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
             raise TypeError(f"{name} is {tensor.dtype}, which safetensors has no form for. Cast it, or write .pt.")

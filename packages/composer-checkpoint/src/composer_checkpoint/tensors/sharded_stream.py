@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.sharded._entries import refuse_doubled_entries
 from composer_checkpoint.sharded.planner import WholeSavePlanner
 from composer_checkpoint.sharded.writer import VerifiedWriter
+from composer_checkpoint.tensors._doubled_names import refuse_doubled_names
 from composer_checkpoint.tensors._sparse_parts import refuse_sparse
 from composer_checkpoint.tensors.source import StoredTensor, as_stored
 
@@ -64,7 +64,7 @@ def stream_sharded(
     """
     if num_files < 1:
         raise ValueError(f"num_files={num_files!r} is no number of files. Give 1 or more.")
-    refuse_doubled_entries(tree, (StoredTensor, torch.Tensor))
+    refuse_doubled_names(tree, "dcp")
     planner = _StreamingPlanner(progress)
     writer = VerifiedWriter(folder, info=info, overwrite=overwrite)
     planner.set_up_planner(_described(tree, planner.tensors), writer.storage_meta(), True)

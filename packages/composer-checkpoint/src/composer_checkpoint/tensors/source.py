@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from composer_checkpoint._joined_names import by_joined_names
-from composer_checkpoint._tree import named_leaves
+from composer_checkpoint._tree import Names, children_of, map_tree, named_leaves
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.tensors._sparse_parts import SparseParts, is_sparse, parts_of
@@ -166,6 +166,19 @@ class TensorSource:
             IncompatibleCheckpointError: If two tensors would have one name then.
         """
         return by_joined_names(self._model(), StoredTensor, ".", "a model, whose names are flat", are_one)
+
+    @property
+    def beside_weights(self) -> list[str]:
+        """The names of what the model's part has besides tensors, such as a module's extra state."""
+        found: list[str] = []
+
+        def note(name: str, value: Any) -> Any:
+            if children_of(value) is None and not isinstance(value, StoredTensor):
+                found.append(name)
+            return value
+
+        map_tree(self._model(), note, names=Names("."))
+        return found
 
     @property
     def aliases(self) -> dict[str, str]:
