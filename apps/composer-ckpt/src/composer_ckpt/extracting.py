@@ -20,7 +20,7 @@ from composer_checkpoint.uris import is_uri
 from composer_ckpt.inspecting import dtype_name, layout_of
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar
-from composer_ckpt.selection import select
+from composer_ckpt.selection import refuse_doubles, select
 from composer_ckpt.sizes import counted, format_size
 from composer_ckpt.sources import opened
 from composer_ckpt.targets import clear_leftovers, may_replace
@@ -73,7 +73,13 @@ def _named(source: TensorSource) -> dict[str, StoredTensor]:
     """Return the model's tensors by their own names, and all others by where they are in the checkpoint."""
     weights = dict(source.weights)
     own = {id(tensor) for tensor in weights.values()}
-    return weights | {name: tensor for name, tensor in source.tensors.items() if id(tensor) not in own}
+    others = {name: tensor for name, tensor in source.tensors.items() if id(tensor) not in own}
+    if doubled := weights.keys() & others.keys():
+        raise UsageError(
+            f"{min(doubled)!r} is the name of a weight and also where another tensor is, so that a file would have one "
+            f"of them. Load the checkpoint with load_file() and save what you want with save_file()."
+        )
+    return weights | others
 
 
 def _extract_data(source: TensorSource, target: Path, options: argparse.Namespace) -> Result:
@@ -95,6 +101,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, StoredTensor):
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), **layout_of(value)}
     if isinstance(value, Mapping):
+        refuse_doubles({repr(key): str(key) for key in value})
         return {str(key): _as_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_as_json(item, depth + 1) for item in value]

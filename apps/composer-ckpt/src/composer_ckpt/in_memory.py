@@ -69,6 +69,11 @@ def _put_together(weights: Mapping[str, StoredTensor], model: "PreTrainedModel")
     for name in sorted(weights, key=_natural):
         new, pattern = rename_source_key(name, renamings, converters)
         if pattern is None:
+            if new in found:
+                raise UnfittingWeightsError(
+                    f"two weights of the folder would both be called {new!r} in the {type(model).__name__}; the second "
+                    f"is {name!r}. Leave one of them out."
+                )
             found[new] = weights[name]
         else:
             groups.setdefault(new, []).append((name, pattern))

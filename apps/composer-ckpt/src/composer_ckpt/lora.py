@@ -13,7 +13,8 @@ import torch
 from composer_checkpoint import IncompatibleCheckpointError
 from composer_checkpoint.tensors import StoredTensor
 from composer_ckpt.descriptions import metadata_of
-from composer_ckpt.selection import cast
+from composer_ckpt.selection import cast, renamed_by
+from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
 from composer_hf.metadata import HuggingFaceMetadata
 
@@ -22,6 +23,7 @@ __all__ = ["has_base", "merge_adapters"]
 _BASE = "model.base_model.model."
 _PREFIX = "model."
 _ADAPTER = "default"
+_MAX_NAMES = 5
 _KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 Weights = dict[str, StoredTensor]
 
@@ -47,7 +49,8 @@ def merge_adapters(
     """
     config = metadata.peft_config or {}
     _check_kind(config, weights)
-    base = {_plain_name(name): tensor for name, tensor in weights.items() if has_base([name])}
+    _refuse_other_adapters(weights)
+    base = renamed_by({name: tensor for name, tensor in weights.items() if has_base([name])}, _plain_name)
     if options.base_model is not None:
         base, metadata = _base_at(options, metadata, stack)
     if not base:
@@ -68,6 +71,16 @@ def merge_adapters(
             if name == target or (before.storage is not None and tensor.storage == before.storage):
                 base[name] = merged
     return base, replace(metadata, peft_config=None, peft_class="")
+
+
+def _refuse_other_adapters(weights: Iterable[str]) -> None:
+    known = re.compile(rf".*\.(?:(?:{'|'.join(_KINDS)})\.{_ADAPTER}(?:\.weight)?|modules_to_save\.{_ADAPTER}\..+)")
+    others = [name for name in weights if not has_base([name]) and not known.fullmatch(name)]
+    if others:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has {counted(len(others), 'weight')} of no adapter called {_ADAPTER!r}, which alone is "
+            f"added: {', '.join(others[:_MAX_NAMES])}. Leave them out with --exclude, or merge with peft."
+        )
 
 
 def _check_kind(config: Mapping[str, Any], weights: Iterable[str]) -> None:

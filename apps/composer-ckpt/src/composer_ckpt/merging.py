@@ -86,7 +86,9 @@ def _merged(sources: Sequence[TensorSource], names: Sequence[str], shares: Seque
 def _average(tensors: Sequence[StoredTensor], shares: Sequence[float]) -> StoredTensor:
     """Return the average, which is summed up in a wider type and rounded once."""
     first = tensors[0]
-    wider = torch.promote_types(first.dtype, torch.float64 if first.dtype.itemsize > 2 else torch.float32)
+    is_wide = first.dtype.itemsize > (4 if first.dtype.is_complex else 2)
+    wider = torch.float64 if is_wide else torch.float32
+    wider = wider.to_complex() if first.dtype.is_complex else wider
 
     def fetch() -> torch.Tensor:
         total = torch.zeros(first.numel, dtype=wider)

@@ -8,7 +8,6 @@ from typing import Any
 from composer_checkpoint import write_atomically
 from composer_checkpoint.tensors import (
     TensorSource,
-    aliases_of,
     find_kind,
     plan_shards,
     stream_local,
@@ -78,8 +77,7 @@ def _plan(source: TensorSource, kind: str, options: argparse.Namespace) -> list[
 
 
 def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]:
-    aliases = aliases_of(source.tensors)
-    own = {name: tensor for name, tensor in source.tensors.items() if name not in aliases}
+    own = {name: tensor for name, tensor in source.weights.items() if name not in source.aliases}
     return plan_shards(own, options.max_shard_size or DEFAULT_SHARD_BYTES)
 
 
@@ -108,8 +106,7 @@ def _write(source: TensorSource, kind: str, place: Path, options: argparse.Names
             need = sum(tensor.size_bytes for tensor in source.tensors.values())
             with write_atomically(options.target, overwrite=options.overwrite, folder=True, need_bytes=need) as folder:
                 _copy_the_rest(place, folder)
-                aliases = aliases_of(source.tensors)
-                stream_shards(_shards(source, options), folder, aliases=aliases, progress=progress)
+                stream_shards(_shards(source, options), folder, aliases=source.aliases, progress=progress)
 
 
 def _copy_the_rest(place: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Which tensors are taken, by their names, and what they are called afterwards."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,7 +10,7 @@ from composer_ckpt.outcomes import UsageError
 if TYPE_CHECKING:
     from composer_checkpoint.tensors import StoredTensor
 
-__all__ = ["cast", "refuse_doubles", "rename", "select"]
+__all__ = ["cast", "refuse_doubles", "rename", "renamed_by", "select"]
 
 T = TypeVar("T")
 
@@ -65,6 +65,21 @@ def rename(
         if not equals or not old:
             raise UsageError(f"--rename {text!r} is not OLD=NEW.")
     refuse_doubles(names)
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def renamed_by(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
+    """Return the tensors under other names. What is one tensor may have a name twice.
+
+    Raises:
+        UsageError: If two tensors would have one name.
+    """
+    names = {name: name_of(name) for name in tensors}
+    firsts: dict[str, str] = {}
+    for name, new in names.items():
+        first, other = tensors[firsts.setdefault(new, name)], tensors[name]
+        if first is not other and (first.storage is None or first.storage != other.storage):
+            refuse_doubles({firsts[new]: new, name: new})
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 

@@ -12,6 +12,7 @@ from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
     aliases_of,
+    refuse_doubled_names,
     refuse_sparse,
     stream_local,
     stream_pt,
@@ -22,11 +23,13 @@ from composer_checkpoint.tensors import (
 from composer_ckpt.descriptions import saved_description
 from composer_ckpt.outcomes import MismatchError
 from composer_ckpt.plans import Plan, Progress
-from composer_ckpt.weights import chosen_weights
+from composer_ckpt.selection import renamed_by
+from composer_ckpt.weights import chosen_weights, notes_on_the_rest
 
 __all__ = ["plan_checkpoint"]
 
 _PREFIX = "model."
+_MAX_NAMES = 5
 _ALWAYS = ("integrations", "metadata")  # what weights alone have beside them
 Weights = dict[str, StoredTensor]
 
@@ -40,11 +43,15 @@ def plan_checkpoint(source: TensorSource, target: str, options: argparse.Namespa
         options: Of `convert`.
     """
     weights, renamed, cast = chosen_weights(source, options)
-    notes: list[str] = []
+    notes = notes_on_the_rest(source)
     tree = _tree(source, options, weights, notes)
     weights = tree["state"]["model"]
     if target != "pt":
         refuse_sparse(weights if target == "safetensors" else tensors_in(tree), f"--to {target}")
+    if target == "dcp" or target == "local":
+        refuse_doubled_names(tree, target)
+    if target == "dcp":
+        notes += _notes_on_keys(tree)
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
     if target == "safetensors":
@@ -66,6 +73,23 @@ def plan_checkpoint(source: TensorSource, target: str, options: argparse.Namespa
         notes,
         max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
     )
+
+
+def _notes_on_keys(tree: Mapping[str, Any]) -> list[str]:
+    """Return what becomes of keys that are no texts, such as the numbers of an optimizer's parameters."""
+    changed: list[str] = []
+
+    def note(name: str, value: Any) -> None:
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            place = f"{name}/{key}" if name else str(key)
+            if isinstance(value, Mapping) and not isinstance(key, str):
+                changed.append(place)
+            if isinstance(item, Mapping | list):
+                note(place, item)
+
+    note("", tree)
+    more = f" and {len(changed) - _MAX_NAMES} more" if len(changed) > _MAX_NAMES else ""
+    return [f"keys that are no texts become texts: {', '.join(changed[:_MAX_NAMES])}{more}"] if changed else []
 
 
 def _tree(source: TensorSource, options: argparse.Namespace, weights: Weights, notes: list[str]) -> dict[str, Any]:
@@ -106,7 +130,7 @@ def _named_as_in_composer(
 
     metadata = HuggingFaceMetadata.from_saved(saved, options.source)
     if metadata.peft_config is not None:
-        return {f"{_PREFIX}{with_adapter(name)}": tensor for name, tensor in weights.items()}
+        return renamed_by(weights, lambda name: f"{_PREFIX}{with_adapter(name)}")
     if not metadata.model_class or options.include or options.exclude:
         notes.append("nobody has looked whether the weights are all that the model needs")
         return {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}

@@ -16,8 +16,9 @@ from composer_ckpt.descriptions import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters
 from composer_ckpt.outcomes import MismatchError, UsageError
 from composer_ckpt.plans import Plan, Progress
+from composer_ckpt.selection import refuse_doubles, renamed_by
 from composer_ckpt.sizes import DEFAULT_SHARD_BYTES
-from composer_ckpt.weights import chosen_weights
+from composer_ckpt.weights import chosen_weights, notes_on_the_rest
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.pretrained_folder import pretrained_folder
@@ -47,7 +48,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     metadata = metadata_of(source, options)
     weights, renamed, cast = chosen_weights(source, options)
     refuse_sparse(weights, "--to hf")
-    notes = _notes_on_adapters(metadata, options)
+    notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
     weights = _named_as_in_composer(weights, source, metadata)
     if metadata.peft_config is not None and not is_adapter:
@@ -55,11 +56,12 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     elif is_adapter and has_base(weights):
         notes.append("only the adapter is written; --peft merge adds it to its base")
     if options.include or options.exclude:
-        published, dropped, pieces = {published_name(name): tensor for name, tensor in weights.items()}, {}, []
+        published, dropped, pieces = renamed_by(weights, published_name), {}, []
         notes.append(
             "chosen by --include and --exclude, so that nobody has looked whether they are all that the model needs"
         )
     else:
+        renamed_by(weights, published_name)  # refuses what would be taken for one
         pieces = plan_weights(_on_meta(weights), metadata, trust_remote_code=options.trust_remote_code)
         published, dropped = _published(pieces, weights), _dropped(pieces)
     name = _ADAPTER if is_adapter else _MODEL
@@ -107,7 +109,7 @@ def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: Hugg
     """Return the weights with `model.` before the names that the model of transformers has for them."""
     if metadata.peft_config is not None:
         is_bare = not any(name.startswith(f"{_PREFIX}base_model.") for name in weights)
-        adapters = {with_adapter(name): tensor for name, tensor in weights.items()} if is_bare else weights
+        adapters = renamed_by(weights, with_adapter) if is_bare else weights
         return {f"{_PREFIX}{name}": tensor for name, tensor in adapters.items()} if is_bare else weights
     if source.format != "hf" and source.state.get("integrations"):
         return weights
@@ -153,9 +155,13 @@ class _LastPiece:
 def _published(pieces: Sequence[PublishedPiece], weights: Weights) -> Weights:
     last = _LastPiece(weights)
     published: Weights = {}
+    origins: dict[str, str] = {}
     for piece in pieces:
         own = replace(piece, sources=piece.sources[:1], copies=())  # copies are compared once, before writing
         for target, described in piece.targets.items():
+            if target in origins:
+                refuse_doubles({origins[target]: target, piece.sources[0]: target})
+            origins[target] = piece.sources[0]
             published[target] = StoredTensor(
                 described.dtype, tuple(described.shape), lambda own=own, target=target: last.part(own, target)
             )

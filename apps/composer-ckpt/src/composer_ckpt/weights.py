@@ -4,12 +4,14 @@ import argparse
 from collections.abc import Mapping
 
 from composer_checkpoint import CorruptCheckpointError
-from composer_checkpoint.tensors import StoredTensor, TensorSource
+from composer_checkpoint.tensors import StoredTensor, TensorSource, tensors_in
 from composer_ckpt.outcomes import UsageError
 from composer_ckpt.plans import casts
 from composer_ckpt.selection import cast, refuse_doubles, rename, select
 
-__all__ = ["chosen_weights", "without_wrappers"]
+__all__ = ["chosen_weights", "notes_on_the_rest", "without_wrappers"]
+
+_MAX_NAMES = 5
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -44,6 +46,27 @@ def chosen_weights(
     renamed = {before: after for before, after in zip(old, weights, strict=True) if before != after}
     converted = cast(weights, options.output_precision)
     return converted, renamed, casts(weights, converted)
+
+
+def notes_on_the_rest(source: TensorSource) -> list[str]:
+    """Return what the user should know of what is no weight of the model, and is not written."""
+    notes: list[str] = []
+    if no_tensors := source.beside_weights:
+        notes.append(f"left out of the model, since they are no tensors: {_some(no_tensors)}")
+    tree = source.tree if source.format in ("pt", "pickle") and isinstance(source.tree, dict) else {}
+    taken = {id(tensor) for tensor in source.weights.values()}
+    others = [
+        str(key)
+        for key, value in tree.items()
+        if (tensors := tensors_in({key: value})) and not any(id(tensor) in taken for tensor in tensors.values())
+    ]
+    if others:
+        notes.append(f"left out, since they are beside the model: {_some(others)}")
+    return notes
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
 def without_wrappers(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
