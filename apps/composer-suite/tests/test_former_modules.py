@@ -1,5 +1,6 @@
 """Modules that Composer once had lead to where their names are now, or say what takes their place."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -43,6 +44,7 @@ MOVED = [
     ("composer.trainer.devices.device_cpu", "DeviceCPU", "composer.devices"),
     ("composer.trainer.dist_strategy", "prepare_fsdp_module", "composer.distributed"),
 ]
+_CAPTURED = {"capture_output": True, "text": True}
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,14 @@ def test_who_asks_whether_a_gone_module_is_there_hears_that_it_is_not(module, in
     with pytest.raises(ImportError):
         import_module(module)
     assert module not in sys.modules
+
+
+def test_tools_that_ask_the_finders_themselves_hear_the_same():
+    code = (
+        "import composer, sys\nprint([found for finder in sys.meta_path "
+        "if (found := finder.find_spec('composer.datasets.cifar', []))])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], **_CAPTURED).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(("module", "name", "now"), MOVED)
@@ -121,9 +131,6 @@ def test_one_finder_is_added_behind_all_others():
     assert shown.stdout == "[]\n", shown.stderr
 
 
-_CAPTURED = {"capture_output": True, "text": True}
-
-
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
@@ -167,3 +174,12 @@ def test_what_is_there_is_imported_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exec("from composer.datasets.utils import add_vision_dataset_transform\nimport composer.utils.collect_env")
+
+
+def test_scripts_learn_that_they_do_not_run_on_the_platform_that_is_gone(monkeypatch):
+    from composer.loggers import mosaicml_logger
+
+    monkeypatch.delenv("MOSAICML_PLATFORM", raising=False)
+    assert os.environ.get(mosaicml_logger.MOSAICML_PLATFORM_ENV_VAR, "false") == "false"
+    monkeypatch.setenv("MOSAICML_ACCESS_TOKEN_FILE", "token")
+    assert os.environ[mosaicml_logger.MOSAICML_ACCESS_TOKEN_ENV_VAR] == "token"

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 __all__ = ["GONE", "NO_TABLE", "ONLY_TORCH_2", "FormerModules"]
@@ -104,10 +104,15 @@ class FormerModules:
             loader: Any = _Forwarding(_MOVED[name])  # to be an importlib.abc.Loader would cost an import
             return ModuleSpec(name, loader, is_package=True)  # for those below it
         hint = _HPARAMS if name.endswith(("hparams", "hparams_registry")) else GONE.get(name)
-        # Behind this call is the import system's search in any case, and behind that who has started it.
-        if hint is None or sys._getframe(2).f_globals.get("__name__") == "importlib.util":
+        if hint is None or not _is_import(sys._getframe(1)):
             return None
         raise ModuleNotFoundError(f"{name} is gone: {hint}", name=name)
+
+
+def _is_import(search: FrameType) -> bool:
+    """Say whether the search that has called a finder is part of an import, and not `importlib.util.find_spec`."""
+    begun_by = search.f_back
+    return begun_by is not None and begun_by.f_globals.get("__name__") == "importlib._bootstrap"
 
 
 class _Forwarding:

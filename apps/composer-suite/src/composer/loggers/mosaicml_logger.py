@@ -1,10 +1,14 @@
 """The logger of a platform that is no more."""
 
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from composer_events.logger_destination import LoggerDestination
 
-__all__ = ["MosaicMLLogger"]
+__all__ = ["MOSAICML_ACCESS_TOKEN_ENV_VAR", "MOSAICML_PLATFORM_ENV_VAR", "MosaicMLLogger"]
+
+# Scripts look into these variables of the environment to find out whether they run there.
+MOSAICML_PLATFORM_ENV_VAR: Final = "MOSAICML_PLATFORM"
+MOSAICML_ACCESS_TOKEN_ENV_VAR: Final = "MOSAICML_ACCESS_TOKEN_FILE"
 
 
 class MosaicMLLogger(LoggerDestination):
