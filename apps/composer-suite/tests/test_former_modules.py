@@ -64,6 +64,20 @@ def test_a_module_that_is_gone_says_what_takes_its_place(module, instead):
     assert module.startswith(caught.value.name)
 
 
+@pytest.mark.parametrize(("module", "instead"), [row for row in GONE if "hparams" not in row[0]])
+def test_a_module_that_is_gone_says_so_also_where_it_is_imported_from_its_package(module, instead):
+    package, _, name = module.rpartition(".")
+    with pytest.raises(ImportError, match=rf"^composer\.\S+ is gone: .*{instead}"):
+        exec(f"from {package} import {name}")
+
+
+@pytest.mark.filterwarnings("ignore:composer.trainer.devices is now:DeprecationWarning")
+def test_a_module_that_has_moved_is_imported_from_its_package():
+    from composer.trainer import devices
+
+    assert devices.DeviceCPU is import_module("composer.devices").DeviceCPU
+
+
 @pytest.mark.parametrize(("module", "instead"), GONE)
 def test_who_asks_whether_a_gone_module_is_there_hears_that_it_is_not(module, instead):
     if module != "composer.models.gpt2.model":  # asking for this one imports the package that it was in

@@ -7,6 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
+from composer._former_modules import GONE
+
 
 def lazy_face(
     face: str,
@@ -27,7 +29,8 @@ def lazy_face(
             `import composer; composer.utils.dist.get_world_size()`.
         renamed: From an old name to the new one with its module, `'composer.loss.DiceLoss'`. Using it warns.
         removed: From a name that is gone to the sentence that says what takes its place. Using it raises
-            `ImportError`, since an `AttributeError` would lose that sentence in `from face import name`.
+            `ImportError`, since an `AttributeError` would lose that sentence in `from face import name`. Modules that
+            are gone need no mention here.
 
     Returns:
         The two functions, in this order.
@@ -47,8 +50,8 @@ def lazy_face(
             value = getattr(import_module(owner), new_name)
             message = f"{face}.{name} is now called {new_names[name]}; the old name goes away in 1.0."
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-        elif name in hints:
-            raise ImportError(f"{face}.{name} is gone: {hints[name]}", name=face)
+        elif hint := hints.get(name) or GONE.get(f"{face}.{name}"):
+            raise ImportError(f"{face}.{name} is gone: {hint}", name=face)
         else:
             _raise_unknown(face, name, home.keys() | modules)
         setattr(sys.modules[face], name, value)
