@@ -42,6 +42,8 @@ def test_the_data_lies_in_the_page_and_nothing_else_is_asked_for(page):
     runs = json.loads(block)["runs"]
     assert [run["name"] for run in runs] == [f"first {EVIL}", "second"]
     assert len(runs[0]["curves"]["loss/train/total"]["values"]) == 40
+    assert runs[0]["curves"]["loss/train/total"]["values"][2] == 0.66666667  # as many digits as a screen can show
+    assert '"batch":[0,1,2,' in block
     assert EVIL not in text
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
 

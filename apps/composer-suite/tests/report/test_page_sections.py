@@ -181,3 +181,17 @@ def test_long_runs_are_shown_over_hours(tmp_path, browser):
     chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
     browser.wait_until(f"{chart}?.layout?.xaxis.title.text === 'hours'")
     assert browser.run(f"{chart}.data[0].x") == [0, 1, 2, 3, 4]
+
+
+def test_training_has_the_first_colour_and_no_two_runs_of_twenty_have_one(tmp_path, browser):
+    names = {"metrics/eval/Accuracy": 0.5, "metrics/train/Accuracy": 0.6}
+    runs = [write_run(tmp_path / f"run{number:02}", names=names) for number in range(20)]
+    lines = (
+        "document.querySelector('[data-chart=\"metrics/Accuracy\"]')?.data?.map(line => [line.name, line.line.color])"
+    )
+    for shown, labels in ((runs[:1], ["train", "eval"]), (runs, ["run00 train", "run00 eval"])):
+        browser.open(write_page(shown, tmp_path / "page.html"))
+        browser.wait_until(lines)
+        drawn = browser.run(lines)
+        assert [name for name, _ in drawn[:2]] == labels
+        assert len({color for _, color in drawn}) == max(len(shown), 2)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from composer.report.description import describe_runs
 from composer_models import MissingConditionalImportError
@@ -18,6 +18,8 @@ except ImportError as error:
     raise MissingConditionalImportError("report", "plotly") from error
 
 __all__ = ["write_described", "write_page"]
+
+_DIGITS: Final = 8  # significant ones, more than a screen has dots
 
 _SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # each uses what those before it define
 _TEMPLATE = """<!doctype html>
@@ -68,7 +70,8 @@ def write_page(
 
 def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write the page about what `describe_runs` has returned, and return the path."""
-    data = json.dumps(described, allow_nan=False)
+    shown = {**described, "runs": [{**run, "curves": _short_curves(run["curves"])} for run in described["runs"]]}
+    data = json.dumps(shown, allow_nan=False, separators=(",", ":"))
     here = files("composer.report")
     page = _TEMPLATE.format(
         style=here.joinpath("page.css").read_text(),
@@ -87,3 +90,17 @@ def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> 
     unfinished.write_text(page, encoding="utf-8")
     unfinished.replace(path)
     return path
+
+
+def _short_curves(curves: dict[str, Any]) -> dict[str, Any]:
+    """Return curves with shorter numbers, which are most of a page."""
+    return {
+        name: {key: [_short(each) for each in part] if isinstance(part, list) else part for key, part in curve.items()}
+        for name, curve in curves.items()
+    }
+
+
+def _short(value: Any) -> Any:
+    if type(value) is not float:
+        return value
+    return int(value) if value.is_integer() and abs(value) < 10**_DIGITS else float(f"{value:.{_DIGITS}g}")

@@ -54,6 +54,10 @@ function collect() {
       charts.get(chart).push({ run, index, label, curve, unit: run.units?.[name] });
     }
   });
+  const isTrain = ({ label }) => label === "train";
+  for (const charts of groups.values()) {
+    for (const curves of charts.values()) curves.sort((one, other) => one.index - other.index || isTrain(other) - isTrain(one));
+  }
   const rank = (title) => (firstGroups.indexOf(title) + 1 || firstGroups.length + 1) + 100 * (secondGroups.indexOf(title) + 1);
   return [...groups].sort(([a], [b]) => rank(a) - rank(b) || byName([a], [b])).map(([title, charts], number) => ({
     title, charts: [...charts].sort(byName), id: `curves-${number}`,

@@ -1,7 +1,10 @@
 // What all parts of the page are made with: the data, nodes, tables, texts for numbers.
 const data = JSON.parse(document.getElementById("composer-data").textContent);
 const root = document.getElementById("report");
-const colors = ["#3366cc", "#dc5a2b", "#109618", "#990099", "#0099c6", "#b8860b", "#dd4477", "#66aa00", "#b82e2e", "#316395"];
+const colors = [
+  "#3366cc", "#dc5a2b", "#109618", "#990099", "#0099c6", "#b8860b", "#dd4477", "#66aa00", "#b82e2e", "#5a6472",
+  "#8c6d31", "#17807e", "#e6550d", "#6b6ecf", "#9c2c77", "#4a7c00", "#c9971c", "#1b4f9c", "#a55194", "#00a676",
+];
 const colorOf = (index) => colors[index % colors.length];
 
 // Names come from anywhere. Nodes take them as text; Plotly reads some tags, so it gets none.

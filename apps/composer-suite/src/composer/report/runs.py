@@ -125,8 +125,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
     """Return the curves, and how many lines are none, as the last one of a run that was killed."""
-    curves: dict[str, Curve] = {}
-    num_bad = 0
+    times: dict[str, list[float]] = {axis: [] for axis in AXES}  # of all lines
+    seen: dict[str, tuple[list[int], list[float]]] = {}  # of each name the lines, among them, and the values
+    num_lines = num_bad = 0
     with path.open(errors="replace") as file:
         for line in file:
             try:
@@ -138,11 +139,18 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 num_bad += 1
                 continue
+            for axis, position in where.items():
+                times[axis].append(position)
             for name, value in values.items():
-                curve = curves.setdefault(name, Curve())
-                curve.values.append(value)
-                for axis, position in where.items():
-                    curve.at[axis].append(position)
+                if (found := seen.get(name)) is None:
+                    found = seen[name] = ([], [])
+                found[0].append(num_lines)
+                found[1].append(value)
+            num_lines += 1
+    curves = {
+        name: Curve({axis: [of_lines[line] for line in lines] for axis, of_lines in times.items()}, values)
+        for name, (lines, values) in seen.items()
+    }
     return curves, num_bad
 
 
