@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from composer_checkpoint import IncompatibleCheckpointError, inspect_file, load_file, save_file, save_sharded
+from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.local_files import merge_local, save_local
 from composer_checkpoint.safetensors_index import save_weights_in_shards
 from composer_checkpoint.sharded import load_sharded
@@ -229,3 +230,31 @@ def test_a_name_that_is_no_text_is_not_written_to_safetensors(tmp_path):
     assert not list(tmp_path.iterdir())
     save_file({"é/名\n\0": ONE}, tmp_path / "a.safetensors")
     assert torch.equal(load_file(tmp_path / "a.safetensors")["é/名\n\0"], ONE)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:.*quantiz.*:DeprecationWarning")
+def test_a_quantized_tensor_is_refused_before_a_sharded_checkpoint_is_written_or_read(tmp_path):
+    quantized = torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8)
+    with pytest.raises(IncompatibleCheckpointError, match=r"^model/w is quantized, as torch\.qint8, and"):
+        save_sharded({"model": {"w": quantized}}, tmp_path / "ep1")
+    assert not list(tmp_path.iterdir())
+    save_sharded({"model": {"w": ONE}}, tmp_path / "ep1")
+    with pytest.raises(IncompatibleCheckpointError, match=r"^model/w is quantized, as torch\.qint8, and .* loads into"):
+        load_sharded({"model": {"w": quantized}}, tmp_path / "ep1")
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+def test_tensors_that_read_one_memory_differently_are_saved_in_the_background_as_they_are(tmp_path):
+    pair, sparse = torch.tensor([1 + 2j, 3 - 1j]), torch.eye(2).to_sparse()
+    state = {
+        "a": pair, "conjugated": pair.conj(), "floats": ONE, "bits": ONE.view(torch.int32),
+        "none": torch.empty(0), "no counts": torch.empty(0, dtype=torch.int64), "adj": sparse, "tied": ONE,
+    }  # fmt: skip
+    with AsyncSaver() as saver:
+        saver.save(state, tmp_path / "a.pt", stable_until_step=[ONE, sparse])
+    found = load_file(tmp_path / "a.pt")
+    for name in state.keys() - {"adj"}:
+        assert found[name].dtype == state[name].dtype
+        assert torch.equal(found[name], state[name].resolve_conj()), name
+    assert torch.equal(found["adj"].to_dense(), torch.eye(2))
+    assert found["tied"].data_ptr() == found["floats"].data_ptr()

@@ -161,7 +161,10 @@ class _CudaCopies:
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
     """Return what two tensors share that are the same elements of the same memory."""
-    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    kind = tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg()  # one memory may be read in several ways
+    return *kind, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _version(tensor: torch.Tensor) -> int:

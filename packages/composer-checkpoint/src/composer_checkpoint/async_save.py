@@ -288,14 +288,14 @@ class AsyncSaver:
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
     ) -> Callable[[Path], None]:
         """Copy what a file shall hold, and return what writes the copy."""
-        tensors = {name: leaf for name, leaf in named_leaves(state_dict) if isinstance(leaf, torch.Tensor)}
+        tensors = {name: leaf for name, leaf in named_leaves(state_dict, torch.Tensor) if leaf.layout == torch.strided}
         # Tensors of the same elements, such as tied weights, are copied once and stay one in the file.
         first_names: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
             first_names.setdefault(storage_key(tensor), name)
         snapshot = self._staging.snapshot({name: tensors[name] for name in first_names.values()}, may_wait)
         copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
-        copied = copy.deepcopy(dict(state_dict), copies)
+        copied = copy.deepcopy(dict(state_dict), copies)  # with sparse tensors, of which there are no buffers
         self._snapshot = snapshot
 
         def write(path: Path) -> None:

@@ -46,7 +46,7 @@ def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: Kinds = (t
 
 
 def refuse_sparse_entries(entries: Mapping[str, Any], paths: Mapping[str, Path], verb: str = "saves") -> None:
-    """Refuse tensors that are not dense, of which torch's format has no description.
+    """Refuse tensors that are not dense, or quantized, of which torch's format has no description.
 
     Args:
         entries: By name.
@@ -57,8 +57,13 @@ def refuse_sparse_entries(entries: Mapping[str, Any], paths: Mapping[str, Path],
         IncompatibleCheckpointError: If there is one.
     """
     for name, value in entries.items():
+        path = "/".join(map(str, paths.get(name, (name,))))
+        if isinstance(value, torch.Tensor) and value.is_quantized:
+            raise IncompatibleCheckpointError(
+                f"{path} is quantized, as {value.dtype}, and a sharded checkpoint {verb} plain ones alone. Keep its "
+                f"int_repr() and its scale, or save one .pt file, with save_file() or state_dict_type='full'."
+            )
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            path = "/".join(map(str, paths.get(name, (name,))))
             raise IncompatibleCheckpointError(
                 f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones alone. Make "
                 f"it dense, as to_dense() does, or keep sparse ones in one .pt file, with save_file() or "
