@@ -195,3 +195,15 @@ def test_training_has_the_first_colour_and_no_two_runs_of_twenty_have_one(tmp_pa
         drawn = browser.run(lines)
         assert [name for name, _ in drawn[:2]] == labels
         assert len({color for _, color in drawn}) == max(len(shown), 2)
+
+
+def test_a_value_that_is_pointed_at_says_of_which_run_it_is(tmp_path, browser):
+    names = [f"digits-resnet-bs64-{number}" for number in (1, 2)]
+    runs = [write_run(tmp_path / name, names={"loss/train/total": 0.5}) for name in names]
+    browser.open(write_page(runs, tmp_path / "page.html"))
+    chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
+    browser.wait_until(f"{chart}?.querySelector('.nsewdrag')")
+    browser.run(f"Plotly.Fx.hover({chart}, {{xval: 2}}, 'xy'); 0")
+    browser.wait_until(f"{chart}.querySelector('.hoverlayer')?.textContent.includes('0.5')")
+    text = browser.run(f"{chart}.querySelector('.hoverlayer').textContent")
+    assert [name for name in names if name in text] == names

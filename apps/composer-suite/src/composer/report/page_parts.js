@@ -36,7 +36,7 @@ const duration = (status) => {
   return (days ? `${days} d ` : "") + clock.map((part) => String(part).padStart(2, "0")).join(":");
 };
 const layout = (more = {}) => ({
-  margin: { l: 56, r: 14, t: 26, b: 44 }, height: 270, font: { size: 11 }, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
+  margin: { l: 56, r: 14, t: 26, b: 44 }, height: 270, font: { size: 11 }, hovermode: "x unified", hoverlabel: { namelength: 40 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
   legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", traceorder: "normal" }, ...more,
 });
 const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] };
