@@ -251,7 +251,7 @@ def _write_items(items: list[WriteItem], planner: SavePlanner, file: _HashedFile
 def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_name: str) -> _Written:
     data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
-        file.save(_tight(data.detach()))
+        file.save(_tight(_plain(data, item.index.fqn, file_name)))
     else:
         if unknown := unknown_globals_of(data.getvalue()):
             raise more_than_data(file_name, f"{item.index.fqn} ({', '.join(sorted(unknown))})")
@@ -262,6 +262,16 @@ def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_n
         dtype, shape = str(described.properties.dtype).removeprefix("torch."), tuple(described.chunk.sizes)
         name = part_name(name, described.chunk, described.size)
     return _Written(StorageInfo(file_name, offset, length), name, TensorEntry(dtype, shape, length, digest))
+
+
+def _plain(tensor: torch.Tensor, name: str, file_name: str) -> torch.Tensor:
+    """Return a tensor as one of torch's own class: which other one it had, a load would have to run code to tell."""
+    tensor = tensor.detach()
+    if type(tensor) is torch.Tensor:
+        return tensor
+    if hasattr(tensor, "__tensor_flatten__"):  # its elements are in other tensors
+        raise more_than_data(file_name, f"{name} (a tensor of the class {type(tensor).__qualname__})")
+    return tensor.as_subclass(torch.Tensor)
 
 
 def _tight(tensor: torch.Tensor) -> torch.Tensor:

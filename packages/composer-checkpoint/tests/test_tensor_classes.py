@@ -1,0 +1,26 @@
+"""Tensors of classes of one's own in a sharded checkpoint: their elements are saved, or nothing is."""
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from composer_checkpoint import UnsafeCheckpointError, save_sharded
+from composer_checkpoint.sharded import load_sharded
+
+
+class Labelled(torch.Tensor):
+    """Says no more than its elements."""
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t.as_subclass(Labelled), torch.nn.Buffer, torch.nn.Parameter])
+def test_what_was_saved_of_another_class_is_loaded(wrap, tmp_path):
+    save_sharded({"w": wrap(torch.arange(3.0))}, tmp_path / "ep1")
+    state = {"w": torch.zeros(3)}
+    load_sharded(state, tmp_path / "ep1")
+    assert torch.equal(state["w"], torch.arange(3.0))
+
+
+def test_one_made_of_other_tensors_is_refused_by_name_and_nothing_is_left(tmp_path):
+    with pytest.raises(UnsafeCheckpointError, match="w \\(a tensor of the class TwoTensor\\)"):
+        save_sharded({"w": TwoTensor(torch.ones(2), torch.ones(2))}, tmp_path / "ep1")
+    assert not list(tmp_path.iterdir())
