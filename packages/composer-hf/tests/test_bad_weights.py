@@ -59,6 +59,14 @@ def test_weights_of_another_shape_are_named(save_changed, tmp_path):
         write_folder(path, tmp_path / "out")
 
 
+def test_two_weights_that_would_have_one_name_are_refused(save_changed, tmp_path):
+    path = save_changed(lambda weights, _: weights.update({"module.model.transformer.ln_f.weight": torch.ones(16)}))
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"ln_f\.weight and module\.model\.transformer\.ln_f\.weight"):
+        write_folder(path, tmp_path / "out")
+    check_nothing_was_left(tmp_path)
+
+
 def test_a_tied_weight_may_have_one_of_its_names(save_changed, tmp_path):
     for number, name in enumerate(["model.lm_head.weight", "model.transformer.wte.weight"]):
         path = save_changed(lambda weights, _, name=name: weights.pop(name))

@@ -81,7 +81,8 @@ def plan_weights(
 
     Raises:
         UnfittingWeightsError: If weights are missing or too many for the model.
-        IncompatibleCheckpointError: If transformers does not know the model.
+        IncompatibleCheckpointError: If transformers does not know the model, or two weights have one name without what
+            wraps the model.
         UnsafeCheckpointError: If the model's class is of a module that is not trusted.
     """
     if metadata.peft_config is not None:
@@ -90,7 +91,7 @@ def plan_weights(
             for name, target in adapter_names(weights, metadata).items()
         ]
     model = meta_model(metadata, trust_remote_code=trust_remote_code)
-    named = {published_name(name): name for name in weights}
+    named = _by_published_name(weights)
     in_memory = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     on_disk = _revert(model, in_memory)
     is_published = bool(named.keys() - in_memory.keys()) and not named.keys() - on_disk.keys()
@@ -112,10 +113,27 @@ def published_name(name: str) -> str:
 
 
 def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[str, str]:
-    """Return by the names of a checkpoint's adapter weights those that `adapter_model.safetensors` has."""
-    inner = {published_name(name): name for name in names}
+    """Return by the names of a checkpoint's adapter weights those that `adapter_model.safetensors` has.
+
+    Raises:
+        IncompatibleCheckpointError: If two weights have one name without what wraps the model.
+    """
+    inner = _by_published_name(names)
     published = published_adapter_names(inner, metadata.peft_config or {})
     return {inner[name]: target for name, target in published.items()}
+
+
+def _by_published_name(names: Iterable[str]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for name in names:
+        published = published_name(name)
+        if published in named:
+            raise IncompatibleCheckpointError(
+                f"{named[published]} and {name} would both be called {published} in the model of transformers. Give "
+                f"one of them another name in the checkpoint, or take it out."
+            )
+        named[published] = name
+    return named
 
 
 def tied_names(model: "PreTrainedModel") -> dict[str, str]:
