@@ -206,6 +206,55 @@ def test_a_training_that_begins_anew_has_a_speed_of_its_own():
     assert (metrics["time/val"], metrics["time/total"]) == (0, 3)
 
 
+def test_a_training_that_begins_anew_has_a_speed_of_its_own_also_where_its_first_batch_takes_long():
+    class Slow(CountingModel):
+        delay_s = 0.0
+
+        def forward(self, batch):
+            time.sleep(self.delay_s)
+            return super().forward(batch)
+
+    model, kept = Slow(), Kept()
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES, dtype=torch.long))
+    with Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=BATCH_SIZE),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration="4ba",
+        callbacks=SpeedMonitor(window_size=2),
+        loggers=kept,
+        progress_bar=False,
+        device="cpu",
+    ) as trainer:
+        trainer.fit()
+        kept.metrics.clear()
+        model.delay_s = 0.2  # longer than all of the former training
+        trainer.fit(duration="4ba", reset_time=True)
+    speeds = kept.of("throughput/samples_per_sec")
+    assert len(speeds) == 2
+    assert min(speeds) > 0
+
+
+def test_the_monitor_keeps_no_model_and_sees_what_a_model_learns_to_count_between_trainings():
+    model, monitor, kept = Model(), SpeedMonitor(window_size=2), Kept()
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES, dtype=torch.long))
+    with Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=BATCH_SIZE),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration="4ba",
+        callbacks=monitor,
+        loggers=kept,
+        progress_bar=False,
+        device="cpu",
+    ) as trainer:
+        trainer.fit()
+        assert not any(value is model for value in vars(monitor).values())
+        model.flops_per_batch = lambda batch: 96
+        trainer.fit(duration="4ba")
+    assert len(kept.of("throughput/flops_per_sec")) == 2
+
+
 def test_evaluations_of_a_training_are_timed():
     class Slow(Model):
         def eval_forward(self, batch, outputs=None):

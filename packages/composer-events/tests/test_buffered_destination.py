@@ -1,4 +1,5 @@
 import gc
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +236,44 @@ def test_what_is_logged_lazily_goes_through_a_logger_of_ones_own(state):
     assert seen == [{"speed": 4}, {"speed": 5}]
 
 
+def test_what_is_logged_lazily_goes_through_a_method_that_replaces_the_loggers(state, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Logger, "log_metrics", lambda logger, metrics, step=None: seen.append(metrics))
+    log_lazily(state, Logger(state, Late()), Division(), 8, 2)
+    assert seen == [{"speed": 4}]
+
+
+def test_values_belong_to_a_time_that_was_loaded_into_the_timestamp(state):
+    late = Late()
+    logger = Logger(state, late)
+    logger.log_metrics({"loss": 0.5})
+    log_lazily(state, logger, lambda now: {"batch": now.num_batches})
+    state.timestamp.load_state_dict(Timestamp(batch=1).state_dict())
+    logger.log_metrics({"loss": 0.25})
+    log_lazily(state, logger, lambda now: {"batch": now.num_batches})
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.5}, {"batch": 3}, {"loss": 0.25}, {"batch": 1}]
+    assert [now.num_batches for _, _, now, _ in late.taken] == [3, 3, 1, 1]
+
+
+def test_nothing_is_lost_where_another_thread_reads(state):
+    class ReadByAnother:
+        """A value that somebody else reads the destination of while it is looked at."""
+
+        def __deepcopy__(self, memo):
+            thread = threading.Thread(target=late.catch_up)
+            thread.start()
+            thread.join()
+            return "copied"
+
+    late = LateCopies()
+    logger = Logger(state, late)
+    logger.log_metrics({"loss": 0.5})
+    logger.log_metrics({"odd": ReadByAnother()})
+    late.catch_up()
+    assert [list(metrics) for metrics in late.metrics] == [["loss"], ["odd"]]
+
+
 def test_an_empty_result_logs_nothing(state):
     late, at_once = Late(), AtOnce()
     log_lazily(state, Logger(state, at_once), lambda now: {})
@@ -248,8 +287,9 @@ def test_what_fails_to_be_computed_is_raised_and_costs_the_rest_nothing(state):
     logger = Logger(state, late)
     log_lazily(state, logger, Division(), 1, 0)
     log_lazily(state, logger, Division(), 6, 2)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as raised:
         late.catch_up()
+    assert raised.value.__notes__ == ["It was raised by Division, which computes what was logged at batch 3."]
     late.catch_up()
     assert late.metrics == [{"speed": 3}]
 

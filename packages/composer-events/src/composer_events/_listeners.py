@@ -67,21 +67,8 @@ class Listeners:
 
 def listening(callbacks: Iterable[Callback], event: Event) -> list[Callback]:
     """Return those for which the event can have an effect."""
-    return [callback for callback in callbacks if _listens(callback, event)]
-
-
-def _listens(callback: Callback, event: Event) -> bool:
-    if overrides(callback, Callback, "run_event"):
-        return True
-    return overrides(callback, Callback, event.value) and not (
-        _speaks_for_itself(callback, event.value) and callback.ignores_event(event)
-    )
-
-
-def _speaks_for_itself(callback: Callback, method: str) -> bool:
-    """Answer whether `ignores_event` knows of a method, which nobody has replaced since it was written."""
-    if not isinstance(callback, Callback) or method in vars(callback):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
-        return False
-    mro = type(callback).__mro__
-    answering, acting = (next(cls for cls in mro if name in vars(cls)) for name in ("ignores_event", method))
-    return issubclass(answering, acting)
+    return [
+        callback
+        for callback in callbacks
+        if overrides(callback, Callback, "run_event") or overrides(callback, Callback, event.value)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
 
 from composer_events.logger_destination import LoggerDestination
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["BufferedDestination", "LoggedMetrics", "MetricBuffer"]
 
 _MOST_KEPT: Final = 256  # calls; so that what nobody asks for does not grow
+# Another thread that reads a destination hands over, too. One lock for all, since destinations are copied and pickled.
+_HANDING_OVER: Final = RLock()
 _are_unchanging: Final = UNCHANGING.issuperset
 
 LoggedMetrics: TypeAlias = "tuple[dict[str, Any], dict[str, Any], Timestamp | None, int | None]"
@@ -105,7 +108,8 @@ class MetricBuffer:
         self._destinations: tuple[BufferedDestination, ...] = ()
         self._copies = False
         self._seen: Timestamp | None = None
-        self._now: Timestamp | None = None  # a copy of the one seen
+        self._now: Timestamp | None = None  # a copy of the one seen, which loading a state changes in place
+        self._batch = -1  # of the copy
 
     @property
     def destinations(self) -> tuple[BufferedDestination, ...]:
@@ -128,8 +132,8 @@ class MetricBuffer:
             timestamp: The time in training.
             step: The count of batches, if the caller gave one.
         """
-        if timestamp is not self._seen:  # loading a state changes a timestamp in place
-            self._seen, self._now = timestamp, timestamp.copy()
+        if timestamp is not self._seen or timestamp.num_batches != self._batch:
+            self._look_at(timestamp)
         self._noted.append((*_as_of_now(metrics, self._copies), self._now, step))
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()
@@ -142,20 +146,25 @@ class MetricBuffer:
             arguments: What it takes, which does not change any more.
             timestamp: The time in training.
         """
-        if timestamp is not self._seen:
-            self._seen, self._now = timestamp, timestamp.copy()
+        if timestamp is not self._seen or timestamp.num_batches != self._batch:
+            self._look_at(timestamp)
         self._noted.append((compute, arguments, self._now, None))
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()
 
     def deliver(self) -> None:
         """Hand over what was noted, to all destinations."""
-        if self._noted:
-            noted, self._noted = self._noted, []
-            with ExitStack() as rest:  # one that fails costs the others nothing
-                logged = self._computed(noted, rest)
-                for place in reversed(self._destinations):
-                    rest.callback(place.take_metrics, logged)
+        if not self._noted:
+            return
+        with _HANDING_OVER, ExitStack() as rest:  # one that fails costs the others nothing
+            noted = self._noted[:]
+            del self._noted[: len(noted)]  # another thread may go on adding to the list
+            logged = self._computed(noted, rest)
+            for place in reversed(self._destinations):
+                rest.callback(place.take_metrics, logged)
+
+    def _look_at(self, timestamp: Timestamp) -> None:
+        self._seen, self._now, self._batch = timestamp, timestamp.copy(), timestamp.num_batches
 
     def _computed(self, noted: Sequence[_Noted], rest: ExitStack) -> list[LoggedMetrics]:
         """Return what was noted with the results of calls; what one of them raises is raised at the end."""
@@ -167,6 +176,9 @@ class MetricBuffer:
             try:
                 metrics = kept(now, *copies)
             except Exception as error:
+                name = getattr(kept, "__qualname__", type(kept).__qualname__)
+                batch = None if now is None else now.num_batches
+                error.add_note(f"It was raised by {name}, which computes what was logged at batch {batch}.")
                 rest.callback(_raise, error)
                 continue
             if metrics:

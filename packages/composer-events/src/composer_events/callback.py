@@ -23,8 +23,7 @@ class Callback(Serializable, ABC):
 
     The engine works out which callback overrides which method when the list of callbacks changes and at the events
     that begin something (`INIT`, `FIT_START`, `EVAL_STANDALONE_START`, `PREDICT_START`), and calls only those. A
-    subclass that wants every event overrides `run_event`, and one that needs a method only with some of its settings
-    says so in `ignores_event`. It need not call `super().__init__()`.
+    subclass that wants every event overrides `run_event`. It need not call `super().__init__()`.
 
     Example:
         >>> class StopAtNaN(Callback):
@@ -45,28 +44,6 @@ class Callback(Serializable, ABC):
             logger: Takes what is worth keeping.
         """
         return getattr(self, _METHODS[event])(state, logger)
-
-    def ignores_event(self, event: Event) -> bool:
-        """Answer whether the method for an event has nothing to do, as this callback is set up, so need not be called.
-
-        The engine asks when it works out whom to call, so that a training step need not. It calls the method all the
-        same where a subclass of the class that answers, or the object itself, has one of its own.
-
-        Args:
-            event: The event.
-
-        Example:
-            >>> class CountBatches(Callback):
-            ...     def __init__(self, prints):
-            ...         self.prints = prints
-            ...     def ignores_event(self, event):
-            ...         return event == Event.BATCH_END and not self.prints
-            ...     def batch_end(self, state, logger):
-            ...         if self.prints:
-            ...             print(state.timestamp.num_batches)
-        """
-        del event
-        return False
 
     def init(self, state: State, logger: Logger) -> None:
         """Act when the Trainer is put together: model and optimizers exist, nothing is wrapped or loaded."""

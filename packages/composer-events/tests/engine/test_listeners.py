@@ -60,66 +60,6 @@ def test_an_object_of_another_make_hears_every_event(state, make_engine, diary):
     assert diary == [Event.BATCH_END]
 
 
-class Quiet(Callback):
-    """Ignores the ends of batches while it is told to."""
-
-    def __init__(self, diary):
-        self.diary, self.is_quiet = diary, True
-
-    def ignores_event(self, event):
-        return event is Event.BATCH_END and self.is_quiet
-
-    def batch_start(self, state, logger):
-        self.diary.append("start")
-
-    def batch_end(self, state, logger):
-        self.diary.append("end")
-
-
-def test_a_method_that_a_callback_ignores_is_not_called_and_all_others_are(state, make_engine, diary):
-    state.callbacks.append(Quiet(diary))
-    engine = make_engine()
-    engine.run_event("batch_start")
-    engine.run_event("batch_end")
-    assert diary == ["start"]
-
-
-def test_what_a_callback_ignores_is_asked_again_when_training_begins(state, make_engine, diary):
-    quiet = Quiet(diary)
-    state.callbacks.append(quiet)
-    engine = make_engine()
-    quiet.is_quiet = False
-    engine.run_event("fit_start")
-    engine.run_event("batch_end")
-    assert diary == ["end"]
-
-
-class Loud(Quiet):
-    def batch_end(self, state, logger):
-        self.diary.append("of the subclass")
-
-
-class Asked(Quiet):
-    def run_event(self, event, state, logger):
-        self.diary.append("asked")
-
-
-def set_on_itself(diary):
-    quiet = Quiet(diary)
-    quiet.batch_end = lambda state, logger: diary.append("own")
-    return quiet
-
-
-@pytest.mark.parametrize(
-    ("make", "heard"),
-    [(Loud, ["of the subclass"]), (Asked, ["asked"]), (set_on_itself, ["own"]), (type("Same", (Quiet,), {}), [])],
-)
-def test_a_class_ignores_only_its_own_method(state, make_engine, diary, make, heard):
-    state.callbacks.append(make(diary))
-    make_engine().run_event("batch_end")
-    assert diary == heard
-
-
 def test_a_method_that_was_set_on_the_callback_itself_is_heard(state, make_engine, diary):
     callback = Callback()
     callback.batch_end = lambda state, logger: diary.append("own")

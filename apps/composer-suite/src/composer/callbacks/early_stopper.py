@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
 from composer_events.arguments import check_numbers, check_texts, to_time
 from composer_events.callback import Callback
-from composer_events.event import Event
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
@@ -84,10 +83,6 @@ class EarlyStopper(Callback):
         """Look at the metric of training, where patience is counted in batches."""
         if self.patience.unit is TimeUnit.BATCH:
             self._look_if_named(state)
-
-    def ignores_event(self, event: Event) -> bool:
-        """Answer whether nobody counts the batches."""
-        return event is Event.BATCH_END and self.patience.unit is not TimeUnit.BATCH
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and when it was reached."""

@@ -11,7 +11,6 @@ import torch
 from composer_dist import dist
 from composer_events.arguments import check_counts, check_mappings, check_texts
 from composer_events.callback import Callback
-from composer_events.event import Event
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -77,6 +76,8 @@ class MemoryMonitor(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Log what is in use before the optimizer's step."""
+        if self._is_on_cpu:
+            return
         parameter = next(state.model.parameters(), None)
         if parameter is None or parameter.device.type not in ("cuda", "xpu"):
             return
@@ -85,10 +86,6 @@ class MemoryMonitor(Callback):
         if interval is not None and state.timestamp.num_batches % interval == 0:
             report |= _over_all_ranks(report, parameter.device)
         logger.log_metrics({f"memory/{name}": value for name, value in report.items()})
-
-    def ignores_event(self, event: Event) -> bool:
-        """Answer whether a batch has no memory of an accelerator to use."""
-        return event is Event.AFTER_TRAIN_BATCH and self._is_on_cpu
 
     def _report(self) -> dict[str, float]:
         stats = torch.accelerator.memory_stats()

@@ -92,6 +92,16 @@ class SpeedMonitor(Callback):
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Look at the model, and begin anew where training does."""
+        self._let_go()
+        if self.history_wct and state.timestamp.total_wct.total_seconds() < self.history_wct[-1]:
+            self._forget()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Keep nothing of the model."""
+        self._let_go()
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the speed over the window that ends with this batch."""
         now, seconds = state.timestamp, self.history_wct
@@ -121,6 +131,9 @@ class SpeedMonitor(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from what `state_dict` returned."""
         self.total_eval_wct = state["total_eval_wct"]
+
+    def _let_go(self) -> None:
+        self._model = self._flops_per_batch = None
 
     def _forget(self) -> None:
         """Begin anew where training has: its clock stands before that of the batch before."""

@@ -9,7 +9,6 @@ import torch
 from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
 from composer_events.arguments import check_flags, check_numbers, check_texts
 from composer_events.callback import Callback
-from composer_events.event import Event
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -77,10 +76,6 @@ class ThresholdStopper(Callback):
         """Look at the metric of training, with `stop_on_batch`."""
         if self.stop_on_batch:
             self._look_if_named(state)
-
-    def ignores_event(self, event: Event) -> bool:
-        """Answer whether batches do not matter."""
-        return event is Event.BATCH_END and not self.stop_on_batch
 
     def _look_if_named(self, state: State) -> None:
         if self.dataloader_label == state.dataloader_label:
