@@ -1,6 +1,7 @@
 """Saving and loading a model, an optimizer and what else a run needs, each by itself.
 
 - `state_dict`: what is saved, as dicts. `save`: to a folder. `load`: from there, however it was spread.
+- `state_dict_types`: such dicts by Composer's `state_dict_type`, and the way back.
 - `checkpoint_folder`: one folder for several parts, which appears whole or not at all.
 - `options`: the settings of `save_checkpoint_to_disk` and `load_checkpoint`.
 - `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.transfer`: from a store, and to one.
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
     from composer_checkpoint.modular.state_dict import get_model_state_dict as get_model_state_dict
     from composer_checkpoint.modular.state_dict import get_optim_state_dict as get_optim_state_dict
     from composer_checkpoint.modular.state_dict import get_resumption_state_dict as get_resumption_state_dict
+    from composer_checkpoint.modular.state_dict_types import fsdp_get_optim_state_dict as fsdp_get_optim_state_dict
+    from composer_checkpoint.modular.state_dict_types import (
+        fsdp_state_dict_type_context as fsdp_state_dict_type_context,
+    )
+    from composer_checkpoint.modular.state_dict_types import (
+        get_fsdp_full_optim_state_dict as get_fsdp_full_optim_state_dict,
+    )
+    from composer_checkpoint.modular.state_dict_types import (
+        get_fsdp_sharded_optim_state_dict as get_fsdp_sharded_optim_state_dict,
+    )
     from composer_checkpoint.transfer import download_monolithic_checkpoint as download_monolithic_checkpoint
     from composer_checkpoint.transfer import upload_file as upload_file
 
@@ -36,6 +47,10 @@ _HOME = {
     "get_optim_state_dict": "composer_checkpoint.modular.state_dict",
     "get_metadata_state_dict": "composer_checkpoint.modular.state_dict",
     "get_resumption_state_dict": "composer_checkpoint.modular.state_dict",
+    "fsdp_get_optim_state_dict": "composer_checkpoint.modular.state_dict_types",
+    "fsdp_state_dict_type_context": "composer_checkpoint.modular.state_dict_types",
+    "get_fsdp_full_optim_state_dict": "composer_checkpoint.modular.state_dict_types",
+    "get_fsdp_sharded_optim_state_dict": "composer_checkpoint.modular.state_dict_types",
     "CheckpointSaveOptions": "composer_checkpoint.modular.options",
     "save_checkpoint_to_disk": "composer_checkpoint.modular.save",
     "save_model_to_disk": "composer_checkpoint.modular.save",
@@ -57,6 +72,10 @@ __all__ = [
     "get_optim_state_dict",
     "get_metadata_state_dict",
     "get_resumption_state_dict",
+    "fsdp_get_optim_state_dict",
+    "fsdp_state_dict_type_context",
+    "get_fsdp_full_optim_state_dict",
+    "get_fsdp_sharded_optim_state_dict",
     "CheckpointSaveOptions",
     "save_checkpoint_to_disk",
     "save_model_to_disk",

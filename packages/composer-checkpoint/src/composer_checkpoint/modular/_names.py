@@ -34,7 +34,8 @@ def names_in_model(model: nn.Module) -> dict[str, str]:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name; a tied one by each of its names."""
+    """Return the parameters by name; a tied one by each of its names. What is sharded is given as shards."""
+    _reshard(model)
     named = unwrap_model(model).named_parameters(remove_duplicate=False)
     return {canonical_name(name): parameter for name, parameter in named}
 
@@ -71,6 +72,7 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def is_sharded(model: nn.Module) -> bool:
     """Return whether any weight is spread over ranks: by FSDP, by tensor parallelism, or both."""
     refuse_fsdp1(model)
+    _reshard(model)
     return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
@@ -84,6 +86,17 @@ def refuse_fsdp1(model: nn.Module) -> None:
             "the model is wrapped in FullyShardedDataParallel, the first version of FSDP. Shard it with "
             "torch.distributed.fsdp.fully_shard, the second, whose checkpoints go into any model."
         )
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let go of what a forward pass has left gathered, such as an evaluation's, which is there in place of shards."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def _pairs(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> Iterator[tuple[Any, str]]:

@@ -17,7 +17,7 @@ from composer_checkpoint.modular._spreading import Slot, TensorSender, map_slots
 from composer_checkpoint.modular._values import as_dtype, cast_state
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 
-__all__ = ["load_optimizer"]
+__all__ = ["load_optimizer", "receive_state"]
 
 _MAX_LISTED = 10
 _NARROW = (torch.float16, torch.bfloat16)
@@ -35,13 +35,13 @@ def load_optimizer(
 
     What is not in memory yet is made as the parameters are: the optimizer need not have stepped.
     """
-    make = _maker(model, options.cpu_offload)
     if source.is_sharded:
+        make = _maker(model, options.cpu_offload)
         saved = _read_folder(source, type(optimizer).__qualname__, make, options)
     else:
         prepare = partial(_state_of, source=source, class_name=type(optimizer).__qualname__)
         with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
-            saved = _receive(TensorSender(own), make)
+            saved = receive_state(TensorSender(own), model, cpu_offload=options.cpu_offload)
     if "state" in saved:
         converted = cast_state(saved["state"], as_dtype(options.precision), keep_counts=True)
         saved = {**saved, "state": _with_whole_counts(converted)}
@@ -68,7 +68,16 @@ def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
     return make
 
 
-def _receive(sender: TensorSender, make: Maker) -> dict[str, Any]:
+def receive_state(sender: TensorSender, model: nn.Module, *, cpu_offload: bool) -> dict[str, Any]:
+    """Return rank 0's state with tensors spread as the parameters are that they belong to. Every rank must call this.
+
+    Args:
+        sender: Of a state with names for parameters.
+        model: Has the parameters.
+        cpu_offload: Whether what is not sharded stays on the host.
+    """
+    make = _maker(model, cpu_offload)
+
     def take(name: str, slot: Slot) -> torch.Tensor:
         section, _, rest = name.partition("/")
         target = make(rest.partition("/")[0] if section == "state" else "", slot.shape, slot.dtype)

@@ -10,7 +10,7 @@ from composer_checkpoint._staging import storage_key
 from composer_checkpoint._tree import map_tree
 from composer_dist.precision import STR_TO_DTYPE
 
-__all__ = ["as_dtype", "cast_state", "gather", "offload"]
+__all__ = ["as_dtype", "cast_state", "gather", "map_tensors", "offload"]
 
 
 def as_dtype(precision: str | torch.dtype) -> torch.dtype:
@@ -45,12 +45,12 @@ def cast_state(state: Any, dtype: torch.dtype, *, keep_counts: bool = False) -> 
         converted = tensor.to(dtype) if tensor.is_floating_point() else tensor
         return tensor if keep_counts and not tensor.dim() and converted.to(tensor.dtype) != tensor else converted
 
-    return _map_tensors(state, convert)
+    return map_tensors(state, convert)
 
 
 def offload(state: Any) -> Any:
     """Move the tensors of a state to the host's memory; of those that are sharded, this rank's shards."""
-    return _map_tensors(state, lambda tensor: tensor.cpu())
+    return map_tensors(state, lambda tensor: tensor.cpu())
 
 
 def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
@@ -69,11 +69,11 @@ def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
             return torch.empty(0)  # at once, so that no more than one whole tensor is held
         return tensor.cpu() if cpu_offload else tensor
 
-    return _map_tensors(state, whole)
+    return map_tensors(state, whole)
 
 
 @torch.no_grad()
-def _map_tensors(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Change the tensors, each memory once, so that tied weights remain tied."""
     changed: dict[Hashable, torch.Tensor] = {}
 

@@ -1,0 +1,295 @@
+"""State dicts of sharded models in the three types that Composer has: `'full'`, `'sharded'` and `'local'`.
+
+| type | a rank gets | fits |
+|---|---|---|
+| `'full'` | whole tensors on the host, on rank 0; other ranks an empty dict | any number of ranks |
+| `'sharded'` | `DTensor`s | the same mesh |
+| `'local'` | the tensors that this rank has of them | as many ranks, sharded alike |
+
+What need not be gathered or moved is the memory of the model or the optimizer itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint.modular._names import named_optimizer_state, parameters_by_name, refuse_fsdp1
+from composer_checkpoint.modular._optimizers import receive_state
+from composer_checkpoint.modular._spreading import Slot, TensorSender, map_slots
+from composer_checkpoint.modular._state_dict_types import check_type, of_type, own_part, room_for
+from composer_checkpoint.sharded._ranks import Ranks
+from composer_dist.wrapping import canonical_name, unwrap_model
+
+__all__ = [
+    "fsdp_get_optim_state_dict",
+    "fsdp_state_dict_type_context",
+    "get_fsdp_full_optim_state_dict",
+    "get_fsdp_sharded_optim_state_dict",
+]
+
+T = TypeVar("T")
+
+_MAX_LISTED = 10
+
+_types: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+"""Of which type the state dicts of a module are now, by the innermost context; `None` for PyTorch's own."""
+
+
+@contextmanager
+def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full") -> Iterator[None]:
+    """Let a module's `state_dict()` give, and its `load_state_dict()` take, a type of state dict inside the context.
+
+    Names are those of the model without wrappers. Every rank must call them together; of a `'full'` state, rank 0's is
+    loaded on all ranks, whatever the others pass.
+
+    Args:
+        module: Sharded with `fully_shard`, by tensor parallelism, in `DistributedDataParallel`, compiled, or plain.
+        state_dict_type: `'full'`, `'sharded'` or `'local'`, see above.
+
+    Raises:
+        ValueError: If there is no such type; on loading, on every rank, if what is given is of another type, or a
+            `'local'` state of another number of ranks.
+        TypeError: If the module is wrapped in FSDP's first version.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> with fsdp_state_dict_type_context(model, "full"):
+        ...     weights = model.state_dict()
+        ...     model.load_state_dict(weights)
+        <All keys matched successfully>
+        >>> sorted(weights)
+        ['bias', 'weight']
+    """
+    check_type(state_dict_type)
+    refuse_fsdp1(module)
+    if _types.get(module) is not None:  # the hooks of the outer context do
+        with _type_of(module, state_dict_type):
+            yield
+        return
+    hooks = [module.register_state_dict_post_hook(_give), module.register_load_state_dict_pre_hook(_take)]
+    try:
+        with _type_of(module, state_dict_type):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def fsdp_get_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, state_dict_type: str = "full"
+) -> dict[str, Any]:
+    """Return an optimizer's state with names for parameters. Every rank must call this.
+
+    Args:
+        model: Owns the names.
+        optim: May not have stepped yet.
+        state_dict_type: `'full'`, `'sharded'` or `'local'`, see above. `get_fsdp_sharded_optim_state_dict` makes of
+            each what the optimizer loads.
+
+    Raises:
+        ValueError: If there is no such type.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> fsdp_get_optim_state_dict(model, torch.optim.SGD(model.parameters()))["param_groups"][0]["params"]
+        ['weight']
+    """
+    check_type(state_dict_type)
+    return of_type(named_optimizer_state(model, optim), state_dict_type)
+
+
+def get_fsdp_full_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, rank0_only: bool = True
+) -> dict[str, Any]:
+    """Return an optimizer's whole state with names for parameters, on the host. Every rank must call this.
+
+    Args:
+        model: Owns the names.
+        optim: May not have stepped yet.
+        rank0_only: Whether ranks other than 0 get an empty dict.
+    """
+    return of_type(named_optimizer_state(model, optim), "full", rank0_only=rank0_only)
+
+
+def get_fsdp_sharded_optim_state_dict(
+    full_optim_state_dict: Mapping[str, Any] | None, model: nn.Module
+) -> dict[str, Any]:
+    """Cut an optimizer's whole state into what each rank's optimizer loads. Every rank must call this.
+
+    Parameters have numbers in the result, in the order in which the state lists their names: `load_state_dict` takes it
+    in an optimizer that was made in the same way.
+
+    Args:
+        full_optim_state_dict: What `get_fsdp_full_optim_state_dict` returned, or `fsdp_get_optim_state_dict`, of any
+            type. Of whole tensors rank 0's are taken, and the others may pass `{}` or `None`.
+        model: Sharded in any way, or not at all: each rank gets of a tensor what it has of the parameter.
+
+    Raises:
+        ValueError: On every rank, if parameters are not called by names, or the model does not have them.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> whole = get_fsdp_full_optim_state_dict(model, optimizer)
+        >>> optimizer.load_state_dict(get_fsdp_sharded_optim_state_dict(whole, model))
+    """
+    parameters = parameters_by_name(model)
+    given = dict(full_optim_state_dict or {})
+    if Ranks().all(_is_whole(given, parameters)):
+        saved = receive_state(TensorSender(given), model, cpu_offload=False)
+        _check_names(saved, parameters)
+    else:
+        _on_all_ranks(lambda: _check_names(given, parameters))
+        saved = _on_all_ranks(lambda: _spread_state(given, parameters))
+    return _with_numbers(saved)
+
+
+@contextmanager
+def _type_of(module: nn.Module, state_dict_type: str | None) -> Iterator[None]:
+    before = _types.get(module)
+    _types[module] = state_dict_type
+    try:
+        yield
+    finally:
+        _types[module] = before
+
+
+def _give(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put a module's tensors, of the type that is wanted, in the place of its own in a state dict."""
+    wanted = _types.get(module)
+    if wanted is None:
+        return
+    wrapper = _prefix_of_wrappers(module)
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    own = {canonical_name(key.removeprefix(prefix).removeprefix(wrapper)): state_dict.pop(key) for key in keys}
+    state_dict.update({prefix + name: value for name, value in of_type(own, wanted).items()})
+
+
+def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put what a module loads by itself in the place of what it was given."""
+    given = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+    wrapper = _prefix_of_wrappers(module)
+    with _type_of(module, None):
+        own = module.state_dict()
+    names = {canonical_name(name.removeprefix(wrapper)): name for name in own}
+    if _types.get(module) == "full":
+        loads = _received(given, own, names)
+    else:
+        loads = _on_all_ranks(lambda: _parts(given, own, names))
+    state_dict.update({prefix + names.get(name, name): value for name, value in loads.items()})
+
+
+def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return of what rank 0 was given this rank's part."""
+    _on_all_ranks(lambda: _refuse_shards(given))
+    sender = TensorSender(dict(given))
+
+    def take(name: str, slot: Slot) -> torch.Tensor:
+        target = own.get(names.get(name, name))
+        if not isinstance(sender.outline.get(name), Slot):  # a part of what a module saves besides tensors
+            target = torch.empty(slot.shape)
+        if not isinstance(target, torch.Tensor) or target.shape != slot.shape:
+            return torch.empty(slot.shape, dtype=slot.dtype, device="meta")  # for PyTorch's error, which tells shapes
+        room = room_for(target, slot.dtype)
+        sender.receive(slot, room)
+        return room
+
+    return map_slots(sender.outline, take)
+
+
+def _refuse_shards(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if isinstance(value, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, and state_dict_type='full' is of whole tensors. Load it in a context of "
+                f"state_dict_type='sharded'."
+            )
+
+
+def _parts(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return what this rank was given, spread as its own is."""
+    return {
+        name: own_part(name, own.get(names.get(name, name)), value) if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
+
+
+def _on_all_ranks(work: Callable[[], T]) -> T:
+    """Return what came of a rank's work, if no rank failed; else raise the error on all of them."""
+    done: list[T] = []
+    Ranks().together(lambda: done.append(work()))
+    return done[0]
+
+
+def _prefix_of_wrappers(module: nn.Module) -> str:
+    """Return what the names of the innermost model begin with in the state dict of what is wrapped around it."""
+    inner = unwrap_model(module)
+    name = next(name for name, part in module.named_modules() if part is inner)
+    return f"{name}." if name else ""
+
+
+def _is_whole(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Say whether nothing in an optimizer's state is only a part of what belongs to a parameter."""
+    return not any(
+        isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and _is_part(parameters.get(name), value))
+        for name, entries in state.get("state", {}).items()
+        if isinstance(entries, Mapping)
+        for value in entries.values()
+    )
+
+
+def _is_part(owner: object, value: torch.Tensor) -> bool:
+    return isinstance(owner, DTensor) and value.dim() == owner.dim() and value.shape != owner.shape
+
+
+def _spread_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Return an optimizer's state, of which each rank has its part, spread as the parameters are."""
+
+    def spread(name: str, key: str, value: Any) -> Any:
+        owner = parameters.get(name)
+        fits = isinstance(value, torch.Tensor) and owner is not None and value.dim() == owner.dim()
+        return own_part(f"{key} of {name}", owner, value) if fits else value
+
+    entries_of = {
+        name: {key: spread(name, key, value) for key, value in entries.items()}
+        if isinstance(entries, Mapping)
+        else entries
+        for name, entries in state["state"].items()
+    }
+    return {**state, "state": entries_of}
+
+
+def _check_names(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+    groups = saved.get("param_groups")
+    if groups is None:
+        raise ValueError(
+            f"full_optim_state_dict has the keys {list(saved)}, and no param_groups, on rank 0. Pass what "
+            f"get_fsdp_full_optim_state_dict(model, optim) returned, on rank 0 at least."
+        )
+    names = [name for group in groups for name in group["params"]]
+    # What belongs to no model, such as a loss function's, is called by its place.
+    foreign = [
+        n for n in names if not isinstance(n, str) or (n not in parameters and not n.startswith("param_groups."))
+    ]
+    if foreign:
+        raise ValueError(
+            f"full_optim_state_dict has {len(foreign)} parameters that the model does not have: "
+            f"{', '.join(map(repr, foreign[:_MAX_LISTED]))}. Pass the state of an optimizer of this model with names "
+            f"for parameters, as get_fsdp_full_optim_state_dict(model, optim) returns it."
+        )
+
+
+def _with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with numbers for parameters, as an optimizer counts them."""
+    number_of: dict[str, int] = {}
+    groups: list[dict[str, Any]] = []
+    for group in saved["param_groups"]:
+        numbers = [number_of.setdefault(name, len(number_of)) for name in group["params"]]
+        groups.append({**group, "params": numbers})
+    state = {number_of.get(name, name): entries for name, entries in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
