@@ -41,7 +41,7 @@ class FSDPConfig(_Checked):
         te_checkpoint_wrapper: Checkpoint activations by way of TransformerEngine.
         te_shard_fp8_weight: Gather TransformerEngine's weights in float8.
         backward_prefetch: When the next module's weights are gathered in the backward pass: `'BACKWARD_PRE'` or
-            `'BACKWARD_POST'` its turn, or `'NONE'` ahead.
+            `'BACKWARD_POST'` its turn, or `'NONE'` ahead, for which `None` will do.
         backward_prefetch_limit: How many modules ahead.
         cpu_offload: Keep weights, gradients and optimizer state on the host between uses.
         data_parallel_shard_degree: Over how many ranks the weights are sharded; -1 for all that the others leave.
@@ -130,6 +130,8 @@ class FSDPConfig(_Checked):
     def __post_init__(self) -> None:
         for name in ("sharding_strategy", "backward_prefetch", "mixed_precision"):
             setattr(self, name, _in_case(getattr(self, name), str.upper))
+        if self.backward_prefetch is None:  # as PyTorch's first version of FSDP says it
+            self.backward_prefetch = "NONE"
         for name in ("state_dict_type", "tie_policy", "activation_checkpointing"):
             setattr(self, name, _in_case(getattr(self, name), str.lower))
 
