@@ -166,8 +166,14 @@ IMPORT_MAP = [
     (
         "prepare_fsdp_module prepare_tp_module",
         "composer_fsdp.prepare",
-        "composer.distributed composer.distributed.dist_strategy",
+        "composer.distributed composer.distributed.dist_strategy composer.distributed.mosaic_parallelism",
     ),
+    (
+        "BACKWARD_PREFETCH_MAP SHARDING_MAP get_mixed_precision",
+        "composer_fsdp.fsdp1_settings",
+        "composer.distributed.mosaic_parallelism",
+    ),
+    ("meta_safe_apply", "composer_fsdp.meta_apply", "composer.distributed.meta_safe_apply"),
     ("apply_fully_shard prepare_fully_shard", "composer_fsdp.prepare", "composer.distributed.fsdp2"),
     (
         "get_summon_params_fn",
@@ -452,6 +458,12 @@ IMPORT_MAP = [
         "get_model_state_dict get_optim_state_dict get_metadata_state_dict get_resumption_state_dict",
         "composer_checkpoint.modular.state_dict",
         "composer_checkpoint.modular composer.checkpoint composer.checkpoint.state_dict",
+    ),
+    (
+        "fsdp_get_optim_state_dict fsdp_state_dict_type_context get_fsdp_full_optim_state_dict "
+        "get_fsdp_sharded_optim_state_dict",
+        "composer_checkpoint.modular.state_dict_types",
+        "composer_checkpoint.modular composer.core.state",
     ),
     (
         "save_checkpoint_to_disk save_model_to_disk save_optim_to_disk save_resumption_state_to_disk "
@@ -838,6 +850,7 @@ LAZY_FACES = [
     "composer.algorithms",
     "composer.checkpoint",
     "composer.core",
+    "composer.core.state",
     "composer.core.types",
     "composer.devices",
     "composer.distributed",
@@ -1026,6 +1039,16 @@ def test_a_model_of_the_former_zoo_says_what_to_use_now(name, hint):
         ),
         ("composer.utils", "is_tpu_installed", "composer.utils.is_xla_installed"),
         ("composer.utils.device", "is_tpu_installed", "composer.utils.is_xla_installed"),
+        (
+            "composer.distributed.mosaic_parallelism",
+            "backward_prefetch_map",
+            "composer.distributed.mosaic_parallelism.BACKWARD_PREFETCH_MAP",
+        ),
+        (
+            "composer.distributed.mosaic_parallelism",
+            "sharding_map",
+            "composer.distributed.mosaic_parallelism.SHARDING_MAP",
+        ),
         ("composer.models.loss", "DiceLoss", "composer.loss.DiceLoss"),
         ("composer.models.loss", "binary_cross_entropy_with_logits", "composer.loss.binary_cross_entropy_with_logits"),
         ("composer.models.loss", "soft_cross_entropy", "composer.loss.soft_cross_entropy"),

@@ -23,12 +23,10 @@ GONE = [
     ("composer.datasets.mnist", "torchvision.datasets.MNIST"),
     ("composer.datasets.synthetic", "FakeData"),
     ("composer.distributed.deepspeed", "deepspeed_config"),
-    ("composer.distributed.meta_safe_apply", "parallelize_model"),
-    ("composer.distributed.mosaic_parallelism", "FSDPConfig"),
     ("composer.models.bert", "AutoModelForMaskedLM"),
     ("composer.models.gpt2.model", "AutoModelForCausalLM"),
     ("composer.models.timm", "timm.create_model"),
-    ("composer.trainer.mosaic_fsdp", "prepare_fsdp_module"),
+    ("composer.trainer._patch_pytorch", "fully_shard"),
     ("composer.trainer.trainer_hparams", "Call the class"),
     ("composer.algorithms.algorithm_hparams_registry", "Call the class"),
     ("composer.utils.eval_client", "lm-evaluation-harness"),
@@ -36,6 +34,7 @@ GONE = [
 ]
 MOVED = [
     ("composer.callbacks.utils", "create_interval_scheduler", "composer.utils"),
+    ("composer.distributed.mosaic_fsdp", "prepare_fsdp_module", "composer.distributed.mosaic_parallelism"),
     ("composer.models.classify_mnist", "mnist_model", "composer.models"),
     ("composer.models.resnet.model", "composer_resnet", "composer.models"),
     ("composer.trainer.ddp", "DDPSyncStrategy", "composer.distributed"),
@@ -43,6 +42,9 @@ MOVED = [
     ("composer.trainer.devices.device", "Device", "composer.devices"),
     ("composer.trainer.devices.device_cpu", "DeviceCPU", "composer.devices"),
     ("composer.trainer.dist_strategy", "prepare_fsdp_module", "composer.distributed"),
+    ("composer.trainer.meta_safe_apply", "meta_safe_apply", "composer.distributed.meta_safe_apply"),
+    ("composer.trainer.mosaic_fsdp", "get_mixed_precision", "composer.distributed.mosaic_parallelism"),
+    ("composer.trainer.mosaic_fsdp_utils", "SHARDING_MAP", "composer.distributed.mosaic_parallelism"),
 ]
 _CAPTURED = {"capture_output": True, "text": True}
 
@@ -52,7 +54,7 @@ def _nothing_is_loaded():
     """Forget what a test before this one has loaded, and with it that it was warned of."""
     yield
     for name, *_ in MOVED:
-        while name not in ("composer.trainer", "composer.models", "composer.callbacks"):
+        while name not in ("composer.callbacks", "composer.distributed", "composer.models", "composer.trainer"):
             sys.modules.pop(name, None)
             name = name.rpartition(".")[0]
 
@@ -150,12 +152,12 @@ def test_one_finder_is_added_behind_all_others():
     [
         ("composer.callbacks.GradMonitor", "OptimizerMonitor"),
         ("composer.callbacks.HealthChecker", "SystemMetricsMonitor"),
-        ("composer.core.state.fsdp_state_dict_type_context", "get_model_state_dict"),
-        ("composer.core.state.get_fsdp_full_optim_state_dict", "get_optim_state_dict"),
         ("composer.datasets.build_cifar10_dataloader", "CIFAR10"),
         ("composer.datasets.InContextLearningDataset", "lm-evaluation-harness"),
         ("composer.datasets.SyntheticBatchPairDataset", "FakeData"),
         ("composer.datasets.utils.pil_image_collate", "ToImage"),
+        ("composer.distributed.mosaic_parallelism.get_cpu_offload", "cpu_offload=True"),
+        ("composer.distributed.mosaic_parallelism.set_custom_fsdp_module_kwargs", "fsdp_wrap_fn"),
         ("composer.distributed.parse_deepspeed_config", "deepspeed_config"),
         ("composer.metrics.METRIC_DEFAULT_CTORS", "left out"),
         ("composer.metrics.nlp.InContextLearningExpectedCalibrationError", "CalibrationError"),

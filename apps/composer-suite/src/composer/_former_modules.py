@@ -14,6 +14,7 @@ __all__ = ["GONE", "NO_TABLE", "ONLY_TORCH_2", "FormerModules"]
 _MOVED = {
     "composer.algorithms.fused_layernorm.fused_layernorm": "composer.algorithms.fused_layernorm",
     "composer.callbacks.utils": "composer.utils",
+    "composer.distributed.mosaic_fsdp": "composer.distributed.mosaic_parallelism",
     "composer.loggers.object_store_logger": "composer.loggers",
     "composer.models.classify_mnist": "composer.models",
     "composer.models.classify_mnist.model": "composer.models",
@@ -27,6 +28,9 @@ _MOVED = {
     "composer.trainer.devices.device_mps": "composer.devices",
     "composer.trainer.devices.device_tpu": "composer.devices",
     "composer.trainer.dist_strategy": "composer.distributed",
+    "composer.trainer.meta_safe_apply": "composer.distributed.meta_safe_apply",
+    "composer.trainer.mosaic_fsdp": "composer.distributed.mosaic_parallelism",
+    "composer.trainer.mosaic_fsdp_utils": "composer.distributed.mosaic_parallelism",
 }
 
 _DATA = "build a torch.utils.data.DataLoader of"
@@ -54,9 +58,6 @@ GONE = {
     "composer.datasets.synthetic": f"{_DATA} torchvision.datasets.FakeData, or of a TensorDataset.",
     "composer.datasets.synthetic_lm": f"{_DATA} a TensorDataset of random tokens.",
     "composer.distributed.deepspeed": _DEEPSPEED,
-    "composer.distributed.meta_safe_apply": f"{_FSDP1} composer.distributed.parallelize_model makes the weights of a "
-    "model on the meta device.",
-    "composer.distributed.mosaic_parallelism": f"{_FSDP1} composer.utils.FSDPConfig has the settings.",
     "composer.models.bert": f"load transformers.AutoModelForMaskedLM, and {_SUBCLASS}",
     "composer.models.deeplabv3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "composer.models.efficientnetb0": f"make the network with torchvision.models.efficientnet_b0, and {_WRAP}",
@@ -69,9 +70,6 @@ GONE = {
     "composer.models.vit_small_patch16": f"make it with timm.create_model('vit_small_patch16_224'), and {_WRAP}",
     "composer.trainer._deepspeed": _DEEPSPEED,
     "composer.trainer._patch_pytorch": _FSDP1,
-    "composer.trainer.meta_safe_apply": _FSDP1,
-    "composer.trainer.mosaic_fsdp": f"{_FSDP1} composer.distributed.prepare_fsdp_module does so.",
-    "composer.trainer.mosaic_fsdp_utils": f"{_FSDP1} composer.utils.FSDPConfig has the settings.",
     "composer.utils.eval_client": f"it ran what models write: {_TASKS}",
     "composer.utils.fx_utils": "change graphs with torch.fx itself, as with torch.fx.replace_pattern, or let "
     "torch.compile fuse what can be fused.",

@@ -1,20 +1,38 @@
-"""Everything that a training run holds."""
+"""Everything that a training run holds, and state dicts of what is sharded."""
+
+from typing import TYPE_CHECKING
 
 from composer._lazy import lazy_face
 from composer_events.state import State
 
-__all__ = ["State"]
+if TYPE_CHECKING:
+    from composer_checkpoint.modular.state_dict_types import fsdp_get_optim_state_dict as fsdp_get_optim_state_dict
+    from composer_checkpoint.modular.state_dict_types import (
+        fsdp_state_dict_type_context as fsdp_state_dict_type_context,
+    )
+    from composer_checkpoint.modular.state_dict_types import (
+        get_fsdp_full_optim_state_dict as get_fsdp_full_optim_state_dict,
+    )
+    from composer_checkpoint.modular.state_dict_types import (
+        get_fsdp_sharded_optim_state_dict as get_fsdp_sharded_optim_state_dict,
+    )
 
-_MODEL = "composer.checkpoint.get_model_state_dict(model, sharded_state_dict=...) returns whole or sharded weights."
-_OPTIMIZER = "composer.checkpoint.get_optim_state_dict(model, optimizer, sharded_state_dict=...) returns either kind."
+__all__ = [
+    "State",
+    "fsdp_get_optim_state_dict",
+    "fsdp_state_dict_type_context",
+    "get_fsdp_full_optim_state_dict",
+    "get_fsdp_sharded_optim_state_dict",
+]
 
 __getattr__, __dir__ = lazy_face(
     __name__,
-    {},
-    removed={
-        "fsdp_get_optim_state_dict": _OPTIMIZER,
-        "fsdp_state_dict_type_context": _MODEL,
-        "get_fsdp_full_optim_state_dict": _OPTIMIZER,
-        "get_fsdp_sharded_optim_state_dict": _OPTIMIZER,
+    {
+        "composer_checkpoint.modular.state_dict_types": [
+            "fsdp_get_optim_state_dict",
+            "fsdp_state_dict_type_context",
+            "get_fsdp_full_optim_state_dict",
+            "get_fsdp_sharded_optim_state_dict",
+        ]
     },
 )

@@ -39,6 +39,8 @@ __getattr__, __dir__ = lazy_face(
         "dist_strategy",
         "fsdp2",
         "fsdp2_utils",
+        "meta_safe_apply",
+        "mosaic_parallelism",
         "param_init",
         "prepare_distributed",
         "shared_utils",
