@@ -10,7 +10,7 @@ from composer import Trainer
 from composer.core import Callback
 from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
-from composer.profiler import EventRecorder, JSONTraceHandler, Profiler, cyclic_schedule
+from composer.profiler import EventRecorder, JSONTraceHandler, Profiler, ProfilerAction, cyclic_schedule
 from composer.profiler.json_trace_merger import merge_traces
 from composer_dist.testing import run_ranks
 
@@ -121,6 +121,20 @@ def test_training_that_goes_on_after_a_failure_has_spans_of_its_own(tmp_path):
     trace = json.loads((tmp_path / "merged_trace.json").read_text())
     assert unclosed(trace) == []
     assert phases(trace, "event/fit") == ["B", "E"] * 2
+
+
+def test_a_marker_around_a_training_that_fails_and_is_repeated_goes_on(tmp_path):
+    fails, recorder = Fails(6), EventRecorder()
+    trainer = make_trainer(recorder, callbacks=fails)
+    with trainer, trainer.state.profiler.marker("attempts", actions=tuple(ProfilerAction)):
+        with pytest.raises(OSError, match="the disk is full"):
+            trainer.fit()
+        fails.batch = -1
+        trainer.fit()
+    (attempts,) = [span for span in recorder.spans if span.name == "attempts"]
+    fits = [span for span in recorder.spans if span.name == "event/fit"]
+    assert len(fits) == 2
+    assert attempts.begin_ns + attempts.duration_ns >= fits[1].begin_ns + fits[1].duration_ns
 
 
 @pytest.mark.parametrize("max_duration", ["1ep", "2ep"])

@@ -137,6 +137,19 @@ def test_a_run_that_fails_says_why_and_keeps_what_it_logged(tmp_path):
     assert len(run.curves["own/value"].values) == 3
 
 
+def test_a_failure_is_written_down_before_anybody_closes(tmp_path):
+    trainer = make_trainer(
+        tmp_path, callbacks=[Logs(torch.ones(8)), StopsAt(3, ArithmeticError("out of numbers"))], max_duration="2ep"
+    )
+    with pytest.raises(ArithmeticError):
+        trainer.fit()
+    run = read_run(tmp_path / "run")
+    trainer.close()
+    assert run.status["status"] == "failed"
+    assert "ArithmeticError: out of numbers" in run.status["error"]
+    assert len(run.curves["own/value"].values) == 3
+
+
 class Odd:
     def __float__(self):
         raise ZeroDivisionError

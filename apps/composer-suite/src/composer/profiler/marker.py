@@ -85,13 +85,18 @@ class Marker:
             if self.record_instant_on_finish:
                 self._record_instant()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was recorded that the work begins, and not that it ends."""
+        return self._is_started and self._is_recording
+
     def cut_off(self, time_ns: int) -> None:
-        """Record the end of work that an exception has cut off, if it has begun; `finish` then records none.
+        """Record the end of work that an exception has cut off; `finish` then records none.
 
         Args:
             time_ns: When that was, in nanoseconds since 1970.
         """
-        if self._is_started and self._is_recording:
+        if self.is_open:
             self._is_recording = False
             self._record_duration(is_start=False, time_ns=time_ns)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Profiler"]
 
+_EVENTS = "event/"  # what the engine's markers of events begin with
 _RECORDED = (ProfilerAction.WARMUP, ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)
 
 
@@ -247,11 +248,14 @@ class Profiler(Callback):
         """Record now, from the innermost outwards, the ends of spans that an exception has cut off.
 
         The Trainer calls it when training, an evaluation or a prediction fails: the events that would end the spans do
-        not happen any more.
+        not happen any more. A marker of the user's own that is around all of them goes on.
         """
         now_ns = time.time_ns()
-        for marker in sorted(self._markers.values(), key=lambda marker: -marker.begin_ns):
-            marker.cut_off(now_ns)
+        is_open = [marker for marker in self._markers.values() if marker.is_open]
+        begin_ns = min((marker.begin_ns for marker in is_open if marker.name.startswith(_EVENTS)), default=now_ns)
+        for marker in sorted(is_open, key=lambda marker: -marker.begin_ns):
+            if marker.begin_ns >= begin_ns:
+                marker.cut_off(now_ns)
 
     def record_chrome_json_trace_file(self, filepath: str) -> None:
         """Hand a trace that somebody else wrote to the handlers.

@@ -176,12 +176,16 @@ class RunRecorder(LoggerDestination):
             super().run_event(event, state, logger)
 
     def note_failure(self, error: BaseException) -> None:
-        """Keep what has ended training or an evaluation, should somebody catch it and close the Trainer later.
+        """Write down what has ended training or an evaluation: nobody knows whether there will be time to close.
 
         It is forgotten when training begins again, that of an evaluation also when a later one ends well.
         """
         self._has_fit_failed |= self._is_fitting
         self._failure = "".join(traceback.format_exception(error))
+        try:
+            self._flush("failed")
+        except Exception as trouble:  # what training has failed of may keep values from being read, too
+            _log.warning("The record in %s could not be brought up to date after a failure: %s", self._folder, trouble)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Keep the settings of the run."""

@@ -319,7 +319,8 @@ class Trainer:
         asked = SimpleNamespace(**{name: to_plain(value) for name, value in locals().items() if name != "self"})
         workings = self._workings
         batches = take_fit_arguments(workings, asked)
-        with self._failing_alone(), workings.preemption.watched():
+        # A failure is written down while a signal does not end the process: the launcher sends one when a rank fails.
+        with workings.preemption.watched(), self._failing_alone():
             distributed.begin_fit(self.state, workings.ranks, batches.data_spec, self.strategy)
             workings.make_loop(batches).fit()
         for optimizer in self.state.optimizers:
