@@ -173,14 +173,19 @@ def test_a_file_has_each_of_two_tensors_or_none(here, run):
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
-def test_a_tensor_in_two_files_of_an_index_is_refused(ending, here, run):
+def test_of_a_tensor_in_two_files_that_is_taken_which_the_index_names(ending, here, run):
     stem = {"safetensors": "model", "bin": "pytorch_model"}[ending]
     files = [f"{stem}-0000{number}-of-00002.{ending}" for number in (1, 2)]
     (here / "hf").mkdir()
     for file, weights in zip(files, ({"w": ONE}, {"w": TWO, "v": ONE}), strict=True):
         (save_file if ending == "safetensors" else torch.save)(weights, f"hf/{file}")
-    index = {"weight_map": {"w": files[0], "v": files[1]}}
-    (here / "hf" / f"{stem}.{ending}.index.json").write_text(json.dumps(index))
+    index = here / "hf" / f"{stem}.{ending}.index.json"
+    for file, expected in zip(files, (ONE, TWO), strict=True):
+        listed = {"w": file, "v": files[1]} | ({"u": files[0]} if file == files[1] else {})
+        index.write_text(json.dumps({"weight_map": listed}))
+        with open_checkpoint(index if ending == "safetensors" else here / "hf") as source:
+            assert torch.equal(source.tensors["w"].read(), expected)
+    index.write_text(json.dumps({"weight_map": {"u": files[0], "v": files[1]}}))
     code, _, errors = run("convert", "hf", "out.pt", "--no-verify")
     assert code == 1
     assert f"names {files[1]}, which has a tensor 'w' that a file before it has, too" in errors

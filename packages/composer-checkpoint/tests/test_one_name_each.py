@@ -1,12 +1,15 @@
 """Where nothing is nested, names are keys joined together, and no two tensors get one name."""
 
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
 
 from composer_checkpoint import IncompatibleCheckpointError, inspect_file, load_file, save_file, save_sharded
+from composer_checkpoint._tree import map_tree
 from composer_checkpoint.async_save import AsyncSaver
-from composer_checkpoint.local_files import merge_local, save_local
+from composer_checkpoint.local_files import load_local, merge_local, save_local
 from composer_checkpoint.safetensors_index import save_weights_in_shards
 from composer_checkpoint.sharded import load_sharded
 from composer_checkpoint.tensors import (
@@ -116,13 +119,34 @@ def test_ranks_do_not_lose_each_others_entries(tmp_path):
     assert not (tmp_path / "ep1").exists()
 
 
-@pytest.mark.parametrize("tree", [{"x": {"y": ONE}, "x/y": TWO}, {1: ONE, "1": TWO}, {"x": {"y": 5}, "x/y": 6}])
-def test_per_rank_files_are_not_begun(tree, tmp_path):
-    with pytest.raises(IncompatibleCheckpointError, match=r"would both be called .* in per-rank files"):
-        save_local(tree, tmp_path / "rank{rank}.pt")
-    with pytest.raises(IncompatibleCheckpointError, match=r"would both be called .* in per-rank files"):
+@pytest.mark.parametrize("tree", [{"x": {"y": ONE}, "x/y": TWO}, {1: ONE, "1": TWO}, {"x": {"y": 5}, "x/y": ONE}])
+def test_per_rank_files_are_not_begun_where_a_tensor_to_cut_has_the_name_of_another_thing(tree, tmp_path):
+    with pytest.raises(IncompatibleCheckpointError, match=r"would both be called .* in the layout of per-rank files"):
         stream_local(tree, tmp_path / "rank{rank}.pt", world_size=2)
-    assert not list(tmp_path.iterdir())
+    told = run_ranks(save_sharded_beside, tmp_path / "rank{rank}.pt", store=tmp_path / "store")
+    assert told[0] == told[1]
+    assert told[0].startswith("['x']['y'] and ['x/y'] would both be called 'x/y' in the layout of per-rank files.")
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def save_sharded_beside(path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensor = distribute_tensor(torch.arange(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        save_local({"x": {"y": tensor}, "x/y": 3}, path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tree", [{"x": {"y": ONE}, "x/y": TWO}, {1: ONE, "1": TWO}, {"x": {"y": 5}, "x/y": 6}])
+def test_what_every_rank_has_whole_needs_no_name_of_its_own_in_per_rank_files(tree, tmp_path):
+    save_local(tree, tmp_path / "rank{rank}.pt")
+    found = map_tree(tree, lambda _, value: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value)
+    load_local(found, tmp_path / "rank{rank}.pt")
+    merged = merge_local(tmp_path / "rank{rank}.pt")
+    for got in (found, merged):
+        assert str(got) == str(tree)
 
 
 def save_a_container_twice(path):
@@ -258,3 +282,15 @@ def test_tensors_that_read_one_memory_differently_are_saved_in_the_background_as
         assert torch.equal(found[name], state[name].resolve_conj()), name
     assert torch.equal(found["adj"].to_dense(), torch.eye(2))
     assert found["tied"].data_ptr() == found["floats"].data_ptr()
+
+
+def test_kinds_noted_under_the_names_of_before_are_turned_back(tmp_path):
+    """As files have them that were written when `0` and `'0'`, `a/b` and `b` in `a` had one name."""
+    kinds = {"x/0": "ndarray", "x/a/b": "timedelta", "x/True": "frozenset"}
+    save_file({"x": {"0": ONE, "a/b": 5.0, True: {3}}}, tmp_path / "old.pt", info={"encoded": kinds})
+    expected = {"0": ONE.numpy(), "a/b": timedelta(seconds=5), True: frozenset([3])}
+    with open_checkpoint(tmp_path / "old.pt") as source:
+        trees = [load_file(tmp_path / "old.pt"), source.tree]
+    for tree in trees:
+        assert [type(value) for value in tree["x"].values()] == [type(value) for value in expected.values()]
+        assert tree["x"]["a/b"] == expected["a/b"]

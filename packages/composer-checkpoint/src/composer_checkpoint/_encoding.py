@@ -6,21 +6,24 @@ that this package gives back what was saved. NumPy scalars and versions become n
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from composer_checkpoint._tree import Names, map_tree, text_of
+from composer_checkpoint.manifest import Manifest
 
-__all__ = ["decode", "encode", "noted_names"]
+__all__ = ["decode", "encode", "notes_of", "noted_in", "noted_names"]
 
 _BITS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SHARED_DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind, sizes in _BITS.items() for bits in sizes)])
 
 _BOUNDED_DEQUE = "deque of at most "
+_NOTED = "noted"
+_NOTED_BEFORE = "encoded"  # under names that did not tell every key from every other
 _NUMBER = re.compile(r"-?\d+")
 
 # What a defaultdict may start from, by the kind that the manifest notes.
@@ -42,6 +45,20 @@ def encode(obj: Any) -> tuple[Any, dict[str, str]]:
         return plain
 
     return map_tree(obj, change, shared=True, names=noted_names()), kinds
+
+
+def notes_of(kinds: Mapping[str, str]) -> dict[str, Any]:
+    """Return how a manifest notes kinds."""
+    return {_NOTED: dict(kinds)} if kinds else {}
+
+
+def noted_in(manifest: Manifest | None) -> tuple[Mapping[str, Any], Callable[[], Names]]:
+    """Return the kinds that a manifest notes, and what makes the names under which it does."""
+    info = {} if manifest is None else manifest.info
+    for key, names in ((_NOTED, noted_names), (_NOTED_BEFORE, Names)):
+        if isinstance(kinds := info.get(key), dict):
+            return cast("dict[str, Any]", kinds), names
+    return {}, noted_names
 
 
 def noted_names() -> Names:
@@ -82,8 +99,14 @@ def _plain_form(value: Any) -> tuple[str | None, Any]:
     return None, value
 
 
-def decode(obj: Any, kinds: Mapping[str, Any]) -> Any:
-    """Return what was given to `encode`."""
+def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = noted_names) -> Any:
+    """Return what was given to `encode`.
+
+    Args:
+        obj: What was read.
+        kinds: By name, those of `encode`.
+        names: Makes these names.
+    """
 
     def change(name: str, value: Any) -> Any:
         match kinds.get(name), value:
@@ -103,4 +126,4 @@ def decode(obj: Any, kinds: Mapping[str, Any]) -> Any:
             case _:
                 return value
 
-    return map_tree(obj, change, shared=True, inside_out=True, names=noted_names()) if kinds else obj
+    return map_tree(obj, change, shared=True, inside_out=True, names=names()) if kinds else obj

@@ -4,10 +4,10 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from composer_checkpoint._tree import Names, children_of, map_tree, text_of
+from composer_checkpoint._tree import Names, children_of, map_tree, named_leaves, text_of
 from composer_checkpoint.errors import IncompatibleCheckpointError
 
-__all__ = ["by_joined_names", "doubled", "path_text"]
+__all__ = ["by_joined_names", "doubled", "path_text", "refuse_doubled"]
 
 T = TypeVar("T")
 
@@ -38,19 +38,40 @@ def by_joined_names(
         {'a.c': 1, 'b': 2}
     """
     found: dict[str, T] = {}
-    order: list[str] = []
+    count = 0
 
     def note(name: str, value: Any) -> Any:
+        nonlocal count
         if isinstance(value, kind) and children_of(value) is None:
-            order.append(name)
+            count += 1
             if not is_same(found.setdefault(name, value), value):
-                first = order.index(name)
-                paths = _paths(root, kind)
-                raise doubled(paths[first], paths[len(order) - 1], name, where)
+                paths = [path.removeprefix(_step("")) for path in _told(root, kind, Names("", _step))]
+                first = _told(root, kind, Names(separator)).index(name)
+                raise doubled(paths[first], paths[count - 1], name, where)
         return value
 
     map_tree(root, note, names=Names(separator))
     return found
+
+
+def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: str) -> None:
+    """Refuse things of some classes that have the name of any other thing.
+
+    Args:
+        root: The outermost container.
+        kinds: Of which classes things need a name of their own.
+        separator: What stands between the keys.
+        where: What has such names, for the message.
+
+    Raises:
+        IncompatibleCheckpointError: If there is one.
+    """
+    if any(True for kind in kinds for _ in named_leaves(root, kind)):
+
+        def may_share(one: object, other: object) -> bool:
+            return one is other or not (isinstance(one, kinds) or isinstance(other, kinds))
+
+        by_joined_names(root, object, separator, where, may_share)
 
 
 def doubled(first: str, second: str, name: str, where: str) -> IncompatibleCheckpointError:
@@ -82,14 +103,14 @@ def _step(key: object) -> str:
     return f"[{key!r}]" if isinstance(key, str | int) else f"[{text_of(key)}]"
 
 
-def _paths(root: Any, kind: type[Any]) -> Sequence[str]:
-    """Return the ways to the things, in the order in which they are found."""
-    paths: list[str] = []
+def _told(root: Any, kind: type[Any], names: Names) -> Sequence[str]:
+    """Return the names of the things, in the order in which they are found."""
+    told: list[str] = []
 
-    def note(path: str, value: Any) -> Any:
+    def note(name: str, value: Any) -> Any:
         if isinstance(value, kind) and children_of(value) is None:
-            paths.append(path.removeprefix(_step("")))  # of the outermost container itself
+            told.append(name)
         return value
 
-    map_tree(root, note, names=Names("", _step))
-    return paths
+    map_tree(root, note, names=names)
+    return told

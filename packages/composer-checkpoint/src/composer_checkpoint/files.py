@@ -302,7 +302,7 @@ def _load(
 
 def _refuse_what_is_elsewhere(obj: Any) -> None:
     """Refuse tensors whose elements are not in this process's memory, or not all of them."""
-    tensors = {name: leaf for name, leaf in named_leaves(obj) if isinstance(leaf, torch.Tensor)}
+    tensors = dict(named_leaves(obj, torch.Tensor))
     module: Any = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has loaded it
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
     if parts:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from composer_checkpoint._encoding import noted_names
 from composer_checkpoint._file_sets import describe_set
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
-from composer_checkpoint._joined_names import by_joined_names
+from composer_checkpoint._joined_names import refuse_doubled
 from composer_checkpoint._leftovers import complete_earlier_sets, discard
-from composer_checkpoint._tree import map_tree, named_leaves
+from composer_checkpoint._tree import Names, map_tree, named_leaves
 from composer_checkpoint._unfinished_names import name_beside
 from composer_checkpoint.commit import put_in_place, write_atomically, write_beside
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
@@ -107,7 +108,7 @@ def local_content(
     """Return what this rank's file holds, and what its manifest says. Every rank must call this."""
 
     def propose() -> str:
-        by_joined_names(state_dict, object, "/", "per-rank files")  # as the layout has them
+        refuse_doubled(state_dict, (DTensor,), "/", "the layout of per-rank files")  # which has no others
         return uuid.uuid4().hex
 
     save_id = ranks.exchange(propose, lambda proposed: proposed[:1] * len(proposed))
@@ -211,7 +212,7 @@ def load_local(
     loaded: list[Mapping[str, Any]] = []
     ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
     ranks.exchange(lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: _check_ids(ids, path))
-    values = dict(named_leaves(loaded[0]))
+    values = _own_names(loaded[0])
 
     def take(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -220,7 +221,7 @@ def load_local(
             _own_part(leaf).copy_(values[name])
         return leaf
 
-    state_dict.update(_map_leaves(state_dict, take))
+    state_dict.update(_map_leaves(state_dict, take, noted_names()))
 
 
 def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
@@ -300,13 +301,13 @@ def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ra
                 f"shards together, or convert the files with merge_local()."
             )
         content = _parts_of(merge_local(path, verify=verify), state_dict)
-    _compare(state_dict, dict(named_leaves(content)), own)
+    _compare(state_dict, _own_names(content), own)
     return content
 
 
 def _parts_of(merged: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's parts of whole tensors."""
-    wanted = dict(named_leaves(state_dict))
+    wanted = _own_names(state_dict)
 
     def cut(name: str, leaf: Any) -> Any:
         target = wanted.get(name)
@@ -316,11 +317,11 @@ def _parts_of(merged: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str
             leaf = leaf.narrow(dim, start, length)
         return leaf
 
-    return _map_leaves(merged, cut)
+    return _map_leaves(merged, cut, noted_names())
 
 
 def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    wanted = dict(named_leaves(state_dict))
+    wanted = _own_names(state_dict)
     missing = [name for name in wanted if name not in values]
     differing = [
         f"{name} (shape {tuple(_own_part(leaf).shape)} here and {_shape(values[name])} there)"
@@ -396,8 +397,23 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _map_leaves(root: Any, change: Callable[[str, Any], Any]) -> Any:
-    return map_tree(root, lambda name, value: value if isinstance(value, dict | list | tuple) else change(name, value))
+def _map_leaves(root: Any, change: Callable[[str, Any], Any], names: Names | None = None) -> Any:
+    def changed(name: str, value: Any) -> Any:
+        return value if isinstance(value, dict | list | tuple) else change(name, value)
+
+    return map_tree(root, changed, names=names)
+
+
+def _own_names(root: Any) -> dict[str, Any]:
+    """Return what is in containers by names that no two things share, as those of the layout may."""
+    leaves: dict[str, Any] = {}
+
+    def note(name: str, leaf: Any) -> Any:
+        leaves[name] = leaf
+        return leaf
+
+    _map_leaves(root, note, noted_names())
+    return leaves
 
 
 def _path_of(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:

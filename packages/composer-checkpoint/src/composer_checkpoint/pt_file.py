@@ -16,7 +16,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from composer_checkpoint._damaged_headers import naming_tensors
-from composer_checkpoint._encoding import decode, encode
+from composer_checkpoint._encoding import decode, encode, noted_in, notes_of
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._finite import PassingWeights, weight_names
 from composer_checkpoint._mapped_file import MappedFile
@@ -33,7 +33,6 @@ __all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "save_pt", "verif
 
 log = getLogger(__name__)
 
-_ENCODED = "encoded"
 _MAX_NAMES = 10
 _MAX_NAME_CHARS = 500
 
@@ -52,7 +51,7 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
     plain, kinds = encode(obj)
     if not allow_untrusted:
         refuse_more_than_data(plain, path)
-    manifest, rehearsal = write_pt(plain, path, {**info, _ENCODED: kinds} if kinds else info, hash_name)
+    manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
         held = f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES])}"
         if not allow_untrusted:
@@ -74,9 +73,7 @@ def load_pt(
     if verify:
         finite = _verify_payload(reader, contents, MappedFile(reader) if mmap else None)  # as the tensors will be
     obj = load_checked(reader.own_path, map_location=map_location, mmap=mmap, trusted=trusted)
-    manifest = contents.manifest
-    kinds = {} if manifest is None else manifest.info.get(_ENCODED, {})
-    return decode(obj, kinds if isinstance(kinds, dict) else {}), manifest, finite
+    return decode(obj, *noted_in(contents.manifest)), contents.manifest, finite
 
 
 def verify_pt(reader: FileReader) -> Manifest | None:

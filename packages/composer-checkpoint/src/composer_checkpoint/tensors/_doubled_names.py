@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 
-from composer_checkpoint._joined_names import by_joined_names
+from composer_checkpoint._joined_names import refuse_doubled
 from composer_checkpoint.sharded._entries import refuse_unfit_entries
 from composer_checkpoint.tensors.source import StoredTensor
 
@@ -25,4 +25,4 @@ def refuse_doubled_names(tree: Any, target: Literal["dcp", "local"]) -> None:
     if target == "dcp":
         refuse_unfit_entries(tree, (StoredTensor, torch.Tensor))
     else:
-        by_joined_names(tree, object, "/", "per-rank files")
+        refuse_doubled(tree, (StoredTensor, torch.Tensor), "/", "the layout of per-rank files")

@@ -12,11 +12,7 @@ from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.pointers import read_pointer
 from composer_checkpoint.tensors.local_source import layout_of, open_local_source
 from composer_checkpoint.tensors.pt_source import open_pt_source
-from composer_checkpoint.tensors.safetensors_source import (
-    open_index_source,
-    open_safetensors_source,
-    refuse_two_files,
-)
+from composer_checkpoint.tensors.safetensors_source import meant_of, open_index_source, open_safetensors_source
 from composer_checkpoint.tensors.sharded_source import open_sharded_source
 from composer_checkpoint.tensors.source import TensorSource
 from composer_checkpoint.tensors.zero_source import Weights, find_zero_folder, open_zero_source
@@ -184,8 +180,7 @@ def _open_bin_shards(index: Path) -> TensorSource:
             if not path.exists():
                 raise CorruptCheckpointError(f"{index.parent} lacks the shard {shard}. Bring the file back.")
             source = opened.enter_context(open_pt_source(os.fspath(path)))
-            refuse_two_files(index, shard, source.tensors, tensors)
-            tensors |= source.tensors
+            tensors |= meant_of(index, shard, source.tensors, tensors, listed)
             files[shard] = source.size_bytes
         whole = TensorSource("pt", tensors, sum(files.values()), files=files)
         whole.missing = tuple(sorted(listed.keys() - tensors.keys()))

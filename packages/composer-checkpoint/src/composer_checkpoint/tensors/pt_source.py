@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import torch
 
-from composer_checkpoint._encoding import decode, noted_names
+from composer_checkpoint._encoding import decode, noted_in
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._formats import format_of
 from composer_checkpoint._legacy_pt import read_legacy_bytes
 from composer_checkpoint._pickle_calls import Call
 from composer_checkpoint._pickled_arrays import plain_array
 from composer_checkpoint._rehearsal import Dtype, Rehearsal, SparseSpec, TensorSpec, rehearse
-from composer_checkpoint._tree import map_tree
+from composer_checkpoint._tree import Names, map_tree
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.pt_file import open_pt
@@ -75,9 +75,9 @@ def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> torch.Tensor
 def _source(
     reader: FileReader, rehearsal: Rehearsal, offsets: Mapping[str, int], manifest: Manifest | None
 ) -> TensorSource:
-    encoded = {} if manifest is None else manifest.info.get("encoded", {})
+    kinds, names = noted_in(manifest)
     tree = _plain(rehearsal.tree, lambda spec: _stored(reader, offsets, spec))
-    tree = decode(_arrays_back(tree, encoded), encoded if isinstance(encoded, dict) else {})
+    tree = decode(_arrays_back(tree, kinds, names), kinds, names)
     source = TensorSource(
         "pt", tree, reader.size_bytes, manifest, unsafe_globals=tuple(sorted(rehearsal.unknown_globals))
     )
@@ -85,16 +85,16 @@ def _source(
     return source
 
 
-def _arrays_back(tree: Any, encoded: Any) -> Any:
+def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]) -> Any:
     """Read the tensors that stand for NumPy arrays, which are small and are turned back."""
-    if not isinstance(encoded, dict) or "ndarray" not in encoded.values():
+    if "ndarray" not in kinds.values():
         return tree
 
     def change(name: str, value: Any) -> Any:
-        is_array = isinstance(value, StoredTensor) and encoded.get(name) == "ndarray"
+        is_array = isinstance(value, StoredTensor) and kinds.get(name) == "ndarray"
         return value.read() if is_array else value
 
-    return map_tree(tree, change, shared=True, names=noted_names())
+    return map_tree(tree, change, shared=True, names=names())
 
 
 def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) -> StoredTensor:

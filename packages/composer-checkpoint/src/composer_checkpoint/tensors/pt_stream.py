@@ -24,7 +24,7 @@ from torch._utils import (
     _rebuild_tensor_v3,  # pyright: ignore[reportPrivateUsage]
 )
 
-from composer_checkpoint._encoding import encode
+from composer_checkpoint._encoding import encode, notes_of
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._more_than_data import more_than_data
 from composer_checkpoint._pt_seal import EMPTY_SEAL, PAYLOAD_FOLDER, seal
@@ -96,7 +96,7 @@ def stream_pt(
         tensor([1., 1.])
     """
     plain, kinds = encode(tree)
-    notes = {"torch_version": str(torch.__version__), **(info or {}), **({"encoded": kinds} if kinds else {})}
+    notes = {"torch_version": str(torch.__version__), **(info or {}), **notes_of(kinds)}
     pickled, storages = _pickle(plain)
     rehearsal = rehearse(pickled, record_unknown=True)
     if rehearsal.unknown_globals:

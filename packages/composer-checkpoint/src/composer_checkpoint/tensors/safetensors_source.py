@@ -2,7 +2,7 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from composer_checkpoint.safetensors_index import read_index
 from composer_checkpoint.tensors.pt_source import read_bytes
 from composer_checkpoint.tensors.source import StoredTensor, TensorSource
 
-__all__ = ["open_index_source", "open_safetensors_source", "refuse_two_files"]
+__all__ = ["meant_of", "open_index_source", "open_safetensors_source"]
 
 
 def open_safetensors_source(path: str) -> TensorSource:
@@ -47,6 +47,7 @@ def open_index_source(path: str) -> TensorSource:
         UnsafeCheckpointError: If it names a file outside its own folder.
     """
     index = read_index(path)
+    weight_map = {name: shard for shard, names in index.shards.items() for name in names}
     source = TensorSource("safetensors", {}, 0, index.manifest)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, int] = {}
@@ -62,36 +63,42 @@ def open_index_source(path: str) -> TensorSource:
             source.on_close(reader)
             found, _ = _tensors_of(reader)
             files[shard] = reader.size_bytes
-            refuse_two_files(path, shard, found, tensors)
-            tensors |= found
+            tensors |= meant_of(path, shard, found, tensors, weight_map)
     except BaseException:
         source.close()
         raise
-    promised = {name for names in index.shards.values() for name in names}
     source.tree, source.tensors = tensors, tensors
     source.size_bytes, source.files = sum(files.values()), files
-    source.missing = tuple(sorted(promised - tensors.keys()))
+    source.missing = tuple(sorted(weight_map.keys() - tensors.keys()))
     return source
 
 
-def refuse_two_files(index: str | os.PathLike[str], shard: str, found: Iterable[str], earlier: Container[str]) -> None:
-    """Refuse a tensor of a file that an earlier one has, too: nobody knows which of them is meant.
+def meant_of(
+    index: str | os.PathLike[str],
+    shard: str,
+    found: Mapping[str, StoredTensor],
+    earlier: Container[str],
+    weight_map: Mapping[str, str],
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a file without those that the index has in another one.
 
     Args:
         index: Which names the files.
         shard: The file.
-        found: The names in it.
+        found: What is in it, by name.
         earlier: The names in those before.
+        weight_map: The file of each name that the index lists.
 
     Raises:
-        CorruptCheckpointError: If there is one.
+        CorruptCheckpointError: If two files have one tensor, and the index does not say which of them is meant.
     """
     for name in found:
-        if name in earlier:
+        if name in earlier and name not in weight_map:
             raise CorruptCheckpointError(
-                f"{os.fspath(index)} names {shard}, which has a tensor {name!r:.200} that a file before it has, too. "
-                f"Remove what is of another save, or use another checkpoint."
+                f"{os.fspath(index)} names {shard}, which has a tensor {name!r:.200} that a file before it has, too, "
+                f"and does not say which of them is meant. Add it to the weight_map, or use another checkpoint."
             )
+    return {name: tensor for name, tensor in found.items() if weight_map.get(name, shard) == shard}
 
 
 def _tensors_of(reader: FileReader) -> tuple[dict[str, StoredTensor], Manifest | None]:
