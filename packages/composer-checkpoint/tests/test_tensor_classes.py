@@ -6,6 +6,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from composer_checkpoint import UnsafeCheckpointError, save_sharded
 from composer_checkpoint.sharded import load_sharded
+from composer_dist.testing import run_ranks
 
 
 class Labelled(torch.Tensor):
@@ -24,3 +25,22 @@ def test_one_made_of_other_tensors_is_refused_by_name_and_nothing_is_left(tmp_pa
     with pytest.raises(UnsafeCheckpointError, match="w \\(a tensor of the class TwoTensor\\)"):
         save_sharded({"w": TwoTensor(torch.ones(2), torch.ones(2))}, tmp_path / "ep1")
     assert not list(tmp_path.iterdir())
+
+
+def save_on_its_way(folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.no_grad():
+        shards = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        on_its_way = shards.redistribute(mesh, [Replicate()], async_op=True).to_local()
+    save_sharded({"w": on_its_way}, folder)
+    return type(on_its_way).__name__
+
+
+def test_what_a_collective_has_yet_to_bring_is_waited_for(tmp_path):
+    assert run_ranks(save_on_its_way, tmp_path / "ep1", store=tmp_path / "store") == ["AsyncCollectiveTensor"] * 2
+    state = {"w": torch.zeros(4)}
+    load_sharded(state, tmp_path / "ep1")
+    assert torch.equal(state["w"], torch.arange(4.0))

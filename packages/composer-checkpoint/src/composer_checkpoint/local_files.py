@@ -80,8 +80,8 @@ def save_local(
 
     Raises:
         ValueError: If there are several ranks and no `{rank}` in the path.
-        IncompatibleCheckpointError: On all ranks, before anything is written, if two things of any have one name once
-            the keys on the way to them are joined by slashes.
+        IncompatibleCheckpointError: On all ranks, before anything is written, if a DTensor of any has the name of
+            another thing once the keys on the way to them are joined by slashes.
         CheckpointError: On all ranks, if any of them cannot write its file, or takes too long. What was there before
             is untouched.
 

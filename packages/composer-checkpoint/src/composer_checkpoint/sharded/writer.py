@@ -270,6 +270,8 @@ def _plain(tensor: torch.Tensor, name: str, file_name: str) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
         return tensor
     if hasattr(tensor, "__tensor_flatten__"):  # its elements are in other tensors
+        tensor = tensor.clone()  # that of what a collective has yet to bring waits for it, and is of torch's own class
+    if hasattr(tensor, "__tensor_flatten__"):
         raise more_than_data(file_name, f"{name} (a tensor of the class {type(tensor).__qualname__})")
     return tensor.as_subclass(torch.Tensor)
 
