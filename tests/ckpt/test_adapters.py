@@ -16,18 +16,19 @@ CONFIGS = {
     "plain": {"r": 4, "lora_alpha": 8, "fan_in_fan_out": True},
     "scaled": {"r": 4, "lora_alpha": 8, "use_rslora": True, "fan_in_fan_out": True},
     "embedding": {"r": 2, "lora_alpha": 3, "target_modules": ["wte"]},
+    "biases": {"r": 4, "lora_alpha": 8, "fan_in_fan_out": True, "bias": "lora_only"},
 }
 
 
-def adapted(make_model, name):
+def adapted(make_model, name, adapter_name="default"):
     config = peft.LoraConfig(**{"target_modules": ["c_attn"], "task_type": "CAUSAL_LM", **CONFIGS[name]})
     model = make_model("gpt2")
     described = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    model = peft.get_peft_model(model, config)
+    model = peft.get_peft_model(model, config, adapter_name=adapter_name)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "lora_" in key:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
     values = json.loads(
         json.dumps(config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value))
@@ -87,6 +88,31 @@ def test_an_adapter_alone_finds_its_base_where_it_is_told(make_model, ckpt, tmp_
     expected = model.merge_and_unload().state_dict()
     found = load_safetensors(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_biases_that_were_trained_with_an_adapter_are_added_to_its_base(make_model, ckpt, tmp_path):
+    model, content = adapted(make_model, "biases")
+    make_model("gpt2").save_pretrained(tmp_path / "base")
+    trained = {f"model.{key}" for key, parameter in model.named_parameters() if parameter.requires_grad}
+    weights = content["state"]["model"]
+    content["state"]["model"] = {key: tensor for key, tensor in weights.items() if key in trained}
+    save_file(content, tmp_path / "ep1.pt")
+    code, told = ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out", "--peft", "merge")
+    assert (code, "--base-model" in told["error"]["message"]) == (1, True)
+    arguments = ["--peft", "merge", "--base-model", tmp_path / "base"]
+    assert ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out", *arguments)[0] == 0
+    expected = model.merge_and_unload().state_dict()
+    found = load_safetensors(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_an_adapter_of_another_name_is_not_written_as_one_without_weights(make_model, ckpt, tmp_path):
+    _, content = adapted(make_model, "plain", adapter_name="mine")
+    save_file(content, tmp_path / "ep1.pt")
+    code, told = ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out")
+    assert code == 1
+    assert "no weights of an adapter called 'default'" in told["error"]["message"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_comes_back_from_its_folder(make_model, ckpt, tmp_path):

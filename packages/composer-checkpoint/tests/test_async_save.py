@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.errors import CheckpointConflictError, CheckpointError
-from composer_checkpoint.files import load_file
+from composer_checkpoint.files import load_file, save_file
 from composer_checkpoint.sharded import load_sharded, verify_folder
 from composer_dist.testing import run_ranks
 
@@ -223,3 +223,32 @@ def test_a_failure_on_one_rank_is_raised_at_the_same_step_on_all(tmp_path, shard
     first, second = run_ranks(fail_on_rank_one, tmp_path / "ep0", sharded, store=tmp_path / "store")
     assert first == second
     assert "the pointer's disk is gone" in first[1]
+
+
+ODD = {
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "csc": lambda: torch.eye(3).to_sparse_csc(),
+    "coo with a graph": lambda: torch.eye(3).to_sparse().requires_grad_() * 2,
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(3.0), 0.5, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD.keys())
+def test_what_has_no_plain_copy_is_saved_as_in_the_foreground(make, tmp_path):
+    with AsyncSaver() as saver:
+        saver.save({"odd": make(), "w": torch.ones(2)}, tmp_path / "async.pt")
+    save_file({"odd": make(), "w": torch.ones(2)}, tmp_path / "now.pt")
+    one, other = (load_file(tmp_path / name)["odd"] for name in ("async.pt", "now.pt"))
+    assert (one.layout, one.dtype) == (other.layout, other.dtype)
+    dense = [tensor.dequantize() if tensor.is_quantized else tensor.to_dense() for tensor in (one, other)]
+    assert torch.equal(*dense)
+
+
+def test_a_save_in_inference_mode_is_one(tmp_path):
+    with torch.inference_mode(), AsyncSaver() as saver:
+        saver.save({"w": torch.ones(2)}, tmp_path / "ep1.pt")
+    assert torch.equal(load_file(tmp_path / "ep1.pt")["w"], torch.ones(2))

@@ -18,7 +18,7 @@ from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
 from composer_hf.metadata import HuggingFaceMetadata
 
-__all__ = ["has_base", "merge_adapters"]
+__all__ = ["has_base", "merge_adapters", "of_other_adapters"]
 
 _BASE = "model.base_model.model."
 _PREFIX = "model."
@@ -29,8 +29,18 @@ Weights = dict[str, StoredTensor]
 
 
 def has_base(weights: Iterable[str]) -> bool:
-    """Say whether there are weights besides those of an adapter."""
-    return any("lora_" not in name and ".modules_to_save." not in name for name in weights)
+    """Say whether there are weights besides those of an adapter, with which biases may be trained and saved."""
+    return any(not _is_adapters(name) and not name.endswith(".bias") for name in weights)
+
+
+def of_other_adapters(weights: Iterable[str]) -> list[str]:
+    """Return the names of an adapter's weights that are of none called `default`."""
+    known = re.compile(rf".*\.(?:(?:{'|'.join(_KINDS)})\.{_ADAPTER}(?:\.weight)?|modules_to_save\.{_ADAPTER}\..+)")
+    return [name for name in weights if _is_adapters(name) and not known.fullmatch(name)]
+
+
+def _is_adapters(name: str) -> bool:
+    return "lora_" in name or ".modules_to_save." in name
 
 
 def merge_adapters(
@@ -50,10 +60,13 @@ def merge_adapters(
     config = metadata.peft_config or {}
     _check_kind(config, weights)
     _refuse_other_adapters(weights)
-    base = renamed_by({name: tensor for name, tensor in weights.items() if has_base([name])}, _plain_name)
+    base = renamed_by({name: tensor for name, tensor in weights.items() if not _is_adapters(name)}, _plain_name)
     if options.base_model is not None:
+        trained = {name: tensor for name, tensor in base.items() if name.endswith(".bias")}
         base, metadata = _base_at(options, metadata, stack)
-    if not base:
+        if config.get("bias", "none") != "none":  # they were trained with the adapter
+            base |= trained
+    if not has_base(base):
         raise IncompatibleCheckpointError(
             f"{options.source} has the adapter's weights alone. Give --base-model PATH with the model that was "
             f"adapted, or write the adapter with --peft adapter."
@@ -74,9 +87,7 @@ def merge_adapters(
 
 
 def _refuse_other_adapters(weights: Iterable[str]) -> None:
-    known = re.compile(rf".*\.(?:(?:{'|'.join(_KINDS)})\.{_ADAPTER}(?:\.weight)?|modules_to_save\.{_ADAPTER}\..+)")
-    others = [name for name in weights if not has_base([name]) and not known.fullmatch(name)]
-    if others:
+    if others := of_other_adapters(weights):
         raise IncompatibleCheckpointError(
             f"the checkpoint has {counted(len(others), 'weight')} of no adapter called {_ADAPTER!r}, which alone is "
             f"added: {', '.join(others[:_MAX_NAMES])}. Leave them out with --exclude, or merge with peft."
@@ -85,9 +96,11 @@ def _refuse_other_adapters(weights: Iterable[str]) -> None:
 
 def _check_kind(config: Mapping[str, Any], weights: Iterable[str]) -> None:
     kind = str(config.get("peft_type", "")).upper()
-    if kind != "LORA" or config.get("use_dora") or any("lora_magnitude_vector" in name for name in weights):
+    is_dora = config.get("use_dora") or any("lora_magnitude_vector" in name for name in weights)
+    if kind != "LORA" or is_dora or config.get("lora_bias"):
+        told = kind if kind != "LORA" else "DoRA" if is_dora else "LoRA with biases of its own (lora_bias)"
         raise IncompatibleCheckpointError(
-            f"the adapter is {'DoRA' if kind == 'LORA' else kind}, and only plain LoRA is added to its base. Write it "
+            f"the adapter is {told}, and only plain LoRA is added to its base. Write it "
             f"with --peft adapter, and merge it with peft."
         )
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from composer_checkpoint import CorruptCheckpointError, verify_file
+from composer_checkpoint import CorruptCheckpointError, IncompatibleCheckpointError, verify_file
 from composer_checkpoint.tensors import StoredTensor, TensorSource, plan_shards, refuse_sparse, stream_pt, stream_shards
 from composer_ckpt.descriptions import metadata_of
-from composer_ckpt.lora import has_base, merge_adapters
+from composer_ckpt.lora import has_base, merge_adapters, of_other_adapters
 from composer_ckpt.outcomes import MismatchError, UsageError
 from composer_ckpt.plans import Plan, Progress
 from composer_ckpt.selection import refuse_doubles, renamed_by
@@ -28,6 +28,7 @@ __all__ = ["plan_folder", "with_adapter"]
 
 _PREFIX = "model."
 _WHOLE = 1 << 62
+_MAX_NAMES = 5
 _ADAPTER, _MODEL = "adapter_model", "model"
 Weights = dict[str, StoredTensor]
 
@@ -64,6 +65,8 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
         renamed_by(weights, published_name)  # refuses what would be taken for one
         pieces = plan_weights(_on_meta(weights), metadata, trust_remote_code=options.trust_remote_code)
         published, dropped = _published(pieces, weights), _dropped(pieces)
+    if is_adapter:
+        notes += _notes_on_other_adapters(published, weights, options)
     name = _ADAPTER if is_adapter else _MODEL
     files = plan_shards(published, _WHOLE if is_adapter else options.max_shard_size or DEFAULT_SHARD_BYTES, name)
     if options.format == "bin":
@@ -92,6 +95,17 @@ def _notes_on_adapters(metadata: HuggingFaceMetadata, options: argparse.Namespac
         given = "--peft adapter" if options.peft == "adapter" else f"--base-model {options.base_model!r}"
         raise UsageError(f"{given} is for adapters, and {options.source} is of a model without one. Leave it out.")
     return ["there is no adapter to merge"] if options.peft == "merge" else []
+
+
+def _notes_on_other_adapters(published: Weights, weights: Weights, options: argparse.Namespace) -> list[str]:
+    others = of_other_adapters(weights)
+    listed = ", ".join(others[:_MAX_NAMES])
+    if not published:
+        raise IncompatibleCheckpointError(
+            f"{options.source} has no weights of an adapter called 'default', which alone is written, but of others: "
+            f"{listed}. Rename them with --rename, or save the adapter with peft."
+        )
+    return [f"left out, since they are of other adapters than 'default': {listed}"] if others else []
 
 
 def _refuse_options_of_bases(options: argparse.Namespace) -> None:

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 from composer._former_modules import FormerModules
 from composer._lazy import lazy_face
 
+# Behind all other finders: it slows nothing down that exists. At once, since other threads may import what is below.
+if FormerModules not in sys.meta_path:
+    sys.meta_path.append(FormerModules)
+
 if TYPE_CHECKING:
     from composer._version import __version__ as __version__
     from composer.trainer.trainer import Trainer as Trainer
@@ -80,7 +84,3 @@ __getattr__, __dir__ = lazy_face(
         "utils",
     ],
 )
-
-# Behind all other finders: it slows nothing down that exists.
-if FormerModules not in sys.meta_path:
-    sys.meta_path.append(FormerModules)

@@ -46,7 +46,8 @@ class StagingArea:
         known = self._buffers.get(name)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        with torch.inference_mode(False):  # another thread, which is not in that mode, copies into it
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class Snapshot:

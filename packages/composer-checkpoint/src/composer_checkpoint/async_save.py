@@ -288,14 +288,17 @@ class AsyncSaver:
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
     ) -> Callable[[Path], None]:
         """Copy what a file shall hold, and return what writes the copy."""
-        tensors = {name: leaf for name, leaf in named_leaves(state_dict, torch.Tensor) if leaf.layout == torch.strided}
+        leaves = dict(named_leaves(state_dict, torch.Tensor))
+        tensors = {name: leaf for name, leaf in leaves.items() if _has_room(leaf)}
         # Tensors of the same elements, such as tied weights, are copied once and stay one in the file.
         first_names: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
             first_names.setdefault(storage_key(tensor), name)
         snapshot = self._staging.snapshot({name: tensors[name] for name in first_names.values()}, may_wait)
         copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
-        copied = copy.deepcopy(dict(state_dict), copies)  # with sparse tensors, of which there are no buffers
+        # Of the others, as sparse ones, there are no buffers, and not all can be copied deeply.
+        copies |= {id(t): t.detach().clone() for name, t in leaves.items() if name not in tensors}
+        copied = copy.deepcopy(dict(state_dict), copies)
         self._snapshot = snapshot
 
         def write(path: Path) -> None:
@@ -329,6 +332,11 @@ class _SnapshotPlanner(DefaultSavePlanner):
         self._snapshot.complete()
         name = _name(write_item)
         return self._pickled[name] if name in self._pickled else self._snapshot.copies[name]
+
+
+def _has_room(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor of its shape and dtype is room for a copy."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:

@@ -355,3 +355,16 @@ def test_a_model_inside_another_one_keeps_its_place():
         assert_same(set(state), set(outer.state_dict(keep_vars=True)))
         outer.load_state_dict(state)
     assert_same(dict(sorted(state.items())), dict(sorted(outer.state_dict().items())))
+
+
+def test_a_copy_made_inside_a_context_loads_as_any_model_does_afterwards(monkeypatch):
+    def fail(*_):
+        raise AssertionError("The copy is in no context, and asks no other rank.")
+
+    model = nn.Linear(2, 2)
+    with fsdp_state_dict_type_context(model, "full"):
+        copied = copy.deepcopy(model)
+    weights = {name: torch.full_like(weight, 3.0) for name, weight in model.state_dict().items()}
+    monkeypatch.setattr("composer_checkpoint.modular.state_dict_types._on_all_ranks", fail)
+    copied.load_state_dict(weights)
+    assert all(torch.equal(weight, weights[name]) for name, weight in copied.state_dict().items())

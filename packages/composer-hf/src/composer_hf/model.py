@@ -245,7 +245,7 @@ class HuggingFaceModel(ComposerModel):
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is not None:
             kwargs.setdefault("pad_token_id", pad)
-        with as_written(self.model) if self._came_compiled else nullcontext():
+        with as_written(self.model) if getattr(self, "_came_compiled", False) else nullcontext():
             return self.model.generate(input_ids=input_ids, **kwargs)
 
     def get_metadata(self) -> dict[str, Any]:

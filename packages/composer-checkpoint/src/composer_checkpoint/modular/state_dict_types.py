@@ -172,6 +172,8 @@ def _give(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) ->
 
 def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Put what a module loads by itself in the place of what it was given."""
+    if _types.get(module) is None:  # a copy that was made of a module in a context has its hooks, too
+        return
     given = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     wrapper = _prefix_of_wrappers(module)
     with _type_of(module, None):
