@@ -19,7 +19,7 @@ def test_the_example_reads_unseen_digits_and_says_where_its_results_are(root, tm
     said = re.fullmatch(r"seed 23: (\d+\.\d)% of 500 held-out digits read right; results in (\S+)", result)
     assert said
     assert json.loads((tmp_path / "seed-23/status.json").read_text())["status"] == "finished"
-    assert '"name": "digits-23"' in Path(page.split()[-1]).read_text()
+    assert '"name":"digits-23"' in Path(page.split()[-1]).read_text()
     assert float(said[1]) >= 97
     result = json.loads((tmp_path / "seed-23/result.json").read_text())
     assert f"{result['held_out_accuracy']:.1%}" == f"{said[1]}%"

@@ -12,7 +12,9 @@ from composer_fsdp.mixed_precision import resolve_dtypes
 __all__ = ["BACKWARD_PREFETCH_MAP", "SHARDING_MAP", "get_mixed_precision"]
 
 SHARDING_MAP: dict[str, ShardingStrategy] = dict(ShardingStrategy.__members__)
+"""How FSDP's first version shards, by the names that settings have for it."""
 BACKWARD_PREFETCH_MAP: dict[str, BackwardPrefetch | None] = {"NONE": None, **BackwardPrefetch.__members__}
+"""When FSDP's first version gathers what the backward pass needs next, by the names that settings have for it."""
 
 
 def get_mixed_precision(
