@@ -53,21 +53,22 @@ class Kept(LoggerDestination):
 
 
 def train(model, monitor, **arguments):
-    data = TensorDataset(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES, dtype=torch.long))
     kept = Kept()
-    with Trainer(
-        model=model,
-        train_dataloader=DataLoader(data, batch_size=BATCH_SIZE),
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        max_duration="1ep",
-        callbacks=monitor,
-        loggers=kept,
-        progress_bar=False,
-        device="cpu",
-        **arguments,
-    ) as trainer:
+    with make_trainer(model, monitor, kept, **arguments) as trainer:
         trainer.fit()
     return kept
+
+
+def make_trainer(model, monitor, kept, **arguments):
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES, dtype=torch.long))
+    settings = {
+        "train_dataloader": DataLoader(data, batch_size=BATCH_SIZE),
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.1),
+        "max_duration": "1ep",
+        "progress_bar": False,
+        "device": "cpu",
+    }
+    return Trainer(model, callbacks=monitor, loggers=kept, **settings | arguments)
 
 
 def at(monitor, seconds, samples=0, tokens=0, model=None):
@@ -215,17 +216,7 @@ def test_a_training_that_begins_anew_has_a_speed_of_its_own_also_where_its_first
             return super().forward(batch)
 
     model, kept = Slow(), Kept()
-    data = TensorDataset(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES, dtype=torch.long))
-    with Trainer(
-        model=model,
-        train_dataloader=DataLoader(data, batch_size=BATCH_SIZE),
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        max_duration="4ba",
-        callbacks=SpeedMonitor(window_size=2),
-        loggers=kept,
-        progress_bar=False,
-        device="cpu",
-    ) as trainer:
+    with make_trainer(model, SpeedMonitor(window_size=2), kept, max_duration="4ba") as trainer:
         trainer.fit()
         kept.metrics.clear()
         model.delay_s = 0.2  # longer than all of the former training
@@ -237,17 +228,7 @@ def test_a_training_that_begins_anew_has_a_speed_of_its_own_also_where_its_first
 
 def test_the_monitor_keeps_no_model_and_sees_what_a_model_learns_to_count_between_trainings():
     model, monitor, kept = Model(), SpeedMonitor(window_size=2), Kept()
-    data = TensorDataset(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES, dtype=torch.long))
-    with Trainer(
-        model=model,
-        train_dataloader=DataLoader(data, batch_size=BATCH_SIZE),
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        max_duration="4ba",
-        callbacks=monitor,
-        loggers=kept,
-        progress_bar=False,
-        device="cpu",
-    ) as trainer:
+    with make_trainer(model, monitor, kept, max_duration="4ba") as trainer:
         trainer.fit()
         assert not any(value is model for value in vars(monitor).values())
         model.flops_per_batch = lambda batch: 96
