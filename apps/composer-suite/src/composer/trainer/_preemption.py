@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from composer.trainer import _termination as termination
 from composer.trainer._stop_agreement import StopAgreement
 from composer_dist import get_global_rank, get_world_size
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Preemption"]
 
-# SIGUSR1 is what schedulers such as Slurm can send some time before their SIGTERM. Windows does not have it.
-_SIGNALS = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])
+_SIGNALS = [*termination.SIGNALS, signal.SIGINT]
+# Handlers that would end the process before the batch has.
+_NOT_CALLED = (signal.default_int_handler, termination.end)
 
 # The name that `python_log_level` of a Trainer reaches.
 _log = logging.getLogger("composer.trainer.trainer")
@@ -104,7 +106,7 @@ class Preemption:
         if self._received is None:
             self._received = signum
         handler = self._previous[signum]
-        if callable(handler) and handler is not signal.default_int_handler:
+        if callable(handler) and handler not in _NOT_CALLED:
             handler(signum, frame)
 
     def _is_agreed(self) -> bool:

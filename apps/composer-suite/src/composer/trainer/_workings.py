@@ -11,6 +11,7 @@ from composer.trainer import _checkpoints as checkpoints
 from composer.trainer import _distributed as distributed
 from composer.trainer import _schedules as schedules
 from composer.trainer import _sharding as sharding
+from composer.trainer import _termination as termination
 from composer.trainer._autocast import make_autocast
 from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
@@ -92,6 +93,7 @@ class Workings:
         self.position = DataPosition.attach(self.state, given.spin_dataloaders)
         self.logger = Logger(self.state, parts.destinations)
         self.engine = Engine(self.state, self.logger, given.algorithm_passes)
+        termination.take_signals(self.engine)
         self._take_model(parts.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)
         self._clock = Clock()

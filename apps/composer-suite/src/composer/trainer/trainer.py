@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from composer.trainer import _distributed as distributed
 from composer.trainer import _export as export
 from composer.trainer import _sharding as sharding
+from composer.trainer import _termination as termination
 from composer.trainer._argument_kinds import to_plain
 from composer.trainer._blame import name_stage
 from composer.trainer._destinations import record_failure
@@ -259,7 +260,7 @@ class Trainer:
         try:
             self._workings.begin(given, parts)
         except BaseException:
-            self.engine.close()  # nobody else can: there will be no Trainer to close
+            termination.close(self.engine)  # nobody else can: there will be no Trainer to close
             raise
         if given.auto_log_hparams:
             self.local_hparams = self._workings.local_hparams
@@ -462,8 +463,10 @@ class Trainer:
 
         The ranks wait for each other, unless this one has failed and leaves the others behind.
         """
-        self.engine.close()
-        self._workings.plan.close()
+        try:
+            termination.close(self.engine)
+        finally:
+            self._workings.plan.close()
         if not self._has_failed:
             dist.barrier()
 
