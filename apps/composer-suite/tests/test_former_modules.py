@@ -7,6 +7,7 @@ import sys
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 
@@ -176,6 +177,31 @@ def test_a_name_that_is_gone_says_what_takes_its_place(name, instead):
     module, _, name = name.rpartition(".")
     with pytest.raises(ImportError, match=rf"{name} is gone: .*{instead}"):
         exec(f"from {module} import {name}")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("composer.models", "bert"),
+        ("composer.models", "MMDetModel"),
+        ("composer.metrics.nlp", "InContextLearningExpectedCalibrationError"),
+        ("composer.utils", "using_torch_2"),
+    ],
+)
+def test_who_asks_whether_a_name_is_there_learns_that_it_is_not(module, name):
+    face = import_module(module)
+    assert not hasattr(face, name)
+    assert getattr(face, name, None) is None
+    with pytest.raises(AttributeError, match=rf"{name} is gone: "):
+        getattr(face, name)
+    with mock.patch.object(face, name, 1, create=True):
+        assert getattr(face, name) == 1
+
+
+@pytest.mark.filterwarnings("ignore:composer.models.resnet is now:DeprecationWarning")
+def test_a_name_that_is_gone_says_so_at_a_former_address_too():
+    with pytest.raises(ImportError, match=r"ComposerResNet is gone: .*composer_resnet"):
+        exec("from composer.models.resnet import ComposerResNet")
 
 
 def test_metrics_of_the_tasks_that_are_left_out_are_imported_and_say_so_when_they_are_made():

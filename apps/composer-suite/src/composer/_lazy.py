@@ -4,10 +4,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from types import ModuleType
-from typing import NoReturn
+from opcode import opmap
+from types import FrameType, ModuleType
+from typing import Final, NoReturn
 
 from composer._former_modules import GONE
+
+_IMPORT_FROM: Final = opmap["IMPORT_FROM"]
 
 
 def lazy_face(
@@ -28,9 +31,9 @@ def lazy_face(
         submodules: The face's own modules that are reachable without an import of their own, as in
             `import composer; composer.utils.dist.get_world_size()`.
         renamed: From an old name to the new one with its module, `'composer.loss.DiceLoss'`. Using it warns.
-        removed: From a name that is gone to the sentence that says what takes its place. Using it raises
-            `ImportError`, since an `AttributeError` would lose that sentence in `from face import name`. Modules that
-            are gone need no mention here.
+        removed: From a name that is gone to the sentence that says what takes its place. `from face import name`
+            raises `ImportError`, since it would lose that sentence of an `AttributeError`, which is raised where
+            somebody looks for the name in another way. Modules that are gone need no mention here.
 
     Returns:
         The two functions, in this order.
@@ -51,7 +54,8 @@ def lazy_face(
             message = f"{face}.{name} is now called {new_names[name]}; the old name goes away in 1.0."
             warnings.warn(message, DeprecationWarning, stacklevel=2)
         elif hint := hints.get(name) or GONE.get(f"{face}.{name}"):
-            raise ImportError(f"{face}.{name} is gone: {hint}", name=face)
+            message = f"{face}.{name} is gone: {hint}"
+            raise ImportError(message, name=face) if _is_imported(sys._getframe(1)) else AttributeError(message)
         else:
             _raise_unknown(face, name, home.keys() | modules)
         setattr(sys.modules[face], name, value)
@@ -95,6 +99,16 @@ def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
                 setattr(target, name, value)
 
     sys.modules[face].__class__ = Face
+
+
+def _is_imported(asker: FrameType | None) -> bool:
+    """Say whether it is `from module import name` that looks for a name, and not `hasattr` or a dot."""
+    while asker is not None and asker.f_code.co_name == "__getattr__":  # of a module whose names are another's
+        asker = asker.f_back
+    if asker is None:
+        return False
+    by_package = asker.f_globals.get("__name__") == "importlib._bootstrap"  # which looks before it imports a submodule
+    return by_package or asker.f_code.co_code[asker.f_lasti] == _IMPORT_FROM
 
 
 def _raise_unknown(face: str, name: str, known: Iterable[str]) -> NoReturn:
