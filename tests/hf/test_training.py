@@ -277,3 +277,26 @@ def test_a_model_is_exported_for_inference(tmp_path):
 def test_a_misspelt_placeholder_of_the_folders_is_told():
     with pytest.warns(UserWarning, match=r"save_folder='\{run_nme\}' .* Did you mean \{run_name\}\?"):
         HuggingFaceCheckpointer("{run_nme}", "1ep")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+@pytest.mark.parametrize("compile_config", [None, {"backend": "eager"}], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("setting", [True, "selective"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_blocks_that_are_computed_again_train_to_the_same_weights(kind, compile_config, setting):
+    trained = []
+    for activation_checkpointing in (False, setting):
+        model = make_model(kind)
+        for module in model.modules():  # the backend for debugging computes again with other random numbers
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            elif isinstance(getattr(module, "dropout", None), float):
+                module.dropout = 0.0
+        trainer = make_trainer(
+            model, max_duration="2ba", activation_checkpointing=activation_checkpointing, compile_config=compile_config
+        )
+        trainer.fit()
+        trainer.close()
+        trained.append(model.state_dict())
+    plain, again = trained
+    torch.testing.assert_close(again, plain, rtol=0, atol=0)

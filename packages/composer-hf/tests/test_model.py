@@ -76,6 +76,16 @@ def test_outputs_without_logits_are_told(batch):
         model.eval_forward(batch)
 
 
+def test_a_cache_for_generation_is_kept_in_evaluation_and_where_it_is_asked_for(make_model, batch):
+    for name in ("gpt2", "llama", "t5"):
+        model = HuggingFaceModel(make_model(name))
+        assert model(batch).past_key_values is not None, name
+        model.train()
+        assert model(batch).past_key_values is None, name
+        model.model_forward_args |= {"use_cache"}
+        assert model({**batch, "use_cache": True}).past_key_values is not None, name
+
+
 def test_a_regression_has_one_number_for_each_sample(make_model, batch):
     model = HuggingFaceModel(make_model("bert classifier", num_labels=1), use_logits=True)
 

@@ -164,7 +164,11 @@ class HuggingFaceModel(ComposerModel):
                 f"dicts."
             )
         names = self.model_forward_args | self.extra_forward_args
-        return self.model(**{name: value for name, value in batch.items() if name in names})
+        arguments = {name: value for name, value in batch.items() if name in names}
+        if self.model.training and "use_cache" in names and arguments.get("past_key_values") is None:
+            # A cache for generation is of no use in training, and layers that are computed again would fill it twice.
+            arguments.setdefault("use_cache", False)
+        return self.model(**arguments)
 
     def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss that the model computed.
