@@ -8,6 +8,7 @@ from composer_dist import Precision
 from composer_fsdp import FSDPConfig, make_plan
 from composer_fsdp.fsdp1_settings import BACKWARD_PREFETCH_MAP, SHARDING_MAP, get_mixed_precision
 from composer_fsdp.mixed_precision import resolve_dtypes
+from composer_fsdp.unit_options import answer_of, check_options
 
 
 def plan_of(precision="amp_bf16", **settings):
@@ -25,6 +26,9 @@ def test_each_prefetch_is_the_setting_of_its_name(name):
     torchs = BACKWARD_PREFETCH_MAP[name]
     assert torchs is (None if name == "NONE" else BackwardPrefetch[name])
     assert plan_of(backward_prefetch=torchs) == plan_of(backward_prefetch=name)
+    options = answer_of(lambda module: {"backward_prefetch": torchs}, "layer", torch.nn.Linear(1, 1))
+    check_options("layer", options, plan_of())
+    assert options == {"backward_prefetch": name}
 
 
 @pytest.mark.parametrize("setting", ["FULL", "default", "PURE", {"param_dtype": "bf16", "buffer_dtype": "fp16"}])

@@ -57,7 +57,10 @@ def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bo
     if answer is None:
         return False
     if isinstance(answer, Mapping):
-        return {key: by_name(value) for key, value in answer.items()}
+        options = {key: by_name(value) for key, value in answer.items()}
+        if options.get("backward_prefetch", "") is None:  # as PyTorch's first version of FSDP says it
+            options["backward_prefetch"] = "NONE"
+        return options
     if isinstance(answer, bool):
         return answer
     raise TypeError(
