@@ -1,5 +1,6 @@
 """What somebody sees who launches a training in which one rank fails: the cause last, an end soon, nothing left."""
 
+import json
 import os
 import signal
 import subprocess
@@ -51,15 +52,21 @@ def marked(request):
         ("dataloader", "raised in the dataloader of epoch 0, batch 2 on rank 1"),
     ],
 )
-def test_the_failing_ranks_traceback_is_the_last_thing_said(fault, stage, marked):
+def test_the_failing_ranks_traceback_is_the_last_thing_said(fault, stage, marked, tmp_path):
     marker, environment = marked
-    run = launch(fault, env=environment)
+    run = launch(fault, env=environment | {"COMPOSER_RUNS": str(tmp_path)})
     assert run.returncode == 1
     said = (run.stdout + run.stderr).rstrip().splitlines()
     assert any(line.startswith("ArithmeticError: no ") for line in said[-4:]), said[-10:]
     assert stage in said[-1] or stage in said[-2] or stage in said[-3]
     assert "trained to the end" not in run.stdout
     assert processes_of(marker) == []
+    recorded = [json.loads(path.read_text())["error"] for path in tmp_path.glob("*/status.json")]
+    assert len(recorded) == 1
+    own, _, first = recorded[0].partition("Rank 1 failed first:\n")
+    assert "Traceback" in own
+    assert "ArithmeticError: no " in first
+    assert "ArithmeticError" not in own
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ class RunRecorder(LoggerDestination):
         self._plan: Plan | None = None
         self._reason: str | None = None
         self._failure: str | None = None
+        self._cause: str | None = None
         self._has_fit_failed = False
 
     @property
@@ -175,13 +176,23 @@ class RunRecorder(LoggerDestination):
         if event in _HEARD:
             super().run_event(event, state, logger)
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException, cause: str | None = None) -> None:
         """Write down what has ended training or an evaluation: nobody knows whether there will be time to close.
 
         It is forgotten when training begins again, that of an evaluation also when a later one ends well.
+
+        Args:
+            error: The exception.
+            cause: What has led to it elsewhere, such as the traceback of another rank.
         """
+        self._cause = cause
+        self._note(error)
+
+    def _note(self, error: BaseException) -> None:
         self._has_fit_failed |= self._is_fitting
         self._failure = "".join(traceback.format_exception(error))
+        if self._cause is not None:
+            self._failure += f"\n{self._cause}"
         try:
             self._flush("failed")
         except Exception as trouble:  # what training has failed of may keep values from being read, too
@@ -230,7 +241,7 @@ class RunRecorder(LoggerDestination):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
         self._is_fitting, self._has_fit_failed, self._plan = True, False, Plan(state)
-        self._reason = self._failure = None
+        self._reason = self._failure = self._cause = None
         self._settings |= fit_settings(state)
         self._flush("running")
 
@@ -282,7 +293,7 @@ class RunRecorder(LoggerDestination):
     def _end(self) -> None:
         assert self._lines is not None
         if (error := fatal_error(was_busy=self._is_fitting)) is not None:
-            self.note_failure(error)
+            self._note(error)
         was_stopped = self._is_fitting or self._reason is not None
         self._lines.close()
         self._write_facts("failed" if self._failure is not None else "stopped early" if was_stopped else "finished")

@@ -12,6 +12,7 @@ from composer.report.environment import recorder_of_environment
 from composer.report.recorder import RunRecorder
 from composer.trainer._arguments import how_to_make
 from composer.trainer._caller import level_of_user
+from composer.trainer._first_failure import first_failure_of_others
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.logger_destination import LoggerDestination
 
@@ -58,9 +59,10 @@ def record_failure(error: BaseException, state: State) -> None:
     end_open_spans = getattr(state.profiler, "end_open_spans", None)  # the engine asks less of a profiler than ours has
     if end_open_spans is not None:
         end_open_spans()
+    of_others = first_failure_of_others(error)
     for destination in state.callbacks:
         if isinstance(destination, RunRecorder):
-            destination.note_failure(error)
+            destination.note_failure(error, of_others)
 
 
 def _wants_console(given: Given) -> bool:

@@ -20,9 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import torch.distributed as tdist
-from torch.distributed import distributed_c10d
-
+from composer.trainer._store import open_store
 from composer_dist import get_global_rank, get_world_size
 
 __all__ = ["StopAgreement"]
@@ -96,8 +94,7 @@ class StopAgreement:
 
     def _watch(self) -> None:
         try:
-            # A client of its own, since the calls of one client wait for each other.
-            store = tdist.PrefixStore(self._key, _default_store().clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there
+            store = open_store(self._key)
             if self._is_asked(store):
                 self._is_closed = True
                 self._learn_last(store, str(self._entered))
@@ -156,8 +153,3 @@ class _NoAnswerError(Exception):
 
 def _key_of(rank: int) -> str:
     return f"entered/{rank}"
-
-
-def _default_store() -> Any:
-    # PyTorch keeps the store where the ranks met for itself; one of our own would need a port of its own.
-    return distributed_c10d._get_default_store()

@@ -14,6 +14,7 @@ from composer.trainer import _termination as termination
 from composer.trainer._argument_kinds import to_plain
 from composer.trainer._blame import name_stage
 from composer.trainer._destinations import record_failure
+from composer.trainer._first_failure import begin_stage
 from composer.trainer._fit_arguments import take_fit_arguments
 from composer.trainer._given import Given
 from composer.trainer._keywords import naming_unknown
@@ -482,6 +483,7 @@ class Trainer:
     @contextmanager
     def _failing_alone(self) -> Iterator[None]:
         """Say where this rank has failed, and remember it: it must not wait for others that may wait for it."""
+        begin_stage()
         try:
             yield
         except BaseException as error:
