@@ -1,10 +1,14 @@
+import copy
 import gc
+import itertools
+import pickle
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from composer_events import BufferedDestination, Logger, LoggerDestination, State, log_lazily
+from composer_events import BufferedDestination, Callback, Engine, Logger, LoggerDestination, State, log_lazily
 from composer_events.value_copies import restored
 from composer_time import Timestamp
 
@@ -167,11 +171,12 @@ def test_one_that_cannot_take_anything_is_refused():
         BufferedDestination()
 
 
-def test_one_that_fails_costs_the_others_nothing(state):
-    class Broken(Late):
-        def take_metrics(self, logged):
-            raise OSError("full")
+class Broken(Late):
+    def take_metrics(self, logged):
+        raise OSError("full")
 
+
+def test_one_that_fails_costs_the_others_nothing(state):
     first, last = Late(), Late()
     logger = Logger(state, [first, Broken(), last])
     logger.log_metrics({"loss": 0.5})
@@ -301,3 +306,171 @@ def test_calls_that_nobody_asks_for_do_not_grow(state):
         log_lazily(state, logger, divide, done, 2)
     assert 1000 - len(divide.asked) < 256
     assert late.metrics == [{"speed": done / 2} for done in range(len(late.taken))]
+
+
+def test_an_error_says_who_failed_to_take_what_and_not_only_who_asked():
+    class Asks(Late):
+        def batch_end(self, state, logger):
+            self.catch_up()
+
+    asks, other = Asks(), Late()
+    state = SimpleNamespace(
+        algorithms=[], callbacks=[other, Broken(), asks], timestamp=Timestamp(), dataloader=[1], max_duration="1ep"
+    )
+    engine = Engine(state)
+    engine.logger.log_metrics({"loss": 0.5})
+    state.timestamp = Timestamp(batch=4)
+    engine.logger.log_metrics({"loss": 0.25})
+    with pytest.raises(OSError, match="full") as raised:
+        engine.run_event("batch_end")
+    assert raised.value.__notes__ == [
+        "The destination Broken raised it while it took metrics that were logged up to batch 4. What else is named "
+        "here may only have asked for them.",
+        "raised by callback Asks on Event.BATCH_END (epoch 0, batch 4)",
+    ]
+    engine.close()
+    assert asks.metrics == other.metrics == [{"loss": 0.5}, {"loss": 0.25}]
+
+
+def test_others_get_everything_once_when_a_computation_is_interrupted(state):
+    def interrupt(now):
+        raise KeyboardInterrupt
+
+    late = Late()
+    logger = Logger(state, late)
+    logger.log_metrics({"loss": 0.5})
+    log_lazily(state, logger, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        late.catch_up()
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.5}]
+
+
+def test_new_destinations_take_over_though_an_old_one_fails(state):
+    late = Late()
+    logger = Logger(state, Broken())
+    logger.log_metrics({"loss": 0.5})
+    with pytest.raises(OSError, match="full"):
+        logger.destinations = late
+    logger.log_metrics({"loss": 0.25})
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.25}]
+
+
+class LogsWhenClosed(Callback):
+    def close(self, state, logger):
+        logger.log_metrics({"closed": 1})
+        self.logger = logger
+
+    def post_close(self):
+        self.logger.log_metrics({"closed": 2})
+
+
+class Writes(Late):
+    """Has its own `close`, calls no other, and knows then what came before."""
+
+    def close(self, state, logger):
+        self.at_close = [*self.metrics]
+        logger.log_metrics({"closed": 0})
+
+
+class FailsToClose(Late):
+    def close(self, state, logger):
+        raise OSError("no such file")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([LogsWhenClosed, Writes, FailsToClose, Broken, Late])))
+def test_closing_hands_over_everything_in_any_order_whoever_fails(order):
+    callbacks = [kind() for kind in order]
+    engine = Engine(SimpleNamespace(algorithms=[], callbacks=callbacks, timestamp=Timestamp()))
+    engine.logger.log_metrics({"loss": 0.5})
+    log_lazily(engine.state, engine.logger, lambda now: {"speed": 3})
+
+    engine.close()
+
+    kept = [place for place in callbacks if type(place) in (Writes, FailsToClose, Late)]
+    assert kept[0].metrics[:2] == [{"loss": 0.5}, {"speed": 3}]
+    assert sorted(metrics["closed"] for metrics in kept[0].metrics[2:]) == [0, 1, 2]
+    assert kept[0].metrics == kept[1].metrics == kept[2].metrics
+    [writes] = [place for place in callbacks if type(place) is Writes]
+    assert writes.at_close[:2] == [{"loss": 0.5}, {"speed": 3}]
+
+
+@pytest.mark.parametrize("kind", [FailsToClose, Late])
+def test_a_lone_destination_gets_what_is_logged_after_it_was_closed(kind):
+    late = kind()
+    engine = Engine(SimpleNamespace(algorithms=[], callbacks=[late, LogsWhenClosed()], timestamp=Timestamp()))
+    engine.logger.log_metrics({"loss": 0.5})
+    engine.close()
+    assert late.metrics == [{"loss": 0.5}, {"closed": 1}, {"closed": 2}]
+
+
+def test_what_fails_to_be_handed_over_at_the_end_is_logged_and_everybody_is_closed(caplog):
+    class Closes(Late):
+        closings = ()
+
+        def close(self, state, logger):
+            self.closings = (*self.closings, "close")
+
+        def post_close(self):
+            self.closings = (*self.closings, "post_close")
+
+    closes = Closes()
+    engine = Engine(SimpleNamespace(algorithms=[], callbacks=[closes, Broken()], timestamp=Timestamp()))
+    engine.logger.log_metrics({"loss": 0.5})
+    engine.close()
+    assert closes.closings == ("close", "post_close")
+    [record] = caplog.records
+    assert record.getMessage() == "Error handing over metrics while closing."
+    assert "The destination Broken raised it" in record.exc_text
+    assert closes.metrics == [{"loss": 0.5}]
+
+
+def test_a_method_put_on_one_later_is_called_each_time_from_then_on_and_until_it_is_taken_away(state):
+    late, other, calls = Late(), Late(), []
+    logger = Logger(state, [late, other])
+    logger.log_metrics({"loss": 0.5})
+    late.log_metrics = lambda metrics, step: calls.append((metrics, step))
+    logger.log_metrics({"loss": 0.25})
+    log_lazily(state, logger, lambda now: {"speed": 3})
+    assert calls == [({"loss": 0.25}, 3), ({"speed": 3}, 3)]
+    del late.log_metrics
+    logger.log_metrics({"loss": 0.125})
+    assert late.metrics == [{"loss": 0.5}]  # late again
+    other.catch_up()
+    assert late.metrics == [{"loss": 0.5}, {"loss": 0.125}]
+    assert other.metrics == [{"loss": 0.5}, {"loss": 0.25}, {"speed": 3}, {"loss": 0.125}]
+    assert len(calls) == 2
+
+
+def test_a_spy_around_the_method_of_one_lets_everything_through(state, monkeypatch):
+    late = Late()
+    logger = Logger(state, late)
+    with mock.patch.object(late, "log_metrics", wraps=late.log_metrics) as spy, monkeypatch.context() as patches:
+        logger.log_metrics({"loss": 0.5})
+        patches.setattr(late, "log_metrics", spy)
+        logger.log_metrics({"loss": 0.25})
+        assert spy.call_count == 2
+    assert late.metrics == [{"loss": 0.5}, {"loss": 0.25}]
+
+
+def test_what_was_found_may_be_put_back(state):
+    late, calls = Late(), []
+    logger = Logger(state, late)
+    found = late.log_metrics
+    late.log_metrics = lambda metrics, step: calls.append(metrics)
+    late.log_metrics = found
+    logger.log_metrics({"loss": 0.5})
+    assert late.metrics == calls == []  # as late as before
+    late.catch_up()
+    assert late.metrics == [{"loss": 0.5}]
+
+
+def test_a_used_destination_is_copied_with_what_is_to_come_and_without_its_logger(state):
+    late = Late()
+    logger = Logger(SimpleNamespace(timestamp=state.timestamp, model=threading.Lock()), late)
+    logger.log_metrics({"loss": 0.5})
+    for same in (copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
+        same.catch_up()
+        assert same.metrics == [{"loss": 0.5}]
+    assert late.metrics == []

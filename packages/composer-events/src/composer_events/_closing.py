@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from composer_events._open_callbacks import release
 from composer_events.iter_helpers import ensure_tuple
+from composer_events.logger import Logger
 
 if TYPE_CHECKING:
-    from composer_events.logger import Logger
     from composer_events.state import State
 
 # The name by which users filter it, whichever package the engine lives in.
@@ -48,6 +48,7 @@ class Closer:
         for callback in tuple(self._state.callbacks):
             name = type(callback).__name__
             _log.debug("Closing callback %s", name)
+            _flush(self._logger, interrupts)
             try:
                 callback.close(self._state, self._logger)
             except Exception:
@@ -58,6 +59,7 @@ class Closer:
                 closed.append(callback)
         for callback in closed:
             name = type(callback).__name__
+            _flush(self._logger, interrupts)
             _log.debug("Post-closing callback %s", name)
             try:
                 callback.post_close()
@@ -67,10 +69,23 @@ class Closer:
                 interrupts.append(interrupt)
             else:
                 release(callback)
+        _flush(self._logger, interrupts)
         _shut_down_workers(self._state)
         _log.debug("Engine closed.")
         if interrupts:
             raise interrupts[0]
+
+
+def _flush(logger: object, interrupts: list[BaseException]) -> None:
+    """Hand over what was logged, also while a callback was closed: a destination that is closed asks no more."""
+    if not isinstance(logger, Logger):  # only our own keeps anything
+        return
+    try:
+        logger.flush()
+    except Exception:
+        _log.exception("Error handing over metrics while closing.")
+    except BaseException as interrupt:
+        interrupts.append(interrupt)
 
 
 def _shut_down_workers(state: State) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard
+from weakref import WeakMethod
 
 from composer_events.logger_destination import LoggerDestination
 from composer_events.value_copies import UNCHANGING, as_of_now, kept_metrics
@@ -36,7 +37,8 @@ class BufferedDestination(LoggerDestination):
     A training step logs several times, to each destination, and what reads the values every so many batches or only
     at the end need not be called each time. Such a destination overrides `take_metrics`; the `Logger` notes what is
     logged, and hands it over when there is much of it or when the destination calls `catch_up`, which it does before it
-    looks at what it has. A subclass that overrides `log_metrics` after all is called each time, as any other.
+    looks at what it has. One with another `log_metrics`, be it a subclass's or one that a test sets on it, is called
+    each time, as any other. The engine has everything handed over before it closes a callback.
 
     Attributes:
         copies_values: Whether it needs values as they were when they were logged, though tensors may have changed.
@@ -64,6 +66,23 @@ class BufferedDestination(LoggerDestination):
 
     copies_values: ClassVar[bool] = False
     _buffers: tuple[MetricBuffer, ...] = ()  # of the loggers that write to it
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the loggers are told of another `log_metrics`, such as a test's."""
+        if name != "log_metrics":
+            super().__setattr__(name, value)
+            return
+        if value == BufferedDestination.log_metrics.__get__(self):  # as a test puts it back when it is over
+            vars(self).pop(name, None)
+        else:
+            super().__setattr__(name, value)
+        self._sort_anew()
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute; the loggers are told if it is `log_metrics`."""
+        super().__delattr__(name)
+        if name == "log_metrics":
+            self._sort_anew()
 
     @abstractmethod
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
@@ -94,15 +113,23 @@ class BufferedDestination(LoggerDestination):
         if buffer not in self._buffers:
             self._buffers = (*self._buffers, buffer)
 
+    def _sort_anew(self) -> None:
+        for buffer in self._buffers:
+            buffer.sort_anew()
+
 
 class MetricBuffer:
     """What was logged and not yet handed to the destinations that take it late.
+
+    Args:
+        sort_anew: A method, called when a destination's `log_metrics` is replaced. It keeps nobody alive.
 
     Attributes:
         destinations: Those. Assigning others hands over to the old ones first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sort_anew: Callable[[], None]) -> None:
+        self._sort_anew: WeakMethod[Callable[[], None]] | None = WeakMethod(sort_anew)
         # Of what is computed when it is handed over, the call stands in the place of the metrics.
         self._noted: list[_Noted] = []
         self._destinations: tuple[BufferedDestination, ...] = ()
@@ -118,11 +145,19 @@ class MetricBuffer:
 
     @destinations.setter
     def destinations(self, destinations: tuple[BufferedDestination, ...]) -> None:
-        self.deliver()
-        self._destinations = destinations
-        self._copies = any(place.copies_values for place in destinations)
-        for place in destinations:
-            place.attach(self)
+        try:
+            self.deliver()
+        finally:  # an old one that fails does not keep out the new ones
+            self._destinations = destinations
+            self._copies = any(place.copies_values for place in destinations)
+            for place in destinations:
+                place.attach(self)
+
+    def sort_anew(self) -> None:
+        """Have the logger find out anew which of its destinations take metrics late."""
+        sort = None if self._sort_anew is None else self._sort_anew()
+        if sort is not None:
+            sort()
 
     def note(self, metrics: dict[str, Any], timestamp: Timestamp, step: int | None) -> None:
         """Keep what one call logs until it is handed over.
@@ -159,9 +194,13 @@ class MetricBuffer:
         with _HANDING_OVER, ExitStack() as rest:  # one that fails costs the others nothing
             noted = self._noted[:]
             del self._noted[: len(noted)]  # another thread may go on adding to the list
-            logged = self._computed(noted, rest)
-            for place in reversed(self._destinations):
-                rest.callback(place.take_metrics, logged)
+            if logged := self._computed(noted, rest):
+                for place in reversed(self._destinations):
+                    rest.callback(_hand_to, place, logged)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the logger, to which a copy does not belong: nobody copies a whole run with a destination."""
+        return {**vars(self), "_sort_anew": None}
 
     def _look_at(self, timestamp: Timestamp) -> None:
         self._seen, self._now, self._batch = timestamp, timestamp.copy(), timestamp.num_batches
@@ -175,7 +214,7 @@ class MetricBuffer:
                 continue
             try:
                 metrics = kept(now, *copies)
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C, too, is raised once all have what is theirs
                 name = getattr(kept, "__qualname__", type(kept).__qualname__)
                 batch = None if now is None else now.num_batches
                 error.add_note(f"It was raised by {name}, which computes what was logged at batch {batch}.")
@@ -192,8 +231,21 @@ def _as_of_now(metrics: dict[str, Any], copies: bool) -> tuple[dict[str, Any], d
     return as_of_now(metrics, copies)
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException) -> None:
     raise error
+
+
+def _hand_to(place: BufferedDestination, logged: Sequence[LoggedMetrics]) -> None:
+    try:
+        place.take_metrics(logged)
+    except Exception as error:
+        # The engine adds next what was running: whatever had metrics handed over, often to all but itself.
+        now = logged[-1][2]
+        error.add_note(
+            f"The destination {type(place).__name__} raised it while it took metrics that were logged up to batch "
+            f"{None if now is None else now.num_batches}. What else is named here may only have asked for them."
+        )
+        raise
 
 
 def takes_late(place: object) -> TypeGuard[BufferedDestination]:

@@ -49,7 +49,7 @@ class Logger:
         destinations: LoggerDestination | Sequence[LoggerDestination] | Set[LoggerDestination] | None = None,
     ) -> None:
         self._state = state
-        self._buffer = MetricBuffer()
+        self._buffer = MetricBuffer(self._sort)
         self.destinations = destinations
 
     @property
@@ -67,11 +67,7 @@ class Logger:
             verb: tuple(place for place in self._destinations if overrides(place, LoggerDestination, verb))
             for verb in _VERBS
         }
-        # Asked many times in each batch.
-        self._at_once = tuple(place for place in self._takers["log_metrics"] if not takes_late(place))
-        self._buffer.destinations = tuple(place for place in self._takers["log_metrics"] if takes_late(place))
-        self._note = self._buffer.note if self._buffer.destinations else None
-        self._note_call = self._buffer.note_call if self._buffer.destinations else None
+        self._sort()
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         """Log the settings of the run.
@@ -180,9 +176,27 @@ class Logger:
             raise ValueError(f"method={method!r} logs nothing. The methods that do are {', '.join(self._takers)}.")
         return bool(self._takers[method])
 
+    def flush(self) -> None:
+        """Hand over what was logged to the destinations that take it many calls at a time.
+
+        They ask for it themselves before they look at what they have.
+        """
+        self._buffer.deliver()
+
     def has_file_upload_destination(self) -> bool:
         """Answer whether any destination says that it keeps files."""
         return any(destination.can_upload_files() for destination in self._destinations)
+
+    def _sort(self) -> None:
+        """Find out who takes metrics late; again when somebody has replaced the method of a destination."""
+        takers = self._takers["log_metrics"]
+        late = tuple(place for place in takers if takes_late(place))
+        # Asked many times in each batch.
+        self._at_once = tuple(place for place in takers if not takes_late(place))
+        self._note = self._buffer.note if late else None
+        self._note_call = self._buffer.note_call if late else None
+        if late != self._buffer.destinations:  # which hands over what was logged to those before
+            self._buffer.destinations = late
 
     def _current_batch(self) -> int:
         return self._state.timestamp.batch.value
