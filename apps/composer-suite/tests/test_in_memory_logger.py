@@ -1,5 +1,7 @@
 """What was logged stays at hand, with its time."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -33,6 +35,16 @@ def test_a_series_has_the_time_beside_each_value(logger):
 def test_an_unknown_series(logger):
     with pytest.raises(ValueError, match=r"metric='loss' has not been logged\. Logged were: .*loss/train/total"):
         logger.get_timeseries("loss")
+
+
+def test_a_spy_that_is_put_on_it_after_the_trainer_was_made_sees_each_call(make_trainer):
+    logger = InMemoryLogger()
+    trainer = make_trainer(max_duration="3ba", loggers=logger)
+    with mock.patch.object(logger, "log_metrics", wraps=logger.log_metrics) as spy:
+        trainer.fit()
+        steps = [call.args[-1] for call in spy.call_args_list if "loss/train/total" in call.args[-2]]
+    assert steps == [0, 1, 2]
+    assert [int(stamp.batch) for stamp, _ in logger.data["loss/train/total"]] == [0, 1, 2]
 
 
 def test_values_are_kept_as_they_were(make_trainer):

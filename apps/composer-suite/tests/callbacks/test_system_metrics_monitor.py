@@ -1,6 +1,8 @@
 """SystemMetricsMonitor against what psutil tells, and what the driver of a GPU would."""
 
+import copy
 import os
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -140,3 +142,18 @@ def test_a_real_gpu_tells_its_temperature():
     pytest.importorskip("psutil")
     pytest.importorskip("pynvml")
     assert 0 < logged_by(SystemMetricsMonitor())["min_gpu_temperature_C_rank_0"] < 120
+
+
+@pytest.mark.parametrize("copied", [lambda it: pickle.loads(pickle.dumps(it)), copy.deepcopy], ids=["pickle", "copy"])
+def test_a_copy_of_a_monitor_at_work_reads_for_itself(copied, driver):
+    pytest.importorskip("psutil")
+    monitor = SystemMetricsMonitor(log_all_data=True)
+    monitor.of_a_user = ["kept"]
+    logged_by(monitor)
+    same = copied(monitor)
+    monitor.close(None, None)
+    num_readings = driver.num_readings
+    assert logged_by(same)["gpu_percentage_rank_0"] == 80
+    assert driver.num_readings > num_readings
+    assert same.of_a_user == ["kept"]
+    same.close(None, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -50,9 +50,7 @@ class SystemMetricsMonitor(Callback):
     def __init__(self, log_all_data: bool = False) -> None:
         check_flags(log_all_data=log_all_data)
         self.log_all_data = log_all_data
-        self._has_gpu = torch.cuda.is_available() and torch.version.hip is None
-        reading = _reading(HostReader(), GPUReader() if self._has_gpu else None)
-        self._machine = SteadyReader("The machine's load", reading, _FRESH_S)
+        self._look_for_machine()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Log, while training."""
@@ -69,6 +67,20 @@ class SystemMetricsMonitor(Callback):
     def close(self, state: State, logger: Logger) -> None:
         """Ask no more."""
         self._machine.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what reads: its thread and the drivers' handles belong to this process and this machine."""
+        return {name: value for name, value in vars(self).items() if name not in ("_machine", "_has_gpu")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read the machine that the copy is on."""
+        vars(self).update(state)
+        self._look_for_machine()
+
+    def _look_for_machine(self) -> None:
+        self._has_gpu = torch.cuda.is_available() and torch.version.hip is None
+        reading = _reading(HostReader(), GPUReader() if self._has_gpu else None)
+        self._machine = SteadyReader("The machine's load", reading, _FRESH_S)
 
     def _log(self, state: State, logger: Logger) -> None:
         of_host, of_gpu = self._machine.latest()
