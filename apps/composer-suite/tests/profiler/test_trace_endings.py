@@ -78,11 +78,11 @@ def unclosed(trace):
     return [begin["name"] for spans in open_spans.values() for begin in spans]
 
 
-def fail_while_training(folder, *, batch=6, **settings):
+def fail_while_training(folder, *, batch=6, event="before_loss", **settings):
     handler, recorder = JSONTraceHandler(folder=str(folder)), EventRecorder()
     with (
         pytest.raises(OSError, match="the disk is full"),
-        make_trainer([handler, recorder], callbacks=Fails(batch), **settings) as trainer,
+        make_trainer([handler, recorder], callbacks=Fails(batch, event), **settings) as trainer,
     ):
         trainer.fit()
     return handler, recorder
@@ -180,6 +180,55 @@ def test_spans_of_all_ranks_end_in_the_merged_trace_when_training_fails(tmp_path
 
 def fail_on_both_ranks(folder):
     fail_while_training(f"{folder}/traces")
+
+
+def test_a_run_that_fails_in_its_first_cycle_leaves_what_was_recorded(tmp_path, caplog):
+    keeps = Keeps()
+    handler, _ = fail_while_training(tmp_path / "traces", batch=1, loggers=keeps, torch_folder=tmp_path / "torch")
+    assert handler.saved_traces == [str(tmp_path / "traces" / "ep0-ba1-rank0.json")]
+    for name in ("ep0-ba1-rank0.json", "merged_trace.json"):
+        text = (tmp_path / "traces" / name).read_text()
+        assert keeps.files[f"run/traces/{name}"] == text
+        trace = json.loads(text)
+        assert unclosed(trace) == []
+        assert phases(trace, "event/train_batch") == ["B", "E"] * 2  # what warmed up, and what was cut off
+        assert "aten::linear" in {event["name"] for event in trace}
+    of_torch = json.loads((tmp_path / "torch" / "rank0.1.pt.trace.json").read_text())
+    assert of_torch["global_rank"] == 0
+    assert "There is no trace" not in caplog.text
+
+
+@pytest.mark.parametrize("event", ["before_loss", "before_dataloader", "epoch_start"])
+def test_a_run_that_fails_before_anything_was_recorded_says_so_once(tmp_path, caplog, event):
+    fail_while_training(tmp_path / "traces", batch=0, event=event, torch_folder=tmp_path / "torch")
+    assert [*(tmp_path / "traces").iterdir(), *(tmp_path / "torch").iterdir()] == []
+    [said] = [record.getMessage() for record in caplog.records if record.name.startswith("composer.profiler")]
+    assert said.startswith(f"There is no trace in {tmp_path / 'traces'}: training has failed at batch 0, before ")
+
+
+def test_torchs_profiler_says_so_where_nobody_else_writes_a_trace(tmp_path, caplog):
+    trainer = make_trainer(EventRecorder(), callbacks=Fails(0), torch_folder=tmp_path)
+    with pytest.raises(OSError, match="the disk is full"), trainer:
+        trainer.fit()
+    assert f"There is no trace in {tmp_path}: training has failed at batch 0, before " in caplog.text
+
+
+def test_a_first_cycle_that_training_has_no_time_for_leaves_none(tmp_path):
+    handler = JSONTraceHandler(folder=str(tmp_path / "traces"))
+    with make_trainer(handler, max_duration="2ba", torch_folder=tmp_path / "torch") as trainer:
+        trainer.fit()
+    assert [*(tmp_path / "traces").iterdir(), *(tmp_path / "torch").iterdir()] == []
+
+
+def test_each_of_several_ranks_leaves_its_own_of_a_first_cycle_without_waiting_for_another(tmp_path):
+    run_ranks(fail_in_the_first_cycle, str(tmp_path), store=tmp_path / "store")
+    paths = sorted((tmp_path / "traces").iterdir())
+    assert [path.name for path in paths] == ["ep0-ba1-rank0.json", "ep0-ba1-rank1.json"]
+    assert [unclosed(json.loads(path.read_text())) for path in paths] == [[], []]
+
+
+def fail_in_the_first_cycle(folder):
+    fail_while_training(f"{folder}/traces", batch=1)
 
 
 def processes(trace):

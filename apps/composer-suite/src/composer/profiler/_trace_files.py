@@ -1,18 +1,26 @@
 """The folders and files of traces, as both who writes spans and who writes torch's operators keep them."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.conflicts import ensure_folder_is_empty
 from composer_dist import dist
+from composer_events.profiler_action import ProfilerAction
 
-__all__ = ["END", "append_events", "durations", "prepare_folder", "prune"]
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+__all__ = ["END", "RECORDING", "append_events", "durations", "open_name", "prepare_folder", "prune", "warn_of_no_trace"]
+
+_log = logging.getLogger(__name__)
 
 END = "\n]\n"  # of a list with one event a line
+RECORDING = (ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)  # what is worth a file
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
@@ -38,6 +46,16 @@ def open_name(folder: Path, name: str) -> Path:
     path = folder / name
     os.makedirs(path.parent, exist_ok=True)
     return path
+
+
+def warn_of_no_trace(folder: Path, state: "State") -> None:
+    """Say that training has failed too early for a trace."""
+    _log.warning(
+        "There is no trace in %s: training has failed at batch %d, before the schedule began to record. To see what "
+        "led to it, give cyclic_schedule() fewer batches of skip_first, wait and warmup.",
+        folder,
+        state.timestamp.num_batches,
+    )
 
 
 def durations(path: str) -> Iterator[dict[str, Any]]:

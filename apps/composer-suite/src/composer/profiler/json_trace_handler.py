@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from composer.loggers._snapshot import as_number
 from composer.profiler._open_spans import OpenSpans
 from composer.profiler._process_facts import describes_process, describes_thread, process_facts
-from composer.profiler._trace_files import append_events, durations, prepare_folder, prune
+from composer.profiler._trace_files import (
+    RECORDING,
+    append_events,
+    durations,
+    prepare_folder,
+    prune,
+    warn_of_no_trace,
+)
 from composer.profiler.json_trace_merger import extend_trace, merge_traces, read_trace
 from composer.profiler.trace_handler import TraceHandler
 from composer_dist import dist
@@ -44,8 +51,11 @@ class JSONTraceHandler(TraceHandler):
 
     A file is written at the end of its cycle's last batch. Spans around it, such as `event/epoch`, end later: in the
     next cycle's file or, when `fit` is over, in the last one. Loggers that keep files get each when nothing more comes
-    into it, and the merged one, which has all ends, each time that it has grown. Where an exception ends training, what
-    is open in the last files ends then, and a cycle that was not finished leaves none.
+    into it, and the merged one, which has all ends, each time that it has grown.
+
+    Where an exception ends training, what is open in the last files ends then, and a cycle that was not finished leaves
+    none. If it was the first one, there is a file of what was recorded all the same, or a line in the log that says why
+    not. It is merged where a node has one rank; of several, each writes its own, without waiting for the others.
 
     Args:
         folder: Where to, with the placeholders of `format_name_with_dist`.
@@ -116,6 +126,7 @@ class JSONTraceHandler(TraceHandler):
         self._remote: str | None = None  # what it is going to be called elsewhere
         self._is_described = False
         self._saves = self._has_saved = False
+        self._is_training = self._has_recorded = False
 
     def init(self, state: State, logger: Logger) -> None:
         """Make the folder. Every rank must call this."""
@@ -124,6 +135,10 @@ class JSONTraceHandler(TraceHandler):
         if self.merged_trace_filename is not None and dist.get_local_rank() == 0:
             self._merged(state).unlink(missing_ok=True)
         dist.barrier()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Note that training begins, which says at the end whether it was cut off."""
+        self._is_training = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Note what is done with the batch. Every rank must call this."""
@@ -137,6 +152,7 @@ class JSONTraceHandler(TraceHandler):
             self._describe_process()
         self._is_described = action is not ProfilerAction.SKIP
         self._saves = action is ProfilerAction.ACTIVE_AND_SAVE
+        self._has_recorded = self._has_recorded or action in RECORDING
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write what was recorded, if a cycle ends. Every rank must call this."""
@@ -145,23 +161,14 @@ class JSONTraceHandler(TraceHandler):
         self._saves = False
         self._is_described = False  # each file says whose it is, also where no pause comes before
         self._hand_over(logger)
-        stamp = state.timestamp
-        path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._write(path)
-        if self.remote_file_name is not None:
-            self._remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
+        path = self._save(state)
         if self.merged_trace_filename is not None:
             self._merge(path, state, logger)
-        if os.fspath(path) in self.saved_traces:  # a name without the time, which is written each time
-            self.saved_traces.remove(os.fspath(path))
-        self.saved_traces.append(os.fspath(path))
-        self._has_saved = True
-        self._unfinished = path
         prune(self.saved_traces, self.num_traces_to_keep or 1)  # this one stays until it is complete
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the ends of what has begun in a cycle; say so if there was none. Every rank must call this."""
+        self._is_training = False
         if self._unfinished is not None:
             self._write_ends(self._unfinished, state, logger)
             self._hand_over(logger)
@@ -174,6 +181,14 @@ class JSONTraceHandler(TraceHandler):
 
     def close(self, state: State, logger: Logger) -> None:
         """Write the ends of what an exception has cut off, without the other ranks, which may be gone."""
+        is_first = self._is_training and not self._has_saved
+        self._is_training = False
+        if is_first and self._has_recorded:
+            path = self._save(state)
+            if self.merged_trace_filename is not None and dist.get_local_world_size() == 1:
+                self._merge_here([os.fspath(path)], state)
+        elif is_first:
+            warn_of_no_trace(self._folder(state), state)
         if self._unfinished is None:
             return
         ends, _ = self._spans.take_ends(self._queued())
@@ -270,6 +285,21 @@ class JSONTraceHandler(TraceHandler):
         for fact in self._facts:
             self._queue.put(fact)
 
+    def _save(self, state: State) -> Path:
+        """Write what was recorded into a file of its own, to which ends may come, and return where it is."""
+        stamp = state.timestamp
+        path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(path)
+        if self.remote_file_name is not None:
+            self._remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
+        if os.fspath(path) in self.saved_traces:  # a name without the time, which is written each time
+            self.saved_traces.remove(os.fspath(path))
+        self.saved_traces.append(os.fspath(path))
+        self._has_saved = True
+        self._unfinished = path
+        return path
+
     def _write(self, path: Path) -> None:
         with open(path, "w") as file:
             separator = "[\n"
@@ -310,8 +340,13 @@ class JSONTraceHandler(TraceHandler):
         dist.barrier()
         if dist.get_local_rank() != 0:
             return []
-        merged = self._merged(state)
         inputs = [name for node, name in nodes_and_paths if node == dist.get_node_rank()]
+        self._merge_here(inputs, state)
+        self._upload_merged(logger)
+        return inputs
+
+    def _merge_here(self, inputs: Sequence[str], state: State) -> None:
+        merged = self._merged(state)
         if merged.exists():
             extend_trace(os.fspath(merged), *inputs)
         else:
@@ -319,8 +354,6 @@ class JSONTraceHandler(TraceHandler):
             merge_traces(os.fspath(unfinished), *inputs)
             unfinished.replace(merged)
         self.merged_trace = os.fspath(merged)
-        self._upload_merged(logger)
-        return inputs
 
     def _upload_merged(self, logger: Logger) -> None:
         if self.merged_trace is not None and self.merged_trace_remote_file_name is not None:

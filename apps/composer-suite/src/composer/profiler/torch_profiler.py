@@ -6,13 +6,15 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerAction as TorchAction
 
-from composer.profiler._trace_files import open_name, prepare_folder, prune
+from composer.profiler._trace_files import open_name, prepare_folder, prune, warn_of_no_trace
+from composer.profiler.json_trace_handler import JSONTraceHandler
 from composer.profiler.utils import export_memory_timeline_html
 from composer_dist import dist
 from composer_events.arguments import check_counts, check_flags, check_places, check_texts
@@ -39,10 +41,14 @@ _ACTIONS = {
     ProfilerAction.ACTIVE: TorchAction.RECORD,
     ProfilerAction.ACTIVE_AND_SAVE: TorchAction.RECORD_AND_SAVE,
 }
+_RECORDING = (TorchAction.RECORD, TorchAction.RECORD_AND_SAVE)
 
 
 class TorchProfiler(Callback):
     """Runs `torch.profiler` as the `Profiler`'s schedule says, and adds what it sees to the trace.
+
+    A cycle that is not finished leaves nothing. Only if an exception ends training in the first one, what was recorded
+    until then is saved. Where there is nothing, a line in the log says why; of several who would write it, one does.
 
     Args:
         folder: Where torch's own files go, with the placeholders of `format_name_with_dist`.
@@ -124,6 +130,7 @@ class TorchProfiler(Callback):
         self.num_traces_to_keep = num_traces_to_keep
         self.saved_traces: list[str] = []
         self.profiler: Any = None
+        self._is_training = self._has_recorded = self._has_saved = False
 
     def init(self, state: State, logger: Logger) -> None:
         """Begin. Every rank must call this."""
@@ -151,27 +158,34 @@ class TorchProfiler(Callback):
         profiler.__enter__()
         self.profiler = profiler  # one that failed to begin cannot be ended: torch 2.11 crashes
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Note that training begins, which says at the end whether it was cut off."""
+        self._is_training = True
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Note that training was not cut off."""
+        self._is_training = False
+
     def batch_start(self, state: State, logger: Logger) -> None:
         """Do with the batch what the schedule says, if it was not foreseen: epochs begin anew."""
         assert self.profiler is not None
         if self.profiler.current_action is not _ACTIONS[state.profiler.action]:
             self._step()
+        self._has_recorded = self._has_recorded or self.profiler.current_action in _RECORDING
         logger.log_traces({"profiler/state": self.profiler.current_action.name})
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Go on to the next batch; what was recorded is saved if a cycle ends."""
         assert self.profiler is not None
-        if self.profiler.current_action in (TorchAction.RECORD, TorchAction.RECORD_AND_SAVE):
-            self.profiler.add_metadata_json("global_rank", json.dumps(dist.get_global_rank()))
+        self._note_rank()
         self._step()
 
     def close(self, state: State, logger: Logger) -> None:
         """End, and write to the log which operators of the last cycle took longest and which most memory."""
         if self.profiler is None:
             return
-        profiler, self.profiler = self.profiler, None
-        profiler.on_trace_ready = None  # a cycle that was not finished is not one
-        profiler.__exit__(None, None, None)
+        profiler = self.profiler
+        self._end(state)
         if not self.saved_traces:
             return
         averages = profiler.key_averages()
@@ -179,6 +193,27 @@ class TorchProfiler(Callback):
         orders += ["self_cpu_memory_usage"] if self.profile_memory else []
         for order in orders:
             _log.info("By %s:\n%s", order, averages.table(sort_by=order, row_limit=_NUM_ROWS))
+
+    def _end(self, state: State) -> None:
+        """End torch's profiler, which saves what it has recorded if that is the first cycle and training failed."""
+        profiler = self.profiler
+        is_first = self._is_training and not self._has_saved
+        self._is_training = False
+        if is_first and self._has_recorded and profiler.current_action in _RECORDING:
+            self._note_rank()
+        else:
+            profiler.on_trace_ready = None  # a cycle that was not finished is not one
+            handlers: Sequence[object] = getattr(state.profiler, "trace_handlers", ())
+            if is_first and not any(isinstance(handler, JSONTraceHandler) for handler in handlers):
+                warn_of_no_trace(self._folder(state), state)
+        try:
+            profiler.__exit__(None, None, None)
+        finally:
+            self.profiler = None
+
+    def _note_rank(self) -> None:
+        if self.profiler.current_action in _RECORDING:
+            self.profiler.add_metadata_json("global_rank", json.dumps(dist.get_global_rank()))
 
     def _has_saved_last_batch(self, state: State) -> bool:
         """Answer whether the epoch is over and saved: what lies between epochs is no cycle, to be saved over it."""
@@ -204,6 +239,7 @@ class TorchProfiler(Callback):
             if self.memory_remote_file_name is not None:
                 logger.upload_file(self._name(self.memory_remote_file_name, state), page, overwrite=self.overwrite)
         self.saved_traces.append(os.fspath(path))
+        self._has_saved = True
         prune(self.saved_traces, self.num_traces_to_keep)
 
     def _folder(self, state: State) -> Path:
