@@ -46,7 +46,8 @@ def configure_excepthook() -> None:
     """Let each exception that ends the process be followed by the description of the environment, on standard error.
 
     The exception itself is shown as before. In IPython and notebooks, where none ends the process, it is each one that
-    a cell raises. A Ctrl-C is no fault and brings no report. A second call changes nothing.
+    a cell raises. A Ctrl-C is no fault and brings no report. A second call changes nothing, except where somebody else
+    has put a hook in place of this one: that hook goes on, and each exception is reported once, after it.
     """
     shell = _ipython()
     if shell is not None:
@@ -76,12 +77,20 @@ class _ReportingHook:
     """Shows an exception as the hook before it does, and then the environment."""
 
     is_reporting = True
+    _is_around = False  # one that somebody else's hook calls leaves the report to the one that calls that hook
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._before(kind, error, trace)
+        if self._is_around:
+            self._before(kind, error, trace)
+            return
+        _ReportingHook._is_around = True
+        try:
+            self._before(kind, error, trace)
+        finally:
+            _ReportingHook._is_around = False
         if self.is_reporting and isinstance(error, Exception):
             print_env(sys.stderr)
 
