@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.errors import CheckpointConflictError, CheckpointError
 from composer_checkpoint.files import load_file, save_file
-from composer_checkpoint.sharded import load_sharded, verify_folder
+from composer_checkpoint.local_files import save_local
+from composer_checkpoint.sharded import load_sharded, save_sharded, verify_folder
 from composer_dist.testing import run_ranks
 
 KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "sharded"])
@@ -252,3 +253,41 @@ def test_a_save_in_inference_mode_is_one(tmp_path):
     with torch.inference_mode(), AsyncSaver() as saver:
         saver.save({"w": torch.ones(2)}, tmp_path / "ep1.pt")
     assert torch.equal(load_file(tmp_path / "ep1.pt")["w"], torch.ones(2))
+
+
+SAVES = {
+    "file": (save_file, {}, "ep1.pt"),
+    "weights": (save_file, {}, "ep1.safetensors"),
+    "local": (save_local, {"local": True}, "ep1_rank{rank}.pt"),
+    "sharded": (save_sharded, {"sharded": True}, "ep1"),
+}
+
+
+@pytest.mark.parametrize(("save_now", "options", "name"), SAVES.values(), ids=SAVES.keys())
+def test_what_has_no_elements_is_refused_by_the_call_as_in_the_foreground(save_now, options, name, tmp_path):
+    content = {"w": torch.ones(2, device="meta"), "v": torch.ones(2)}
+    with pytest.raises(TypeError, match="meta device") as now:
+        save_now(content, tmp_path / name)
+    with AsyncSaver() as saver:
+        with pytest.raises(TypeError) as later:
+            saver.save(content, tmp_path / name, **options)
+        assert str(later.value) == str(now.value)
+        assert not saver.is_saving
+        assert saver.save({"v": torch.ones(2)}, tmp_path / name, **options)  # nothing is left of the other
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def refuse_on_all_ranks(path):
+    content = {"w": torch.ones(2, device="meta")} if tdist.get_rank() == 0 else {}
+    with AsyncSaver() as saver:
+        try:
+            saver.save(content, path)
+        except TypeError as error:
+            return str(error)
+    return "begun"
+
+
+def test_all_ranks_hear_at_once_that_rank_zero_has_no_elements(tmp_path):
+    first, second = run_ranks(refuse_on_all_ranks, tmp_path / "ep1.pt", store=tmp_path / "store")
+    assert "(w)" in first
+    assert first == second

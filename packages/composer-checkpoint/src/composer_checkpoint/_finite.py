@@ -26,6 +26,7 @@ _BITS: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]
     "float8_e5m2": (np.int8, np.uint8, 0x1F << 2),
     "float8_e4m3fn": (np.int8, np.uint8, 0x7F),
 }
+_ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # which has neither, and with which torch does not compute
 _PIECE = 1 << 16  # elements; they stay in the core's cache between the two looks at them
 
 
@@ -81,6 +82,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
         return True
     dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype in _ALWAYS_FINITE:
+        return True
     if tensor.device.type != "cpu" or dtype not in _BITS:
         return bool(torch.isfinite(tensor.float()).all())
     return _are_finite(tensor_bytes(tensor), dtype)

@@ -20,7 +20,7 @@ from composer_checkpoint._rank_zero_file import write_on_rank_zero
 from composer_checkpoint._staging import Snapshot, StagingArea, storage_key
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import refuse_existing
-from composer_checkpoint.files import save_file
+from composer_checkpoint.files import refuse_what_is_elsewhere, save_file
 from composer_checkpoint.local_files import local_content, own_path, write_together
 from composer_checkpoint.sharded._metadata import part_name
 from composer_checkpoint.sharded._ranks import Ranks
@@ -138,6 +138,7 @@ class AsyncSaver:
 
         Raises:
             CheckpointError: If the save before failed, or this one cannot be begun.
+            TypeError: If a tensor is on the meta device, where it has no elements, or a DTensor in a single file.
             ValueError: If a single file is to be written to a URI; if `local` is asked for several ranks without
                 `{rank}` in the path, or together with `sharded`.
         """
@@ -288,6 +289,7 @@ class AsyncSaver:
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
     ) -> Callable[[Path], None]:
         """Copy what a file shall hold, and return what writes the copy."""
+        refuse_what_is_elsewhere(state_dict)  # now, as save_file() would later, in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
         tensors = {name: leaf for name, leaf in leaves.items() if _has_room(leaf)}
         # Tensors of the same elements, such as tied weights, are copied once and stay one in the file.

@@ -87,7 +87,7 @@ def save_file(
         >>> load_file(path)["state"]["model"]["weight"].sum()
         tensor(6.)
     """
-    _refuse_what_is_elsewhere(obj)
+    refuse_what_is_elsewhere(obj)
     target = os.fspath(path)
     name = final_name(target)
     archives.check_compressor(name)
@@ -300,8 +300,12 @@ def _load(
     return obj, finite
 
 
-def _refuse_what_is_elsewhere(obj: Any) -> None:
-    """Refuse tensors whose elements are not in this process's memory, or not all of them."""
+def refuse_what_is_elsewhere(obj: Any) -> None:
+    """Refuse tensors whose elements are not in this process's memory, or not all of them.
+
+    Raises:
+        TypeError: If there is one, with the names.
+    """
     tensors = dict(named_leaves(obj, torch.Tensor))
     module: Any = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has loaded it
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]

@@ -1,6 +1,6 @@
 """The entries into which torch takes a nested state dict apart, and which of them it cannot save."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from composer_checkpoint._joined_names import doubled, path_text
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.sharded._metadata import MAX_NAME_CHARS, MAX_STEPS
 
-__all__ = ["refuse_unfit_entries", "refuse_sparse_entries", "refuse_without_elements"]
+__all__ = ["refuse_unfit_entries", "refuse_sparse_entries", "refuse_unmeasured", "refuse_without_elements"]
 
 Path = tuple[str | int, ...]
 Kinds = tuple[type, ...]
@@ -68,6 +68,25 @@ def refuse_sparse_entries(entries: Mapping[str, Any], paths: Mapping[str, Path],
                 f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones alone. Make "
                 f"it dense, as to_dense() does, or keep sparse ones in one .pt file, with save_file() or "
                 f"state_dict_type='full'."
+            )
+    tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+    refuse_unmeasured(("/".join(map(str, paths.get(name, (name,)))), value.dtype) for name, value in tensors.items())
+
+
+def refuse_unmeasured(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Refuse tensors of bits, such as `torch.bits8`, of which torch's format does not know how long an element is.
+
+    Args:
+        dtypes: With the name of a tensor of each.
+
+    Raises:
+        IncompatibleCheckpointError: If there is one.
+    """
+    for name, dtype in dtypes:
+        if str(dtype).startswith("torch.bits"):
+            raise IncompatibleCheckpointError(
+                f"{name} is {dtype}, and a sharded checkpoint takes no dtypes of bits. Save its view(torch.uint8), "
+                f"write one .pt file, or leave it out."
             )
 
 

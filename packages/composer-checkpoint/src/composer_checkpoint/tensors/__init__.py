@@ -4,10 +4,12 @@
   DeepSpeed and Hugging Face, as a tree with a `StoredTensor` in the place of each tensor.
 - `stream_pt`, `stream_safetensors`, `stream_sharded`, `stream_local`: the same the other way, with never more than one
   tensor in memory.
+- `refuse_unfit`: what writing would refuse, without writing.
 """
 
 from composer_checkpoint.tensors._doubled_names import refuse_doubled_names
 from composer_checkpoint.tensors._sparse_parts import refuse_sparse
+from composer_checkpoint.tensors._unfit import Target, refuse_quantized, refuse_unfit
 from composer_checkpoint.tensors.local_stream import stream_local
 from composer_checkpoint.tensors.opening import Kind, find_kind, follow_pointers, open_checkpoint
 from composer_checkpoint.tensors.pt_stream import stream_pt
@@ -20,6 +22,7 @@ __all__ = [
     "find_kind",
     "follow_pointers",
     "Kind",
+    "Target",
     "TensorSource",
     "StoredTensor",
     "as_stored",
@@ -27,6 +30,8 @@ __all__ = [
     "aliases_of",
     "refuse_sparse",
     "refuse_doubled_names",
+    "refuse_quantized",
+    "refuse_unfit",
     "stream_pt",
     "stream_safetensors",
     "plan_shards",

@@ -12,10 +12,9 @@ from composer_checkpoint._tree import map_tree
 from composer_checkpoint._unfinished_names import name_beside
 from composer_checkpoint.commit import put_in_place, refuse_existing, write_beside
 from composer_checkpoint.local_files import LAYOUT_KEY, SAVE_ID_KEY
-from composer_checkpoint.tensors._doubled_names import refuse_doubled_names
-from composer_checkpoint.tensors._sparse_parts import refuse_sparse
+from composer_checkpoint.tensors._unfit import refuse_unfit
 from composer_checkpoint.tensors.pt_stream import stream_pt
-from composer_checkpoint.tensors.source import StoredTensor, tensors_in
+from composer_checkpoint.tensors.source import StoredTensor
 
 __all__ = ["stream_local"]
 
@@ -44,8 +43,9 @@ def stream_local(
     Raises:
         ValueError: If there is no `{rank}` in the path, or `world_size` is less than 1.
         CheckpointConflictError: If a file exists and may not be replaced.
-        IncompatibleCheckpointError: If a tensor is sparse, or if two things have one name once the keys on the way to
-            them are joined by slashes.
+        IncompatibleCheckpointError: If a tensor is sparse or quantized, or if two things have one name once the keys on
+            the way to them are joined by slashes.
+        UnsafeCheckpointError: If anything is more than data.
 
     Example:
         >>> import tempfile, torch
@@ -61,8 +61,7 @@ def stream_local(
         raise ValueError(
             f"path={os.fspath(path)!r}, world_size={world_size!r}: give 1 rank or more, and a path with {_RANK} in it."
         )
-    refuse_sparse(tensors_in(tree), "a set of per-rank files")
-    refuse_doubled_names(tree, "local")
+    refuse_unfit(tree, "local", path)
     finals = [Path(template.replace(_RANK, str(rank))) for rank in range(world_size)]
     for final in finals:
         refuse_existing(final, overwrite)

@@ -105,6 +105,7 @@ def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) ->
 
     def fetch_range(start: int, count: int) -> torch.Tensor:
         assert in_a_row is not None
+        _refuse_quantized(spec)
         size = spec.dtype.item_bytes
         return _resolved(spec, read_bytes(reader, offset + in_a_row[0] + start * size, count * size).view(dtype))
 
@@ -124,11 +125,7 @@ def _resolved(spec: TensorSpec, elements: torch.Tensor) -> torch.Tensor:
 
 
 def _read(reader: FileReader, storage_offset: int, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
-    if spec.dtype.name.startswith(("q", "bits")):
-        raise IncompatibleCheckpointError(
-            f"a tensor is {spec.dtype.name}, and quantized tensors are not read one by one. Load the file with "
-            f"load_file() and dequantize it."
-        )
+    _refuse_quantized(spec)
     if not spec.size_bytes:
         return torch.empty(spec.shape, dtype=dtype)
     if spec.byte_range is not None:
@@ -138,6 +135,14 @@ def _read(reader: FileReader, storage_offset: int, spec: TensorSpec, dtype: torc
     start, count = spec.offset * spec.dtype.item_bytes, (last + 1) * spec.dtype.item_bytes
     around = read_bytes(reader, storage_offset + start, count).view(dtype)
     return around.as_strided(spec.shape, spec.stride).contiguous()
+
+
+def _refuse_quantized(spec: TensorSpec) -> None:
+    if spec.dtype.name.startswith("q"):
+        raise IncompatibleCheckpointError(
+            f"a tensor is {spec.dtype.name}, and quantized tensors are not read one by one. Load the file with "
+            f"load_file() and dequantize it."
+        )
 
 
 def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:

@@ -33,6 +33,7 @@ from composer_checkpoint._rehearsal import rehearse
 from composer_checkpoint._zip_layout import read_zip_layout
 from composer_checkpoint.hashing import HASH_NAME, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.tensors._unfit import refuse_unfit
 from composer_checkpoint.tensors.source import StoredTensor, as_stored
 
 __all__ = ["stream_pt"]
@@ -85,6 +86,7 @@ def stream_pt(
         The manifest.
 
     Raises:
+        IncompatibleCheckpointError: If a tensor is quantized.
         UnsafeCheckpointError: If anything is more than data.
 
     Example:
@@ -95,6 +97,7 @@ def stream_pt(
         >>> torch.load(path, weights_only=True)["state"]["model"]["w"]
         tensor([1., 1.])
     """
+    refuse_unfit(tree, "pt", path)
     plain, kinds = encode(tree)
     notes = {"torch_version": str(torch.__version__), **(info or {}), **notes_of(kinds)}
     pickled, storages = _pickle(plain)

@@ -10,9 +10,9 @@ import torch
 from composer_checkpoint._early_flush import FlushedFile
 from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS, new_hasher, tensor_bytes
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.safetensors_file import FORMAT_NAMES, check_names, header_of
+from composer_checkpoint.safetensors_file import header_of
 from composer_checkpoint.safetensors_index import INDEX_SUFFIX, index_text
-from composer_checkpoint.tensors._sparse_parts import refuse_sparse
+from composer_checkpoint.tensors._unfit import refuse_unfit
 from composer_checkpoint.tensors.source import StoredTensor
 
 __all__ = ["plan_shards", "stream_safetensors", "stream_shards"]
@@ -45,7 +45,7 @@ def stream_safetensors(
         The manifest.
 
     Raises:
-        IncompatibleCheckpointError: If a tensor is sparse, or has a name that safetensors has none for.
+        IncompatibleCheckpointError: If a tensor is sparse or quantized, or has a name that safetensors has none for.
         TypeError: If safetensors has no form for a dtype.
 
     Example:
@@ -57,11 +57,7 @@ def stream_safetensors(
         >>> load_file(path)["w"]
         tensor([1., 1.])
     """
-    refuse_sparse(tensors, "safetensors")
-    check_names([*tensors, *(aliases or ())])
-    for name, tensor in tensors.items():
-        if str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
-            raise TypeError(f"{name} is {tensor.dtype}, which safetensors has no form for. Cast it, or write .pt.")
+    refuse_unfit(tensors, "safetensors", path, aliases=aliases or ())
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that all are aligned
     described = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
     notes: dict[str, Any] = {"torch_version": str(torch.__version__), **(info or {})}

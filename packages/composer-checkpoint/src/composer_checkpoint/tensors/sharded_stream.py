@@ -13,8 +13,7 @@ from composer_checkpoint._tree import map_tree
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded.planner import WholeSavePlanner
 from composer_checkpoint.sharded.writer import VerifiedWriter
-from composer_checkpoint.tensors._doubled_names import refuse_doubled_names
-from composer_checkpoint.tensors._sparse_parts import refuse_sparse
+from composer_checkpoint.tensors._unfit import refuse_unfit
 from composer_checkpoint.tensors.source import StoredTensor, as_stored
 
 __all__ = ["stream_sharded"]
@@ -64,7 +63,7 @@ def stream_sharded(
     """
     if num_files < 1:
         raise ValueError(f"num_files={num_files!r} is no number of files. Give 1 or more.")
-    refuse_doubled_names(tree, "dcp")
+    refuse_unfit(tree, "dcp", folder)
     planner = _StreamingPlanner(progress)
     writer = VerifiedWriter(folder, info=info, overwrite=overwrite)
     planner.set_up_planner(_described(tree, planner.tensors), writer.storage_meta(), True)
@@ -116,12 +115,11 @@ class _StreamingPlanner(WholeSavePlanner):
 def _described(tree: Any, tensors: dict[int, StoredTensor]) -> dict[str, Any]:
     """Return the tree with tensors on the meta device, and note what each of them stands for."""
 
-    def change(name: str, value: Any) -> Any:
+    def change(_: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             value = as_stored(value)
         if not isinstance(value, StoredTensor):
             return value
-        refuse_sparse({name: value}, "a sharded checkpoint")
         described = torch.empty(value.shape, dtype=value.dtype, device="meta")
         tensors[id(described)] = value
         return described

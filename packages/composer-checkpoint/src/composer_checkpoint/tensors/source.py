@@ -58,6 +58,11 @@ class StoredTensor:
             return sum(part.size_bytes for part in self.sparse.parts.values())
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its elements are numbers only together with a scale, which is not kept."""
+        return str(self.dtype).startswith(("torch.qint", "torch.quint"))
+
     def read(self) -> torch.Tensor:
         """Return the tensor itself, which is the caller's alone.
 
