@@ -104,6 +104,54 @@ def test_an_adapters_weights_stay_apart(target, here, run):
     assert names_in(here) == {"adapter"}
 
 
+def named(source):
+    with open_checkpoint(source) as opened:
+        return {name: tensor.read() for name, tensor in opened.weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "options"),
+    [("module.", ["--strip-prefix", "module."]), ("module.", ["--rename", "^module[.]="]), ("_orig_mod.", [])],
+    ids=["--strip-prefix", "--rename", "wrapper"],
+)
+@pytest.mark.parametrize("target", ["pt", "safetensors", "dcp", "local"])
+def test_two_names_of_one_tensor_become_one(target, prefix, options, here, run):
+    weight = torch.arange(4.0)
+    torch.save({"w": weight, f"{prefix}w": weight, f"{prefix}other": weight[1:]}, "a.pt")
+    code, _, errors = run("convert", "a.pt", *TARGETS[target], *options)
+    assert code == 0, errors
+    found = named(TARGETS[target][0])
+    assert found.keys() == {"w", "other"}
+    assert torch.equal(found["w"], weight)
+    assert torch.equal(found["other"], weight[1:])
+
+
+def test_two_names_of_one_tensor_become_one_in_a_folder_too(here, run):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config.from_pretrained(here))
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(weights | {f"module.{name}": tensor for name, tensor in weights.items()}, "a.pt")
+    code, _, errors = run("convert", "a.pt", *TARGETS["hf"])
+    assert code == 0, errors
+    assert torch.equal(named("out")["transformer.wte.weight"], model.transformer.wte.weight)
+
+
+SQUARE = torch.arange(4.0).reshape(2, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [SQUARE.clone(), SQUARE.T, SQUARE.reshape(4)],
+    ids=["equal", "turned", "of another shape"],
+)
+def test_tensors_that_are_not_one_and_the_same_keep_their_names(other, here, run):
+    torch.save({"w": SQUARE, "module.w": other}, "a.pt")
+    code, _, errors = run("convert", "a.pt", "out.pt", "--strip-prefix", "module.")
+    assert (code, "'w' and 'module.w' would both be called 'w'" in errors) == (2, True), errors
+    assert names_in(here) == {"a.pt"}
+
+
 def test_a_prefix_on_one_side_alone_hides_no_weight(here, run_json):
     torch.save({"model.x": ONE, "x": TWO, "model.y": ONE}, "a.pt")
     torch.save({"x": TWO, "y": ONE}, "b.pt")

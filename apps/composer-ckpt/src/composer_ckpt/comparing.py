@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint.tensors import StoredTensor, TensorSource
+from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized
+from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.folders import describe_folder
 from composer_ckpt.inspecting import describe, dtype_name, layout_of
 from composer_ckpt.outcomes import ExitCode, Result
@@ -83,11 +84,27 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Name
         data["dtype"].append({"name": name, "a": kind_a, "b": kind_b})
     if layout_of(a) != layout_of(b):
         return
+    if not (has_numbers(a.dtype) and has_numbers(b.dtype)):
+        if a.dtype != b.dtype:
+            return
+        refuse_quantized({name: a}, "diff")
+        if count := _num_unequal(a, b):
+            data["value"].append({"name": name, **dict.fromkeys(("max_abs", "max_rel", "cosine")), "unequal": count})
+        return
     found = _Difference()
     for piece_a, piece_b in _pieces(a, b) if a.sparse is None else side_by_side(name, a, b):
         found.add(piece_a, piece_b, options.rtol, options.atol)
     if found.is_different:
         data["value"].append({"name": name, **found.numbers()})
+
+
+def _num_unequal(a: StoredTensor, b: StoredTensor) -> int:
+    """Return how many elements of two tensors of one dtype have other bytes."""
+    size = a.dtype.itemsize
+    return sum(
+        int((one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, size).any(1).sum())
+        for one, other in _pieces(a, b)
+    )
 
 
 def _kind(tensor: StoredTensor) -> str:
@@ -203,6 +220,8 @@ def _text(data: Mapping[str, Any], most: int, count: int) -> str:
 
 
 def _measures(item: Mapping[str, Any]) -> str:
+    if "unequal" in item:
+        return f"{counted(item['unequal'], 'element')} of other bytes, of a dtype with which torch does not compute"
     names = {"max_abs": "largest difference", "max_rel": "relative", "cosine": "cosine"}
     return ", ".join(
         f"{text} {'NaN' if item[key] is None else format(item[key], '.6g')}" for key, text in names.items()

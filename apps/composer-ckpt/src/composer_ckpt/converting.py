@@ -5,9 +5,10 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from typing import cast
 
 from composer_checkpoint import CheckpointConflictError
-from composer_checkpoint.tensors import TensorSource
+from composer_checkpoint.tensors import Target, TensorSource
 from composer_checkpoint.uris import get_file, is_uri
 from composer_ckpt.fitting import refuse_for_source, refuse_for_target
 from composer_ckpt.hub import check_request, publish
@@ -85,7 +86,9 @@ def write_converted(
         )
         read = (*sources, options.config, options.tokenizer)
         try:
-            options.overwrite = may_replace(options.target, read, overwrite=options.overwrite, is_folder=is_folder)
+            options.overwrite = may_replace(
+                options.target, read, overwrite=options.overwrite, is_folder=is_folder, world_size=options.world_size
+            )
         except CheckpointConflictError as error:
             if not options.dry_run:
                 raise
@@ -93,6 +96,8 @@ def write_converted(
         plan = _plan(target, open_source(stack, accept), options, stack)
         plan.target = typed
         plan.warnings += notes
+        if plan.check is not None:
+            plan.check()
         if not options.dry_run:
             _write(plan, options)
     done = "nothing was written (--dry-run)" if options.dry_run else _done(plan, options)
@@ -107,12 +112,10 @@ def _plan(target: str, source: TensorSource, options: argparse.Namespace, stack:
         return plan_folder(source, options, stack)
     from composer_ckpt.to_checkpoint import plan_checkpoint
 
-    return plan_checkpoint(source, target, options)
+    return plan_checkpoint(source, cast(Target, target), options)
 
 
 def _write(plan: Plan, options: argparse.Namespace) -> None:
-    if plan.check is not None:
-        plan.check()
     clear_leftovers(options.target, options.world_size)
     with progress_bar("writing", plan.size_bytes, quiet=options.quiet) as progress:
         plan.write(progress)

@@ -11,7 +11,7 @@ from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
     aliases_of,
-    refuse_sparse,
+    refuse_unfit,
     stream_pt,
     stream_safetensors,
     tensors_in,
@@ -53,7 +53,9 @@ def extract(options: argparse.Namespace) -> Result:
         aliases = aliases_of(tensors)
         own = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         if target.suffix == ".safetensors":
-            refuse_sparse(own, "safetensors")
+            refuse_unfit(own, "safetensors", target, aliases=aliases)
+        else:
+            refuse_unfit(tensors, "pt", target)
         total = sum(tensor.size_bytes for tensor in own.values())
         if not options.dry_run:
             with (

@@ -9,6 +9,7 @@ import torch
 
 from composer_checkpoint import Manifest
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of
+from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.folders import describe_folder
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.printable import as_lines
@@ -108,7 +109,13 @@ def _beside(source: TensorSource) -> dict[str, Any] | None:
 
 
 def statistics(tensor: StoredTensor) -> dict[str, Any]:
-    """Return a tensor's least, largest and mean value and how many are NaN or infinite, read piece by piece."""
+    """Return a tensor's least, largest and mean value and how many are NaN or infinite, read piece by piece.
+
+    All are `None` for dtypes with which torch does not compute, and `none_since` says so.
+    """
+    if not has_numbers(tensor.dtype):
+        told = f"torch does not compute with elements of {dtype_name(tensor.dtype)}"
+        return {**dict.fromkeys(("min", "max", "mean", "nan", "inf")), "none_since": told}
     if tensor.dtype.is_complex or not tensor.numel:
         return {"min": None, "max": None, "mean": None, "nan": 0, "inf": 0}
     least, most, total, count, num_nan, num_inf = float("inf"), float("-inf"), 0.0, 0, 0, 0
@@ -210,6 +217,7 @@ def _text(data: Mapping[str, Any], everything: bool) -> str:
         lines.append(f"  MISSING: {len(data['missing'])} tensors of the index: {', '.join(data['missing'][:5])}")
     lines.append("")
     lines += draw_tree(data["tensors"], None if everything else _MOST_TENSORS)
+    lines += [f"no statistics of {name}: {why}" for name, why in _without_statistics(data["tensors"])]
     totals = data["totals"]
     shares = ", ".join(f"{format_size(size)} {dtype}" for dtype, size in sorted(totals["by_dtype"].items()))
     lines += [
@@ -217,6 +225,12 @@ def _text(data: Mapping[str, Any], everything: bool) -> str:
         f"{totals['tensors']} tensors, {totals['params']:,} numbers, {format_size(totals['bytes'])} ({shares})",
     ]
     return as_lines(lines)
+
+
+def _without_statistics(tensors: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for entry in tensors:
+        if why := entry.get("stats", {}).get("none_since"):
+            yield entry["name"], why
 
 
 def _facts(data: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from composer_ckpt.descriptions import metadata_of
 from composer_ckpt.selection import cast, renamed_by
 from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
+from composer_ckpt.ties import find_ties, have_same_elements, settle_ties, under_each_name, untied_config
 from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model_classes import meta_model
+from composer_hf.published_weights import published_name
 
 __all__ = ["has_base", "merge_adapters", "of_other_adapters"]
 
@@ -25,7 +28,63 @@ _PREFIX = "model."
 _ADAPTER = "default"
 _MAX_NAMES = 5
 _KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_ADDABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Weights = dict[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChange:
+    """What LoRA adds to one weight.
+
+    Args:
+        parts: LoRA's weights by their kinds.
+        scaling: By what their product is multiplied.
+        is_turned: Whether the weight has the product the other way round.
+    """
+
+    parts: Mapping[str, StoredTensor]
+    scaling: float
+    is_turned: bool
+
+    @property
+    def pair(self) -> tuple[StoredTensor, StoredTensor]:
+        """The right and the left factor of the product.
+
+        Raises:
+            IncompatibleCheckpointError: If one of them is missing.
+        """
+        one = self.parts.get("lora_A") or self.parts.get("lora_embedding_A")
+        other = self.parts.get("lora_B") or self.parts.get("lora_embedding_B")
+        if one is None or other is None:
+            raise IncompatibleCheckpointError(
+                f"the adapter has only {', '.join(self.parts)} of a layer. Take another checkpoint."
+            )
+        return one, other
+
+    def added_to(self, weight: StoredTensor) -> StoredTensor:
+        """Return a weight with the change, made when it is read."""
+        one, other = self.pair
+
+        def fetch() -> torch.Tensor:
+            # In the order in which peft does it, so that the result is the same to the last bit.
+            a, b = one.read(), other.read()
+            is_small = a.dtype in (torch.float16, torch.bfloat16)
+            product = (b.float() @ a.float()) if is_small else b @ a
+            change = ((product.T if self.is_turned else product) * self.scaling).to(a.dtype)
+            return weight.read().add_(change)
+
+        keys = (weight.storage, one.storage, other.storage)
+        same = None if None in keys else ("merged", *keys, self.scaling, self.is_turned)
+        return StoredTensor(weight.dtype, weight.shape, fetch, same)
+
+    def is_same_as(self, other: "LayerChange") -> bool:
+        """Say whether both add the same. peft ties an embedding's factors to those of a head, turned and swapped."""
+        if self.scaling != other.scaling:
+            return False
+        ours, theirs = ([part.read() for part in change.pair] for change in (self, other))
+        if self.is_turned != other.is_turned:
+            theirs = [theirs[1].T, theirs[0].T]
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def has_base(weights: Iterable[str]) -> bool:
@@ -44,15 +103,22 @@ def _is_adapters(name: str) -> bool:
 
 
 def merge_adapters(
-    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack
-) -> tuple[Weights, HuggingFaceMetadata]:
+    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack, *, is_alone: bool
+) -> tuple[Weights, HuggingFaceMetadata, list[str]]:
     """Return the base's weights with LoRA's added, under the names that they have without it, and its description.
+
+    What the merged model computes is what the adapted one does. Where the base ties two weights, and the adapter has
+    changed one of them, as LoRA on an embedding does, both are returned, and a configuration that does not tie them.
 
     Args:
         weights: Under the names that they have in a checkpoint.
         metadata: With the adapter's configuration.
         options: Of `convert`; `base_model` says where the base is, if not among the weights.
         stack: Keeps the base open.
+        is_alone: Whether the weights are of a folder of an adapter, which has none but those that were trained.
+
+    Returns:
+        Weights, description, and what the user should know.
 
     Raises:
         IncompatibleCheckpointError: If there is no base, or the adapter is of a kind that is not added.
@@ -60,30 +126,69 @@ def merge_adapters(
     config = metadata.peft_config or {}
     _check_kind(config, weights)
     _refuse_other_adapters(weights)
+    base, metadata = _base_of(weights, metadata, options, stack, is_alone)
+    model = None
+    if not (options.include or options.exclude):  # of chosen weights, nobody looks what the model does with them
+        model = meta_model(replace(metadata, peft_config=None), trust_remote_code=options.trust_remote_code)
+    base = under_each_name(base, model)
+    merged, changes = dict(base), dict[str, LayerChange]()
+    for name, tensor in weights.items():
+        if f".modules_to_save.{_ADAPTER}." in name:
+            merged[_plain_name(name.replace(f".modules_to_save.{_ADAPTER}.", "."))] = tensor
+    for module, parts in _by_module(weights).items():
+        target = f"{_plain_name(module)}.weight"
+        if target not in merged:
+            raise IncompatibleCheckpointError(f"the adapter has weights for {module!r}, which the base does not have.")
+        _check_base(target, merged[target])
+        changes[target] = LayerChange(
+            parts, _scaling(config, module), _is_turned(config, parts, merged[target], model, target)
+        )
+        merged[target] = changes[target].added_to(merged[target])
+    return _untied(base, merged, changes, metadata, options, model)
+
+
+def _base_of(
+    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack, is_alone: bool
+) -> tuple[Weights, HuggingFaceMetadata]:
+    """Return the base's weights with those besides LoRA's that were trained as they are, and its description."""
     base = renamed_by({name: tensor for name, tensor in weights.items() if not _is_adapters(name)}, _plain_name)
     if options.base_model is not None:
-        trained = {name: tensor for name, tensor in base.items() if name.endswith(".bias")}
+        has_biases = (metadata.peft_config or {}).get("bias", "none") != "none"
+        trained = {n: tensor for n, tensor in base.items() if is_alone or (has_biases and n.endswith(".bias"))}
         base, metadata = _base_at(options, metadata, stack)
-        if config.get("bias", "none") != "none":  # they were trained with the adapter
-            base |= trained
-    if not has_base(base):
+        base |= trained
+    if not has_base(base) or (is_alone and options.base_model is None):
         raise IncompatibleCheckpointError(
             f"{options.source} has the adapter's weights alone. Give --base-model PATH with the model that was "
             f"adapted, or write the adapter with --peft adapter."
         )
-    for name, tensor in weights.items():
-        if f".modules_to_save.{_ADAPTER}." in name:
-            base[_plain_name(name.replace(f".modules_to_save.{_ADAPTER}.", "."))] = tensor
-    for module, parts in _by_module(weights).items():
-        target = f"{_plain_name(module)}.weight"
-        if target not in base:
-            raise IncompatibleCheckpointError(f"the adapter has weights for {module!r}, which the base does not have.")
-        before = base[target]
-        merged = _merged(before, parts, _scaling(config, module), _is_turned(config, parts))
-        for name, tensor in base.items():  # what is tied to a weight changes with it
-            if name == target or (before.storage is not None and tensor.storage == before.storage):
-                base[name] = merged
-    return base, replace(metadata, peft_config=None, peft_class="")
+    return base, metadata
+
+
+def _untied(
+    base: Weights,
+    merged: Weights,
+    changes: Mapping[str, LayerChange],
+    metadata: HuggingFaceMetadata,
+    options: argparse.Namespace,
+    model: Any,
+) -> tuple[Weights, HuggingFaceMetadata, list[str]]:
+    """Return merged weights with a configuration that keeps apart those of one weight that differ now."""
+
+    def are_alike(alias: str, kept: str) -> bool:
+        ours, other = changes.get(alias), changes.get(kept)
+        if ours is None or other is None:
+            return ours is other and have_same_elements(merged[alias], merged[kept])
+        return have_same_elements(base[alias], base[kept]) and ours.is_same_as(other)
+
+    apart = settle_ties(base, merged, find_ties(base, model), are_alike)
+    metadata = replace(metadata, peft_config=None, peft_class="")
+    if not apart:
+        return merged, metadata, []
+    config = untied_config(metadata, apart, model, trust_remote_code=options.trust_remote_code)
+    told = ", ".join(f"{published_name(alias)} and {published_name(kept)}" for alias, kept in apart)
+    note = f"one weight of the base, and two with the adapter, so that tie_word_embeddings is now false: {told}"
+    return merged, replace(metadata, config=config), [note]
 
 
 def _refuse_other_adapters(weights: Iterable[str]) -> None:
@@ -102,6 +207,15 @@ def _check_kind(config: Mapping[str, Any], weights: Iterable[str]) -> None:
         raise IncompatibleCheckpointError(
             f"the adapter is {told}, and only plain LoRA is added to its base. Write it "
             f"with --peft adapter, and merge it with peft."
+        )
+
+
+def _check_base(name: str, weight: StoredTensor) -> None:
+    if weight.dtype not in _ADDABLE:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ADDABLE)
+        raise IncompatibleCheckpointError(
+            f"the adapter changes {name}, which is {weight.dtype}, and LoRA is added to weights of {known}. Give "
+            f"--base-model with the model in one of these, or write the adapter with --peft adapter."
         )
 
 
@@ -147,25 +261,17 @@ def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
     return default
 
 
-def _is_turned(config: Mapping[str, Any], parts: Weights) -> bool:
-    return bool(config.get("fan_in_fan_out")) or "lora_embedding_A" in parts
+def _is_turned(config: Mapping[str, Any], parts: Weights, weight: StoredTensor, model: Any, target: str) -> bool:
+    """Say whether a layer has its weight the other way round than LoRA's product, as Conv1D and embeddings have.
 
-
-def _merged(weight: StoredTensor, parts: Weights, scaling: float, is_turned: bool) -> StoredTensor:
-    one = parts.get("lora_A") or parts.get("lora_embedding_A")
-    other = parts.get("lora_B") or parts.get("lora_embedding_B")
-    if one is None or other is None:
-        raise IncompatibleCheckpointError(
-            f"the adapter has only {', '.join(parts)} of a layer. Take another checkpoint."
-        )
-
-    def fetch() -> torch.Tensor:
-        # In the order in which peft does it, so that the result is the same to the last bit.
-        a, b = one.read(), other.read()
-        is_small = a.dtype in (torch.float16, torch.bfloat16)
-        product = (b.float() @ a.float()) if is_small else b @ a
-        change = ((product.T if is_turned else product) * scaling).to(a.dtype)
-        return weight.read().add_(change)
-
-    storage = None if weight.storage is None else (weight.storage, "merged")
-    return StoredTensor(weight.dtype, weight.shape, fetch, storage)
+    peft goes by the layer, whatever `fan_in_fan_out` says, which is one setting for layers of both kinds.
+    """
+    if "lora_embedding_A" in parts:
+        return True
+    name = published_name(target).removesuffix(".weight")
+    layer = None if model is None else dict(model.named_modules(remove_duplicate=False)).get(name)
+    if layer is not None:
+        return type(layer).__name__ == "Conv1D"
+    if len(weight.shape) == 2 and weight.shape[0] != weight.shape[1] and "lora_B" in parts:
+        return parts["lora_B"].shape[0] != weight.shape[0]
+    return bool(config.get("fan_in_fan_out"))

@@ -7,9 +7,11 @@ from contextlib import ExitStack
 import torch
 
 from composer_checkpoint import UnfittingWeightsError
-from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_sparse
+from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized, refuse_sparse
 from composer_ckpt.converting import write_converted
+from composer_ckpt.dtypes import refuse_without_numbers
 from composer_ckpt.outcomes import Result, UsageError
+from composer_ckpt.selection import select
 from composer_ckpt.sources import Accept, opened
 
 __all__ = ["merge"]
@@ -55,7 +57,7 @@ def merge(options: argparse.Namespace) -> Result:
             )
             for number, name in enumerate(names)
         ]
-        return _merged(sources, names, shares)
+        return _merged(sources, names, shares, options)
 
     result = write_converted(options, names, open_merged)
     told = ", ".join(f"{share:.4g} of {name}" for share, name in zip(shares, names, strict=True))
@@ -63,14 +65,16 @@ def merge(options: argparse.Namespace) -> Result:
     return Result(f"average: {told}\n{result.text}", {**result.data, "sources": listed}, result.code)
 
 
-def _merged(sources: Sequence[TensorSource], names: Sequence[str], shares: Sequence[float]) -> TensorSource:
+def _merged(
+    sources: Sequence[TensorSource], names: Sequence[str], shares: Sequence[float], options: argparse.Namespace
+) -> TensorSource:
     """Return the first source with the average of all in the place of its weights."""
     first = sources[0]
     weights = [dict(source.weights) for source in sources]
-    for own in weights:
-        refuse_sparse(own, "merge")
     for name, own in zip(names[1:], weights[1:], strict=True):
         _check_alike(weights[0], own, names[0], name)
+    for chosen in (select(own, options.include, options.exclude) for own in weights):
+        _refuse_without_average(chosen, weights[0])
     averages = {
         name: _average([own[name] for own in weights], shares)
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex
@@ -81,6 +85,15 @@ def _merged(sources: Sequence[TensorSource], names: Sequence[str], shares: Seque
     beside = {key: value for key, value in first.state.items() if key in _KEPT}
     tree = {"state": {"model": averages, **beside}} if first.state else averages
     return TensorSource(first.format, tree, first.size_bytes, missing=first.missing, files=first.files, path=first.path)
+
+
+def _refuse_without_average(weights: dict[str, StoredTensor], first: dict[str, StoredTensor]) -> None:
+    refuse_sparse(weights, "merge")
+    refuse_quantized(weights, "merge")
+    for name, tensor in weights.items():
+        if first[name].dtype.is_floating_point or first[name].dtype.is_complex:
+            instead = "Leave it out with --exclude, or take it from one of the checkpoints with extract."
+            refuse_without_numbers(name, tensor.dtype, "an average", instead)
 
 
 def _average(tensors: Sequence[StoredTensor], shares: Sequence[float]) -> StoredTensor:

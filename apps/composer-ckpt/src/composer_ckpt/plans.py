@@ -27,7 +27,7 @@ class Plan:
         dropped_aliases: Names that are left out, since the target has the tensor under another one.
         renamed: New names by old ones.
         warnings: What the user should know.
-        check: Compares tensors that must be equal before anything is written.
+        check: Compares tensors that must be equal, before anything is written and where nothing is.
     """
 
     source: str

@@ -10,6 +10,7 @@ from composer_checkpoint.tensors import (
     TensorSource,
     find_kind,
     plan_shards,
+    refuse_unfit,
     stream_local,
     stream_sharded,
     stream_shards,
@@ -73,7 +74,10 @@ def _plan(source: TensorSource, kind: str, options: argparse.Namespace) -> list[
         case "local":
             return [Path(options.target.replace("{rank}", str(rank))).name for rank in range(options.world_size)]
         case _:
-            return list(_shards(source, options))
+            shards = _shards(source, options)
+            for name, tensors in shards.items():
+                refuse_unfit(tensors, "safetensors", Path(options.target, name))
+            return list(shards)
 
 
 def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]:

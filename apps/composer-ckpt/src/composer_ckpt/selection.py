@@ -10,7 +10,7 @@ from composer_ckpt.outcomes import UsageError
 if TYPE_CHECKING:
     from composer_checkpoint.tensors import StoredTensor
 
-__all__ = ["cast", "refuse_doubles", "rename", "renamed_by", "select"]
+__all__ = ["cast", "once_each", "refuse_doubles", "rename", "renamed_by", "select"]
 
 T = TypeVar("T")
 
@@ -44,18 +44,18 @@ def select(
 
 
 def rename(
-    tensors: Mapping[str, T], renames: Sequence[str] | None = None, prefixes: Sequence[str] | None = None
-) -> dict[str, T]:
-    r"""Return the tensors without the given prefixes of their names, and then with each `OLD=NEW` replaced.
+    names: Mapping[str, str], renames: Sequence[str] | None = None, prefixes: Sequence[str] | None = None
+) -> dict[str, str]:
+    r"""Return names without the given prefixes, and then with each `OLD=NEW` replaced, by the same keys.
 
     Raises:
-        UsageError: If a rename is no regular expression, or two tensors would have one name.
+        UsageError: If a rename is no regular expression.
 
     Example:
-        >>> rename({"model.h.0.w": 1}, [r"h[.](\d+)=layers.\1"], ["model."])
-        {'layers.0.w': 1}
+        >>> rename({"model.h.0.w": "model.h.0.w"}, [r"h[.](\d+)=layers.\1"], ["model."])
+        {'model.h.0.w': 'layers.0.w'}
     """
-    names = {name: _without(name, prefixes or ()) for name in tensors}
+    names = {name: _without(current, prefixes or ()) for name, current in names.items()}
     for text in renames or ():
         old, equals, new = text.partition("=")
         try:
@@ -64,23 +64,33 @@ def rename(
             raise UsageError(f"--rename {text!r}: {error}. Give OLD=NEW with a regular expression.") from error
         if not equals or not old:
             raise UsageError(f"--rename {text!r} is not OLD=NEW.")
-    refuse_doubles(names)
-    return {names[name]: tensor for name, tensor in tensors.items()}
+    return names
 
 
 def renamed_by(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
-    """Return the tensors under other names. What is one tensor may have a name twice.
+    """Return the tensors under other names. What is one tensor may have a name twice, and is there once.
 
     Raises:
-        UsageError: If two tensors would have one name.
+        UsageError: If two tensors would have one name, also if they are equal.
     """
-    names = {name: name_of(name) for name in tensors}
+    return {name_of(name): tensor for name, tensor in once_each(tensors, name_of).items()}
+
+
+def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
+    """Return the tensors without those that would have a name a second time, since they are one with the first.
+
+    Raises:
+        UsageError: If two tensors would have one name, also if they are equal.
+    """
+    from composer_checkpoint.tensors.source import are_one  # with torch, which help does without
+
     firsts: dict[str, str] = {}
-    for name, new in names.items():
-        first, other = tensors[firsts.setdefault(new, name)], tensors[name]
-        if first is not other and (first.storage is None or first.storage != other.storage):
-            refuse_doubles({firsts[new]: new, name: new})
-    return {names[name]: tensor for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        new = name_of(name)
+        first = firsts.setdefault(new, name)
+        if not are_one(tensors[first], tensor):
+            refuse_doubles({first: new, name: new})
+    return {name: tensors[name] for name in firsts.values()}
 
 
 def refuse_doubles(names: Mapping[str, str]) -> None:
@@ -93,16 +103,23 @@ def refuse_doubles(names: Mapping[str, str]) -> None:
 
 
 def cast(tensors: "Mapping[str, StoredTensor]", precision: str) -> "dict[str, StoredTensor]":
-    """Return floating point tensors in another precision, straight from the one they have; all others as they are."""
+    """Return floating point tensors in another precision, straight from the one they have; all others as they are.
+
+    Raises:
+        IncompatibleCheckpointError: If torch does not convert one.
+    """
     if precision == "keep":
         return dict(tensors)
     import torch
 
+    from composer_ckpt.dtypes import refuse_without_numbers
+
     dtype: torch.dtype = getattr(torch, _DTYPES[precision])
-    return {
-        name: tensor.to(dtype) if tensor.dtype.is_floating_point and not name.endswith(_SCALES) else tensor
-        for name, tensor in tensors.items()
-    }
+    converted = {name for name, t in tensors.items() if t.dtype.is_floating_point and not name.endswith(_SCALES)}
+    for name in sorted(converted):
+        instead = "Leave it out with --exclude, or give --output-precision keep."
+        refuse_without_numbers(name, tensors[name].dtype, f"--output-precision {precision}", instead)
+    return {name: tensor.to(dtype) if name in converted else tensor for name, tensor in tensors.items()}
 
 
 def _without(name: str, prefixes: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from zipfile import ZipFile, is_zipfile
 
 from composer_checkpoint import CheckpointConflictError, NoCheckpointError, RemoteUploader
-from composer_checkpoint.commit import remove_leftovers_of
+from composer_checkpoint.commit import refuse_existing, remove_leftovers_of
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
 from composer_checkpoint.uris import is_uri, maybe_create_object_store_from_uri, parse_uri
@@ -28,7 +28,9 @@ _ZIP = b"PK\x03\x04"
 _LEGACY_PT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # of torch.save before 1.6
 
 
-def may_replace(target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool) -> bool:
+def may_replace(
+    target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool, world_size: int | None = None
+) -> bool:
     """Say whether what is written may take the place of what is there, which must be a checkpoint or nothing.
 
     Args:
@@ -36,6 +38,7 @@ def may_replace(target: str, sources: Iterable[str | None], *, overwrite: bool, 
         sources: What is read, as it was typed.
         overwrite: Whether `--overwrite` was given.
         is_folder: Whether a folder is written.
+        world_size: For how many ranks per-rank files are written.
 
     Raises:
         UsageError: If the target is a source, or a folder with one in it or with the current folder in it.
@@ -46,6 +49,8 @@ def may_replace(target: str, sources: Iterable[str | None], *, overwrite: bool, 
     if _RANK in target:
         if any(source and os.path.realpath(source) == os.path.realpath(target) for source in sources):
             raise UsageError(f"DST={target!r} is what is read. Choose another name.")
+        for rank in range(world_size or 0):
+            refuse_existing(Path(os.path.abspath(target.replace(_RANK, str(rank)))), overwrite)
         return overwrite
     final = Path(os.path.realpath(target))
     for source in sources:

@@ -10,10 +10,10 @@ import torch
 from composer_checkpoint import CorruptCheckpointError, verify, write_atomically
 from composer_checkpoint.tensors import (
     StoredTensor,
+    Target,
     TensorSource,
     aliases_of,
-    refuse_doubled_names,
-    refuse_sparse,
+    refuse_unfit,
     stream_local,
     stream_pt,
     stream_safetensors,
@@ -34,7 +34,7 @@ _ALWAYS = ("integrations", "metadata")  # what weights alone have beside them
 Weights = dict[str, StoredTensor]
 
 
-def plan_checkpoint(source: TensorSource, target: str, options: argparse.Namespace) -> Plan:
+def plan_checkpoint(source: TensorSource, target: Target, options: argparse.Namespace) -> Plan:
     """Plan a checkpoint.
 
     Args:
@@ -46,14 +46,12 @@ def plan_checkpoint(source: TensorSource, target: str, options: argparse.Namespa
     notes = notes_on_the_rest(source)
     tree = _tree(source, options, weights, notes)
     weights = tree["state"]["model"]
-    if target != "pt":
-        refuse_sparse(weights if target == "safetensors" else tensors_in(tree), f"--to {target}")
-    if target == "dcp" or target == "local":
-        refuse_doubled_names(tree, target)
-    if target == "dcp":
-        notes += _notes_on_keys(tree)
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
+    content = own if target == "safetensors" else tree
+    refuse_unfit(content, target, options.target, what=f"--to {target}", aliases=aliases)
+    if target == "dcp":
+        notes += _notes_on_keys(tree)
     if target == "safetensors":
         files = {Path(options.target).name: own}
     else:
@@ -129,8 +127,8 @@ def _named_as_in_composer(
     from composer_hf.model_classes import meta_model
 
     metadata = HuggingFaceMetadata.from_saved(saved, options.source)
-    if metadata.peft_config is not None:
-        return renamed_by(weights, lambda name: f"{_PREFIX}{with_adapter(name)}")
+    if (peft_config := metadata.peft_config) is not None:
+        return renamed_by(weights, lambda name: f"{_PREFIX}{with_adapter(name, peft_config)}")
     if not metadata.model_class or options.include or options.exclude:
         notes.append("nobody has looked whether the weights are all that the model needs")
         return {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}

@@ -7,16 +7,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from composer_checkpoint import CorruptCheckpointError, IncompatibleCheckpointError, verify_file
-from composer_checkpoint.tensors import StoredTensor, TensorSource, plan_shards, refuse_sparse, stream_pt, stream_shards
+from composer_checkpoint.tensors import (
+    StoredTensor,
+    TensorSource,
+    plan_shards,
+    refuse_quantized,
+    refuse_sparse,
+    refuse_unfit,
+    stream_pt,
+    stream_shards,
+)
 from composer_ckpt.descriptions import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters, of_other_adapters
 from composer_ckpt.outcomes import MismatchError, UsageError
 from composer_ckpt.plans import Plan, Progress
-from composer_ckpt.selection import refuse_doubles, renamed_by
+from composer_ckpt.selection import once_each, refuse_doubles, renamed_by
 from composer_ckpt.sizes import DEFAULT_SHARD_BYTES
 from composer_ckpt.weights import chosen_weights, notes_on_the_rest
 from composer_hf.metadata import HuggingFaceMetadata
@@ -49,11 +59,14 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     metadata = metadata_of(source, options)
     weights, renamed, cast = chosen_weights(source, options)
     refuse_sparse(weights, "--to hf")
+    refuse_quantized(weights, "--to hf")
     notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
     weights = _named_as_in_composer(weights, source, metadata)
     if metadata.peft_config is not None and not is_adapter:
-        weights, metadata = merge_adapters(weights, metadata, options, stack)
+        is_alone = source.format == "hf"
+        weights, metadata, told = merge_adapters(weights, metadata, options, stack, is_alone=is_alone)
+        notes += told
     elif is_adapter and has_base(weights):
         notes.append("only the adapter is written; --peft merge adds it to its base")
     if options.include or options.exclude:
@@ -62,11 +75,13 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
             "chosen by --include and --exclude, so that nobody has looked whether they are all that the model needs"
         )
     else:
-        renamed_by(weights, published_name)  # refuses what would be taken for one
+        weights = once_each(weights, published_name)  # refuses what would be taken for one
         pieces = plan_weights(_on_meta(weights), metadata, trust_remote_code=options.trust_remote_code)
         published, dropped = _published(pieces, weights), _dropped(pieces)
     if is_adapter:
         notes += _notes_on_other_adapters(published, weights, options)
+    target = "pt" if options.format == "bin" else "safetensors"
+    refuse_unfit(published, target, options.target, what="--to hf")
     name = _ADAPTER if is_adapter else _MODEL
     files = plan_shards(published, _WHOLE if is_adapter else options.max_shard_size or DEFAULT_SHARD_BYTES, name)
     if options.format == "bin":
@@ -123,7 +138,8 @@ def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: Hugg
     """Return the weights with `model.` before the names that the model of transformers has for them."""
     if metadata.peft_config is not None:
         is_bare = not any(name.startswith(f"{_PREFIX}base_model.") for name in weights)
-        adapters = renamed_by(weights, with_adapter) if is_bare else weights
+        config = metadata.peft_config
+        adapters = renamed_by(weights, lambda name: with_adapter(name, config)) if is_bare else weights
         return {f"{_PREFIX}{name}": tensor for name, tensor in adapters.items()} if is_bare else weights
     if source.format != "hf" and source.state.get("integrations"):
         return weights
@@ -135,8 +151,23 @@ def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: Hugg
     return weights if fitting[0] >= fitting[1] else prefixed
 
 
-def with_adapter(name: str) -> str:
-    """Return how an adapter's weight is called in memory, by the name in `adapter_model.safetensors`."""
+def with_adapter(name: str, config: Mapping[str, Any]) -> str:
+    """Return how an adapter's weight is called in memory, by the name in `adapter_model.safetensors`.
+
+    Args:
+        name: In the file.
+        config: The adapter's, which names the modules that are saved whole.
+
+    Example:
+        >>> with_adapter("base_model.model.wte.weight", {"modules_to_save": ["wte"]})
+        'base_model.model.wte.modules_to_save.default.weight'
+    """
+    if "lora_" not in name:
+        parts = name.split(".")
+        saved = tuple(config.get("modules_to_save") or ())
+        for end in range(1, len(parts)):  # peft wraps the outermost module whose name ends so
+            if saved and ".".join(parts[:end]).endswith(saved) and "modules_to_save" not in parts:
+                return ".".join([*parts[:end], "modules_to_save", "default", *parts[end:]])
     for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
         if f".{kind}.default" not in name:
             name = name.replace(f".{kind}.", f".{kind}.default.")

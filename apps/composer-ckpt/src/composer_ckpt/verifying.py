@@ -8,6 +8,7 @@ from typing import Any
 
 from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_tensor
 from composer_checkpoint.tensors import TensorSource, find_kind
+from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.inspecting import statistics
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.printable import as_lines
@@ -80,32 +81,45 @@ def _check_zip(path: Path) -> None:
 def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check], hashes: dict[str, str]) -> str:
     """Read all tensors, and note what is missing, tied or not finite."""
     with opened(local, kind) as source:
-        bare = [name for name, tensor in source.tensors.items() if tensor.sparse is not None]
-        if bare and options.hash:
-            listed = ", ".join(bare[:_MAX_NAMES])
-            detail = f"not {counted(len(bare), 'sparse tensor')}, whose elements have no order: {listed}"
-            checks.append({"name": "hashed", "ok": True, "detail": detail})
+        if options.hash:
+            checks += _not_hashed(source)
         if source.missing:
-            names = ", ".join(source.missing[:_MAX_NAMES])
-            detail = f"{len(source.missing)} tensors of the index are in no file: {names}"
+            detail = f"{len(source.missing)} tensors of the index are in no file: {_listed([*source.missing])}"
             checks.append({"name": "complete", "ok": False, "detail": detail})
         odd: list[str] = []
         total = sum(tensor.size_bytes for tensor in source.tensors.values())
         with progress_bar("reading", total) as progress:
             for name, tensor in source.tensors.items():
-                if tensor.dtype.is_floating_point and _is_odd(statistics(tensor)):
+                if tensor.dtype.is_floating_point and has_numbers(tensor.dtype) and _is_odd(statistics(tensor)):
                     odd.append(name)
-                if options.hash and tensor.sparse is None:
+                if options.hash and tensor.sparse is None and not tensor.is_quantized:
                     hashes[name] = hash_tensor(tensor.read())
                 progress(tensor.size_bytes)
         # No fault: masks are made of infinities.
         listed = (
-            f"NaN or infinite numbers in {counted(len(odd), 'tensor')}: {', '.join(odd[:_MAX_NAMES])}"
-            if odd
-            else "all are finite"
+            f"NaN or infinite numbers in {counted(len(odd), 'tensor')}: {_listed(odd)}" if odd else "all are finite"
         )
         checks.append({"name": "finite", "ok": True, "detail": listed})
         return _summary(source)
+
+
+def _not_hashed(source: TensorSource) -> list[Check]:
+    """Return a check, which holds, for each kind of tensors that have no bytes of their own to be hashed."""
+    sparse = [name for name, tensor in source.tensors.items() if tensor.sparse is not None]
+    quantized = [name for name, tensor in source.tensors.items() if tensor.is_quantized]
+    whys = (
+        (sparse, "sparse tensor", "whose elements have no order"),
+        (quantized, "quantized tensor", "whose bytes say nothing without a scale"),
+    )
+    return [
+        {"name": "hashed", "ok": True, "detail": f"not {counted(len(names), kind)}, {why}: {_listed(names)}"}
+        for names, kind, why in whys
+        if names
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES])
 
 
 def _is_odd(found: dict[str, Any]) -> bool:

@@ -1,13 +1,12 @@
 """A checkpoint's weights under the names and in the precision that the target shall have."""
 
 import argparse
-from collections.abc import Mapping
 
 from composer_checkpoint import CorruptCheckpointError
 from composer_checkpoint.tensors import StoredTensor, TensorSource, tensors_in
 from composer_ckpt.outcomes import UsageError
 from composer_ckpt.plans import casts
-from composer_ckpt.selection import cast, refuse_doubles, rename, select
+from composer_ckpt.selection import cast, rename, renamed_by, select
 
 __all__ = ["chosen_weights", "notes_on_the_rest", "without_wrappers"]
 
@@ -23,7 +22,7 @@ def chosen_weights(
 
     Raises:
         CorruptCheckpointError: If an index promises more than there is.
-        UsageError: If there are none.
+        UsageError: If there are none, or two would have one name.
     """
     if source.missing:
         raise CorruptCheckpointError(
@@ -40,10 +39,9 @@ def chosen_weights(
     weights = select(weights, options.include, options.exclude)
     if not weights:
         raise UsageError("--include and --exclude leave none of the tensors. Choose some.")
-    old = list(weights)
-    weights = without_wrappers(weights)
-    weights = rename(weights, options.rename, options.strip_prefix)
-    renamed = {before: after for before, after in zip(old, weights, strict=True) if before != after}
+    names = rename({name: without_wrappers(name) for name in weights}, options.rename, options.strip_prefix)
+    weights = renamed_by(weights, names.__getitem__)
+    renamed = {before: after for before, after in names.items() if before != after}
     converted = cast(weights, options.output_precision)
     return converted, renamed, casts(weights, converted)
 
@@ -69,13 +67,11 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
-def without_wrappers(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the weights without what `torch.compile` and checkpointing put into their names.
+def without_wrappers(name: str) -> str:
+    """Return a weight's name without what `torch.compile` and checkpointing put into it.
 
     Example:
-        >>> list(without_wrappers({"layer._orig_mod.weight": None}))
-        ['layer.weight']
+        >>> without_wrappers("layer._orig_mod.weight")
+        'layer.weight'
     """
-    names = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in weights}
-    refuse_doubles(names)
-    return {names[name]: tensor for name, tensor in weights.items()}
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

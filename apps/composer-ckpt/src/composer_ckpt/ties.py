@@ -1,0 +1,123 @@
+"""Weights that a model has as one, where an adapter has changed one of them, and of those that are no longer equal."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from composer_checkpoint import IncompatibleCheckpointError
+from composer_checkpoint.tensors import StoredTensor, aliases_of
+from composer_checkpoint.tensors.source import are_one
+from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model_classes import meta_model
+from composer_hf.published_weights import published_name, tied_names
+
+__all__ = ["Pair", "find_ties", "have_same_elements", "settle_ties", "under_each_name", "untied_config"]
+
+_PREFIX = "model."
+_BLOCK_NUMEL = 1 << 20
+_TIED = "tie_word_embeddings"
+Pair = tuple[str, str]
+Weights = dict[str, StoredTensor]
+
+
+def under_each_name(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> Weights:
+    """Return weights with those that a model ties under each of their names, since a folder has them under one.
+
+    Args:
+        base: By the names that a checkpoint has for them.
+        model: On the meta device; `None` where nobody knows it.
+    """
+    found = dict(base)
+    for pair in _ties_of_model(model).items():
+        own = {published_name(name): name for name in found}
+        for missing, there in (pair, pair[::-1]):
+            if missing not in own and there in own:
+                found[f"{_PREFIX}{missing}"] = found[own[there]]
+    return found
+
+
+def find_ties(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> list[Pair]:
+    """Return the names of weights that are one, two and two, by what a model ties and by what is one in a checkpoint.
+
+    Args:
+        base: From `under_each_name`.
+        model: As there.
+    """
+    own = {published_name(name): name for name in base}
+    of_model = [(own[a], own[b]) for a, b in _ties_of_model(model).items() if a in own and b in own]
+    return list({frozenset(pair): pair for pair in (*aliases_of(base).items(), *of_model)}.values())
+
+
+def settle_ties(
+    before: Mapping[str, StoredTensor], merged: Weights, pairs: Iterable[Pair], are_alike: Callable[[str, str], bool]
+) -> list[Pair]:
+    """Return the pairs that an adapter has made different, and make one tensor of those that it has changed alike.
+
+    Args:
+        before: The base's weights.
+        merged: The same with the adapter; changed in place.
+        pairs: From `find_ties`.
+        are_alike: Of two names of changed weights, whether these are equal.
+    """
+    apart: list[Pair] = []
+    for alias, kept in pairs:
+        is_changed = [merged[name] is not before[name] for name in (alias, kept)]
+        if not any(is_changed) or are_one(merged[alias], merged[kept]):
+            continue
+        if all(is_changed) and are_alike(alias, kept):
+            merged[alias] = merged[kept]
+        else:
+            apart.append((alias, kept))
+    return apart
+
+
+def untied_config(
+    metadata: HuggingFaceMetadata, apart: Iterable[Pair], model: torch.nn.Module | None, *, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Return a model's configuration with which it keeps weights apart that were tied.
+
+    Args:
+        metadata: Of the model as it was.
+        apart: From `settle_ties`.
+        model: As in `under_each_name`.
+        trust_remote_code: As for `meta_model`.
+
+    Raises:
+        IncompatibleCheckpointError: If the model ties them whatever its configuration says.
+    """
+    config: dict[str, Any] = {**metadata.config, _TIED: False}
+    text = config.get("text_config")  # which models of images and text ask in transformers 4
+    if isinstance(text, Mapping) and text.get(_TIED):
+        config["text_config"] = {**text, _TIED: False}
+    if model is not None:
+        untied = meta_model(replace(metadata, config=config, peft_config=None), trust_remote_code=trust_remote_code)
+        ties = tied_names(untied)
+        for alias, kept in apart:
+            one, other = published_name(alias), published_name(kept)
+            if ties.get(one, one) == ties.get(other, other):
+                raise IncompatibleCheckpointError(
+                    f"the adapter changes one of {one!r} and {other!r}, and {type(untied).__name__} has them as one "
+                    f"weight also with {_TIED}=False, so that no merged model computes what the adapted one does. "
+                    f"Write the adapter with --peft adapter."
+                )
+    return config
+
+
+def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
+    """Say whether two tensors are equal to the bit, reading both piece by piece where it is not known."""
+    if are_one(one, other):
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    starts = range(0, one.numel, _BLOCK_NUMEL)
+    sizes = [min(_BLOCK_NUMEL, one.numel - start) for start in starts]
+    return all(
+        torch.equal(one.read_range(start, size).view(torch.uint8), other.read_range(start, size).view(torch.uint8))
+        for start, size in zip(starts, sizes, strict=True)
+    )
+
+
+def _ties_of_model(model: torch.nn.Module | None) -> dict[str, str]:
+    return {} if model is None else tied_names(model)  # pyright: ignore[reportArgumentType]  # of transformers
