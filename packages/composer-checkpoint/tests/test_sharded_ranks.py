@@ -25,6 +25,7 @@ from composer_checkpoint.sharded import (
     verify_folder,
 )
 from composer_checkpoint.sharded.planner import WholeSavePlanner
+from composer_checkpoint.tensors import open_checkpoint
 from composer_dist.testing import run_ranks
 
 
@@ -275,3 +276,19 @@ def test_dicts_in_which_there_is_nothing_are_saved_as_well(tmp_path):
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.load(of_torch, checkpoint_id=folder)
     assert torch.equal(of_torch["w"], torch.ones(2))
+
+
+def save_what_rank_zero_alone_has(folder):
+    is_first = tdist.get_rank() == 0
+    callbacks = {"Recorder": {"lines": 3, "acting": {"MixUp": [1, 2]}} if is_first else {}, "Other": {}}
+    kept = [torch.ones(2)] if is_first else []
+    save_sharded({"state": {"callbacks": callbacks, "kept": kept}, "none": {}}, folder)
+
+
+def test_what_only_one_rank_has_is_opened_beside_the_empty_places_of_the_others(tmp_path):
+    run_ranks(save_what_rank_zero_alone_has, tmp_path / "saved", store=tmp_path / "store")
+    with open_checkpoint(tmp_path / "saved") as source:
+        state = source.tree["state"]
+        assert state["callbacks"] == {"Recorder": {"lines": 3, "acting": {"MixUp": [1, 2]}}, "Other": {}}
+        assert torch.equal(state["kept"][0].read(), torch.ones(2))
+        assert source.tree["none"] == {}

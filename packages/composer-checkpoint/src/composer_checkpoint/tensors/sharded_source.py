@@ -52,6 +52,7 @@ class _Closing:
 
 def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShards) -> Any:
     root: dict[Any, Any] = {}
+    empty: list[tuple[tuple[str | int, ...], Any]] = []
     paths = metadata.planner_data or {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -59,8 +60,23 @@ def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShar
         else:
             item = shards.check(parts[MetadataIndex(fqn)], None)
             value = map_tree(item, lambda _, leaf: as_stored(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-        _put(root, paths.get(fqn, (fqn,)), value)
+        path = paths.get(fqn, (fqn,))
+        if isinstance(value, dict | list) and not value:
+            empty.append((path, value))
+        else:
+            _put(root, path, value)
+    # A container that is empty on one rank is an entry, and so is each item that it has on another rank.
+    for path, value in empty:
+        if not _has_items(root, path):
+            _put(root, path, value)
     return _with_lists(root)
+
+
+def _has_items(root: dict[Any, Any], path: tuple[str | int, ...]) -> bool:
+    here: Any = root
+    for step in path:
+        here = here.get(step) if isinstance(here, dict) else None
+    return isinstance(here, dict)
 
 
 def _stored(
