@@ -68,10 +68,19 @@ def test_the_text_counts_numbers_of_all_tensors_not_only_parameters(content, run
     assert "8 tensors, 43 numbers" in out  # 12 + 5 + 1 of the model, 12 + 1 of the optimizer, 12 of generators
 
 
-def test_stats_are_those_of_the_elements(run_json, tmp_path):
+def test_stats_are_those_of_the_elements(run, run_json, tmp_path):
     save_file({"w": torch.tensor([1.0, 5.0, float("nan"), float("inf")])}, tmp_path / "w.pt")
     _, told = run_json("inspect", tmp_path / "w.pt", "--stats")
     assert told["tensors"][0]["stats"] == {"min": 1.0, "max": 5.0, "mean": 3.0, "nan": 1, "inf": 1}
+    name = told["tensors"][0]["name"]
+    assert f"\n{name}: min 1, max 5, mean 3, 1 NaN, 1 infinite\n" in run("inspect", tmp_path / "w.pt", "--stats")[1]
+
+
+def test_a_pattern_that_fits_nothing_is_told_with_the_option_that_it_was_given_by(run, tmp_path):
+    save_file({"state": {"model": {"w": torch.ones(2)}}}, tmp_path / "w.pt")
+    code, _, told = run("inspect", tmp_path / "w.pt", "--keys", "zzz")
+    assert code == 2
+    assert "--keys 'zzz' fits none" in told
 
 
 class Evil:

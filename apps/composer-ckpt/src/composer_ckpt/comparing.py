@@ -56,7 +56,7 @@ def diff(options: argparse.Namespace) -> Result:
 
 
 def _tensors(source: TensorSource, options: argparse.Namespace) -> dict[str, StoredTensor]:
-    return select(dict(source.tensors if options.all else source.weights), options.keys)
+    return select(dict(source.tensors if options.all else source.weights), options.keys, option="--keys")
 
 
 def _aligned(

@@ -34,7 +34,7 @@ def inspect(options: argparse.Namespace) -> Result:
         jobs=options.jobs,
         record_unknown=True,  # to say what it asks for
     ) as source:
-        tensors = select(source.tensors, options.keys)
+        tensors = select(source.tensors, options.keys, option="--keys")
         data = describe(source, options.source, tensors)
         if options.stats:
             with progress_bar("reading", sum(tensor.size_bytes for tensor in tensors.values())) as progress:
@@ -217,7 +217,8 @@ def _text(data: Mapping[str, Any], everything: bool) -> str:
         lines.append(f"  MISSING: {len(data['missing'])} tensors of the index: {', '.join(data['missing'][:5])}")
     lines.append("")
     lines += draw_tree(data["tensors"], None if everything else _MOST_TENSORS)
-    lines += [f"no statistics of {name}: {why}" for name, why in _without_statistics(data["tensors"])]
+    if statistics_of_all := list(_statistics(data["tensors"])):
+        lines += ["", *statistics_of_all]
     totals = data["totals"]
     shares = ", ".join(f"{format_size(size)} {dtype}" for dtype, size in sorted(totals["by_dtype"].items()))
     lines += [
@@ -227,10 +228,16 @@ def _text(data: Mapping[str, Any], everything: bool) -> str:
     return as_lines(lines)
 
 
-def _without_statistics(tensors: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _statistics(tensors: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for entry in tensors:
-        if why := entry.get("stats", {}).get("none_since"):
-            yield entry["name"], why
+        if (found := entry.get("stats")) is None:
+            continue
+        if why := found.get("none_since"):
+            yield f"no statistics of {entry['name']}: {why}"
+            continue
+        numbers = [f"{key} {found[key]:.6g}" for key in ("min", "max", "mean") if found[key] is not None]
+        odd = [f"{found[key]:,} {word}" for key, word in (("nan", "NaN"), ("inf", "infinite")) if found[key]]
+        yield f"{entry['name']}: {', '.join([*numbers, *odd]) or 'no statistics'}"
 
 
 def _facts(data: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -20,9 +20,19 @@ _SCALES = ("_scale", ".scales", ".zeros")
 
 
 def select(
-    tensors: Mapping[str, T], include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+    tensors: Mapping[str, T],
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    *,
+    option: str = "--include",
 ) -> dict[str, T]:
     """Return the tensors whose names fit a pattern of `include`, if there are any, and none of `exclude`.
+
+    Args:
+        tensors: By name.
+        include: Patterns as of a shell.
+        exclude: The same.
+        option: By which the user has given `include`.
 
     Raises:
         UsageError: If a pattern fits no name.
@@ -31,10 +41,10 @@ def select(
         >>> select({"h.0.weight": 1, "h.0.bias": 2, "wte": 3}, ["h.*"], ["*bias"])
         {'h.0.weight': 1}
     """
-    for option, patterns in (("--include", include), ("--exclude", exclude)):
+    for given_by, patterns in ((option, include), ("--exclude", exclude)):
         for pattern in patterns or ():
             if not any(fnmatchcase(name, pattern) for name in tensors):
-                raise UsageError(f"{option} {pattern!r} fits none of the {len(tensors)} names: {_some(tensors)}.")
+                raise UsageError(f"{given_by} {pattern!r} fits none of the {len(tensors)} names: {_some(tensors)}.")
     return {
         name: tensor
         for name, tensor in tensors.items()

@@ -358,7 +358,10 @@ class RunRecorder(LoggerDestination):
         try:
             from composer.report.page import write_page
         except ImportError:
-            _log.info("composer report %s shows this run; it needs: pip install 'composer-suite[report]'", self.folder)
+            _log.warning(
+                "%s gets no page, which needs: pip install 'composer-suite[report]'. Then composer report writes it.",
+                self.folder,
+            )
             return
         try:
             write_page([self.folder], self.folder / "report.html")

@@ -75,7 +75,7 @@ class EMA(Algorithm):
     acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
         {
-            "SWA": "Each ends training with an average of the weights as if there were no other. Use one of them.",
+            "SWA": "Each keeps an average of the weights as if there were no other. Use one of them.",
             "EMA": "Each exchanges the weights for its average as if there were no other. Use one of them.",
         }
     )
