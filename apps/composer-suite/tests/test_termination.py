@@ -1,6 +1,6 @@
 """A signal while a Trainer does something else than `fit`: everything closes, then the process ends."""
 
-import gc
+import faulthandler
 import os
 import signal
 import subprocess
@@ -9,15 +9,13 @@ import textwrap
 import threading
 
 import pytest
-import torch
 
-from composer import Trainer
 from composer.core import Callback, Event
 
 DEFAULT = signal.SIG_DFL
 BOTH = [signal.SIGTERM, signal.SIGUSR1]
 SCRIPT = """
-    import os, signal, sys
+    import gc, os, signal, sys, threading, time
     import torch
     from composer import Callback, Trainer
     from composer.models import ComposerModel
@@ -26,7 +24,9 @@ SCRIPT = """
     class Closing(Callback):
         def close(self, state, logger):
             print("closing", flush=True)
-            if "while it closes" in sys.argv:
+            if "while a thread closes it" in sys.argv:
+                time.sleep(1)
+            elif sys.argv[1].startswith("while"):
                 os.kill(os.getpid(), signal.SIGTERM)
             print("closed", flush=True)
 
@@ -36,6 +36,17 @@ SCRIPT = """
     trainer = Trainer(model=model, train_dataloader=loader, max_duration="1ep", device="cpu", progress_bar=False,
                       optimizers=torch.optim.SGD(network.parameters(), lr=0.1), callbacks=[Closing()])
     trainer.fit()
+    if "while it goes" in sys.argv:
+        del trainer
+        gc.collect()
+        time.sleep(5)
+        print("went on", flush=True)
+    if "while a thread closes it" in sys.argv:
+        threading.Thread(target=trainer.close).start()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        print("went on", flush=True)
     if "after fit" in sys.argv:
         os.kill(os.getpid(), signal.SIGTERM)
         print("went on", flush=True)
@@ -66,12 +77,20 @@ class AtEvaluation(Callback):
         self.is_closed = True
 
 
+class AtBatch(Callback):
+    """Send this process a signal in the middle of a batch."""
+
+    def __init__(self, signum):
+        self.signum = signum
+
+    def after_loss(self, state, logger):
+        send(self.signum)
+
+
 @pytest.fixture(autouse=True)
 def _handlers_are_those_of_before():
-    gc.collect()
     assert [signal.getsignal(signum) for signum in BOTH] == [DEFAULT, DEFAULT]
     yield
-    gc.collect()
     assert [signal.getsignal(signum) for signum in BOTH] == [DEFAULT, DEFAULT]
 
 
@@ -89,6 +108,8 @@ def test_a_signal_during_an_evaluation_lets_the_trainer_close(make_trainer, make
     [
         ("after fit", 143),
         ("while it closes", 0),  # what the script was for is done
+        ("while it goes", 143),
+        ("while a thread closes it", 143),
         ("in a forked process", 0),
     ],
 )
@@ -164,15 +185,15 @@ def test_a_trainer_that_cannot_be_made_leaves_no_handler(make_trainer):
     assert signal.getsignal(signal.SIGTERM) == DEFAULT
 
 
-def test_one_that_nobody_keeps_goes_and_its_handler_too(make_model):
-    model = make_model()
-    trainer = Trainer(
-        model=model, device="cpu", progress_bar=False, optimizers=torch.optim.SGD(model.parameters(), 0.1)
-    )
-    assert signal.getsignal(signal.SIGTERM) != DEFAULT
-    del trainer
-    gc.collect()
-    assert signal.getsignal(signal.SIGTERM) == DEFAULT
+def test_a_signal_is_left_to_faulthandler_which_python_does_not_know(make_trainer, tmp_path):
+    with open(tmp_path / "stacks", "w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            make_trainer(max_duration="1ba", callbacks=AtBatch(signal.SIGUSR1)).fit()
+            send(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert (tmp_path / "stacks").read_text().count("most recent call first") >= 2
 
 
 def test_another_thread_can_make_a_trainer(make_trainer):

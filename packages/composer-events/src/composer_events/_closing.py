@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 # The name by which users filter it, whichever package the engine lives in.
 _log = logging.getLogger("composer.core.engine")
 
+_num_at_work = 0  # closers of this process
+
+
+def is_closing() -> bool:
+    """Answer whether callbacks of any engine are being closed at this moment, in whichever thread."""
+    return _num_at_work > 0
+
 
 class Closer:
     """Close the callbacks of one engine.
@@ -41,6 +48,14 @@ class Closer:
         """
         if self.is_closed:
             return
+        global _num_at_work
+        _num_at_work += 1
+        try:
+            self._close()
+        finally:
+            _num_at_work -= 1
+
+    def _close(self) -> None:
         self.stand_down()
         _log.debug("Closing the engine.")
         interrupts: list[BaseException] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from composer_events._batch_parts import BatchInParts
 from composer_events._calling import blame, call_hook, method_of
-from composer_events._closing import Closer
+from composer_events._closing import Closer, is_closing
 from composer_events._default_order import DefaultOrder
 from composer_events._explaining import explain, log_explanation
 from composer_events._legacy import adopt_algorithms
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from composer_events.passes import AlgorithmPass
     from composer_events.state import State
 
-__all__ = ["Engine", "Trace", "Traces"]
+__all__ = ["Engine", "Trace", "Traces", "is_closing"]
 
 
 @dataclass(slots=True)

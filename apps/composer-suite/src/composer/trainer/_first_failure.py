@@ -30,17 +30,23 @@ def first_failure_of_others(error: BaseException) -> str | None:
     Nobody waits for another rank, which may be gone, and so may the store.
 
     Args:
-        error: What ends this rank's training. A signal, which ends all of them, is nobody's failure.
+        error: What ends this rank's training. A signal is nobody's failure, but a launcher sends one after a failure.
 
     Returns:
         The rank and its traceback; `None` if this rank is the first, or nothing was told.
     """
-    if get_world_size() == 1 or not isinstance(error, Exception):
+    if get_world_size() == 1:
         return None
     rank = f"Rank {get_global_rank()}"
     told = f"{rank} failed first:\n{''.join(traceback.format_exception(error))[-_MOST_KEPT:]}"
     try:
-        first = open_store(f"composer/failure/{_stage}").compare_set(_KEY, "", told).decode(errors="replace")
+        store = open_store(f"composer/failure/{_stage}")
+        if isinstance(error, Exception):
+            first = store.compare_set(_KEY, "", told).decode(errors="replace")
+        elif store.check([_KEY]):
+            first = store.get(_KEY).decode(errors="replace")
+        else:
+            return None
     except Exception:  # of what kind it is depends on the store; that of this rank is what counts
         return None
     return None if first.startswith(f"{rank} ") else first

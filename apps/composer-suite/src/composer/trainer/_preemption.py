@@ -91,7 +91,8 @@ class Preemption:
         for signum in _SIGNALS:
             previous = signal.getsignal(signum)
             # A signal that is ignored, as under nohup, stays so; a handler that is not Python's could not be put back.
-            if previous is not None and previous != signal.SIG_IGN:
+            is_known = previous != signal.SIG_DFL or termination.is_free(signum)
+            if previous is not None and previous != signal.SIG_IGN and is_known:
                 self._previous[signum] = signal.signal(signum, self._on_signal)
 
     def _restore(self) -> None:

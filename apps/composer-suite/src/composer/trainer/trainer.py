@@ -487,7 +487,8 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            self._has_failed = True
-            name_stage(error, self.state)
-            record_failure(error, self.state)
+            with termination.postponed():
+                self._has_failed = True
+                name_stage(error, self.state)
+                record_failure(error, self.state)
             raise
