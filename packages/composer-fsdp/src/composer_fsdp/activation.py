@@ -4,12 +4,10 @@
 child, or of the model itself where the child has none. What neither chooses stays as it is.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # torch has no public name for them
     CheckpointImpl,
@@ -18,17 +16,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from composer_fsdp.selective import contexts_that_keep_products
 
 __all__ = ["apply_ac", "chosen_for_checkpointing", "warn_of_none_chosen"]
-
-_KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-}
 
 
 def apply_ac(
@@ -134,18 +125,15 @@ def _wrapper(
     }
     if checkpoint_fn is not None:
         settings["checkpoint_fn"] = checkpoint_fn
-    if checkpointing == "selective":
-        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
 
     def wrap(module: nn.Module) -> nn.Module:
-        wrapped = checkpoint_wrapper(module, **settings) if checkpointing else module
+        own = dict(settings)
+        if checkpointing == "selective":
+            own["context_fn"] = contexts_that_keep_products()  # each module's own, since it remembers what was changed
+        wrapped = checkpoint_wrapper(module, **own) if checkpointing else module
         return offload_wrapper(wrapped) if offload else wrapped
 
     return wrap
-
-
-def _keep_products(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -32,8 +32,8 @@ class FSDPConfig(_Checked):
 
     Args:
         activation_checkpointing: Compute again in the backward pass what the chosen modules computed in the forward
-            pass, instead of keeping it; `'selective'` keeps the results of matrix products all the same. Which
-            modules: see `composer_fsdp.activation`.
+            pass, instead of keeping it; `'selective'` keeps the results of matrix products all the same, if
+            nothing changes them in place. Which modules: see `composer_fsdp.activation`.
         activation_checkpointing_reentrant: Which of torch's implementations does it: `True`, if said so, the reentrant
             one, which gives no gradients to a module whose inputs need none.
         activation_cpu_offload: Keep the activations of the chosen modules on the host.
