@@ -1,7 +1,10 @@
 """`verify` notices damage, `diff` says where two checkpoints part."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -62,6 +65,52 @@ def test_a_missing_shard_and_a_missing_tensor_are_named(content, run_json, tmp_p
     assert any("c" in check["detail"] for check in told["checks"] if not check["ok"])
     (tmp_path / "saved" / "model-00002-of-00002.safetensors").unlink()
     assert "model-00002" in json.dumps(run_json("verify", tmp_path / "saved")[1])
+
+
+def test_numbers_that_are_not_finite_are_pointed_out(run, tmp_path):
+    save_file({"mask": torch.tensor([0.0, float("-inf")]), "weight": torch.ones(2)}, tmp_path / "w.pt")
+    code, text, _ = run("verify", tmp_path / "w.pt")
+    assert code == 0
+    assert "\n  note finite: NaN or infinite numbers in 1 tensor: mask\n" in text
+    save_file({"weight": torch.ones(2)}, tmp_path / "fine.pt")
+    assert "\n  ok   finite: all are finite\n" in run("verify", tmp_path / "fine.pt")[1]
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_path_without_a_checkpoint_is_a_mistake_in_the_command(command, run, tmp_path):
+    code, _, errors = run(command, tmp_path / "nothing")
+    assert (code, errors) == (
+        2,
+        f"composer-ckpt: there is no checkpoint at '{tmp_path / 'nothing'}'. Check the path.\n",
+    )
+
+
+def test_a_file_that_asks_for_more_than_data_is_refused_rather_than_damaged(run, tmp_path):
+    torch.save({"odd": print}, tmp_path / "odd.pt")
+    code, text, _ = run("verify", tmp_path / "odd.pt")
+    assert code == 4
+    assert text.startswith(f"{tmp_path / 'odd.pt'}: refused (")
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path):
+    save_file({"gewicht_ß": torch.ones(2)}, tmp_path / "w.pt")
+    command = [sys.executable, "-m", "composer_ckpt", "inspect", str(tmp_path / "w.pt")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"gewicht_\\xdf" in done.stdout
+
+
+def test_a_second_name_of_a_tied_weight_is_no_difference(run_json, tmp_path):
+    weight = torch.ones(3, 2)
+    save_file({"state": {"model": {"model.wte": weight, "model.lm_head": weight}}}, tmp_path / "tied.pt")
+    save_weights_in_shards({"wte": weight}, tmp_path / "hf", max_shard_bytes=99)
+    code, told = run_json("diff", tmp_path / "tied.pt", tmp_path / "hf")
+    assert (code, told["only_a"], told["only_b"]) == (0, [], [])
+    assert run_json("diff", tmp_path / "hf", tmp_path / "tied.pt")[0] == 0
+    apart = {"model.wte": weight, "model.lm_head": weight.clone()}
+    save_file({"state": {"model": apart}}, tmp_path / "apart.pt")
+    code, told = run_json("diff", tmp_path / "apart.pt", tmp_path / "hf")
+    assert (code, told["only_a"]) == (1, ["lm_head"])
 
 
 def test_formats_differ_and_tensors_do_not(content, run_json, tmp_path):

@@ -49,8 +49,9 @@ def _print_json(value: Any) -> None:
 
 
 def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"  # what a terminal cannot show is shown by its number
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough, and the interpreter shall not flush once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

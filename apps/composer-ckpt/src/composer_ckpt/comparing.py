@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized
+from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of, refuse_quantized
 from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.folders import describe_folder
 from composer_ckpt.inspecting import describe, dtype_name, layout_of
@@ -36,8 +36,8 @@ def diff(options: argparse.Namespace) -> Result:
         data: dict[str, Any] = {
             "a": options.a,
             "b": options.b,
-            "only_a": [name for name in of_a if name not in of_b],
-            "only_b": [name for name in of_b if name not in of_a],
+            "only_a": _only(of_a, of_b),
+            "only_b": _only(of_b, of_a),
             "shape": [],
             "dtype": [],
             "value": [],
@@ -74,6 +74,16 @@ def _aligned(
 def _without_prefix(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     without = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     return without if len(without) == len(tensors) else tensors  # none of two of one name would be compared
+
+
+def _only(ours: dict[str, StoredTensor], theirs: dict[str, StoredTensor]) -> list[str]:
+    """Return the names that only ours has, without those of tensors that theirs has under another of their names.
+
+    Formats that keep one copy of tied weights, as those of Hugging Face do, have only one of the names.
+    """
+    aliases = aliases_of(ours)
+    shared = {aliases.get(name, name) for name in ours if name in theirs}
+    return [name for name in ours if name not in theirs and aliases.get(name, name) not in shared]
 
 
 def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Namespace, data: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from composer_checkpoint.uris import (
 )
 from composer_ckpt.outcomes import UsageError
 
-__all__ = ["Accept", "fetched", "find_files", "opened", "place_of", "reaching_stores", "verify_hashes"]
+__all__ = ["Accept", "fetched", "find_files", "kind_of", "opened", "place_of", "reaching_stores", "verify_hashes"]
 
 _RANK = "{rank}"
 _SYMLINK = ".symlink"
@@ -64,7 +64,7 @@ def opened(
         UnsafeCheckpointError: If it asks for more than data, and is not trusted.
     """
     with fetched(path, tmp_dir, jobs) as local:
-        found = _kind_of(local) if kind == "auto" else cast(Kind, kind)
+        found = kind_of(local) if kind == "auto" else cast(Kind, kind)
         if accept is not None:
             accept(found)
         try:
@@ -136,7 +136,12 @@ def place_of(path: str) -> Path:
     return Path(follow_pointers(path))
 
 
-def _kind_of(local: str) -> Kind:
+def kind_of(local: str) -> Kind:
+    """Return the kind of the checkpoint that a path leads to.
+
+    Raises:
+        UsageError: If there is none.
+    """
     try:
         return find_kind(follow_pointers(local))
     except NoCheckpointError as error:

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_tensor
-from composer_checkpoint.tensors import TensorSource, find_kind
+from composer_checkpoint.tensors import TensorSource
 from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.inspecting import statistics
 from composer_ckpt.outcomes import ExitCode, Result
 from composer_ckpt.printable import as_lines
 from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import counted
-from composer_ckpt.sources import fetched, find_files, opened, place_of, verify_hashes
+from composer_ckpt.sources import fetched, find_files, kind_of, opened, place_of, verify_hashes
 
 __all__ = ["verify"]
 
 _MAX_NAMES = 5
+_FINITE, _ALL_FINITE = "finite", "all are finite"
 Check = dict[str, Any]
 
 
@@ -27,17 +28,25 @@ def verify(options: argparse.Namespace) -> Result:
     checks: list[Check] = []
     hashes: dict[str, str] = {}
     with fetched(options.source, options.tmp_dir, options.jobs) as local:
-        kind = options.kind if options.kind != "auto" else find_kind(place_of(local))
+        kind = options.kind if options.kind != "auto" else kind_of(local)
         code = _hold(checks, "hashes", lambda: _hashes(place_of(local), kind))
         code = max(code, _hold(checks, "opens", lambda: _read(local, kind, options, checks, hashes)))
     is_fine = all(check["ok"] for check in checks)
     data: dict[str, Any] = {"ok": is_fine, "source": options.source, "format": kind, "checks": checks}
     if options.hash:
         data["hashes"] = hashes
-    lines = [f"{options.source}: {'whole' if is_fine else 'NOT whole'} ({kind})"]
-    lines += [f"  {'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['detail']}" for check in checks]
+    found = "whole" if is_fine else "refused" if code == ExitCode.UNSAFE else "NOT whole"
+    lines = [f"{options.source}: {found} ({kind})"]
+    lines += [f"  {_mark(check)} {check['name']}: {check['detail']}" for check in checks]
     lines += [f"  {digest}  {name}" for name, digest in hashes.items()]
     return Result(as_lines(lines), data, ExitCode.FINE if is_fine else max(code, ExitCode.FAILURE))
+
+
+def _mark(check: Check) -> str:
+    if not check["ok"]:
+        return "FAIL"
+    # Numbers that are not finite are no fault, since masks are made of infinities, and nothing to pass over either.
+    return "note" if check["name"] == _FINITE and check["detail"] != _ALL_FINITE else "ok  "
 
 
 def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
@@ -95,11 +104,8 @@ def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check
                 if options.hash and tensor.sparse is None and not tensor.is_quantized:
                     hashes[name] = hash_tensor(tensor.read())
                 progress(tensor.size_bytes)
-        # No fault: masks are made of infinities.
-        listed = (
-            f"NaN or infinite numbers in {counted(len(odd), 'tensor')}: {_listed(odd)}" if odd else "all are finite"
-        )
-        checks.append({"name": "finite", "ok": True, "detail": listed})
+        listed = f"NaN or infinite numbers in {counted(len(odd), 'tensor')}: {_listed(odd)}" if odd else _ALL_FINITE
+        checks.append({"name": _FINITE, "ok": True, "detail": listed})
         return _summary(source)
 
 

@@ -177,6 +177,45 @@ def test_the_file_is_uploaded_at_the_interval_and_at_the_end(make_trainer):
     assert "[batch=3]: loss/train/total" not in keeper.files[2][1]
 
 
+class LogsAtTheEnd(Callback):
+    def close(self, state, logger):
+        logger.log_metrics({"own/last": 5})
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_others_log_while_they_close_is_in_the_file_and_uploaded(make_trainer, tmp_path, is_first):
+    keeper = Keeper()
+    loggers = [keeper, FileLogger()] if is_first else [FileLogger(), keeper]
+    trainer = make_trainer(max_duration="1ba", loggers=loggers, callbacks=LogsAtTheEnd(), run_name="plum")
+    trainer.fit()
+    trainer.close()
+    assert lines_of(tmp_path / "plum/logs-rank0.txt")[-1] == "[metric][batch=1]: own/last: 5 "
+    assert keeper.files[-1][1] == (tmp_path / "plum/logs-rank0.txt").read_text()
+
+
+def test_a_store_that_is_closed_already_misses_the_last_lines_and_says_so(make_trainer, tmp_path, caplog):
+    class Closed(Keeper):
+        is_closed = False
+
+        def upload_file(self, state, remote_file_name, file_path, *, overwrite):
+            if self.is_closed:
+                raise RuntimeError("closed")
+            super().upload_file(state, remote_file_name, file_path, overwrite=overwrite)
+
+        def post_close(self):
+            self.is_closed = True
+
+    keeper = Closed()
+    trainer = make_trainer(
+        max_duration="1ba", loggers=[keeper, FileLogger()], callbacks=LogsAtTheEnd(), run_name="plum"
+    )
+    trainer.fit()
+    trainer.close()
+    assert "own/last: 5" in (tmp_path / "plum/logs-rank0.txt").read_text()
+    assert "own/last: 5" not in keeper.files[-1][1]
+    assert "The last lines are in plum/logs-rank0.txt, and not where it is uploaded to" in caplog.text
+
+
 def test_pieces_are_gathered_up_to_the_size_of_the_buffer(begun, tmp_path):
     engine = begun(FileLogger(buffer_size=100, capture_stdout=False, capture_stderr=False))
     engine.logger.log_metrics({"loss": 1}, step=0)

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 import pytest
 import torch
 
+from composer.core import Callback
 from composer.loggers import SlackLogger
 
 pytestmark = pytest.mark.skipif(find_spec("slack_sdk") is None, reason="needs the extra 'slack'")
@@ -114,6 +115,15 @@ def test_a_message_that_is_full_is_posted_at_once(begun, make_logger, slack):
     engine.logger.log_metrics({f"m{number}": number for number in range(120)}, step=1)
     engine.close()
     assert [len(message["blocks"]) for message in slack.messages] == [50, 50, 21]  # the last with a header
+
+
+def test_what_others_log_while_they_close_is_posted(make_trainer, make_logger, slack):
+    class LogsAtTheEnd(Callback):
+        def close(self, state, logger):
+            logger.log_metrics({"own/last": 5})
+
+    make_trainer(loggers=make_logger(["own"]), callbacks=LogsAtTheEnd()).close()
+    assert text_of(slack.messages[-1])[1:] == ["*own/last:* 5"]
 
 
 def test_blocks_of_ones_own(begun, make_logger, slack):

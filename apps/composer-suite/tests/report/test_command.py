@@ -67,3 +67,11 @@ def test_a_page_that_cannot_be_written_is_named(run, tmp_path):
     assert errors.startswith("composer report: error: {file}/page.html cannot be written (")
     assert "[Errno" not in errors
     assert errors.endswith("). Name a file where you may write, with -o FILE.\n")
+
+
+@pytest.mark.parametrize("typed", [["runs"], ["runs/a", "runs/b"]])
+def test_the_page_lies_in_the_first_folder_that_was_named(typed, run, tmp_path):
+    pytest.importorskip("plotly")
+    write_metrics(tmp_path / "runs" / "a", GOOD)
+    write_metrics(tmp_path / "runs" / "b", GOOD)
+    assert run(*typed)[:2] == (0, f"{typed[0]}/report.html\n")

@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -148,6 +149,46 @@ def test_a_failure_is_written_down_before_anybody_closes(tmp_path):
     assert run.status["status"] == "failed"
     assert "ArithmeticError: out of numbers" in run.status["error"]
     assert len(run.curves["own/value"].values) == 3
+
+
+def test_what_others_log_while_they_close_is_in_the_record(tmp_path):
+    class LogsAtTheEnd(Callback):
+        def close(self, state, logger):
+            logger.log_metrics({"own/last": 5})
+            logger.log_hyperparameters({"own": 7})
+
+    train(tmp_path, callbacks=LogsAtTheEnd())
+    run = read_run(tmp_path / "run")
+    assert list(run.curves["own/last"].values) == [5]
+    assert json.loads((tmp_path / "run/config.json").read_text())["own"] == 7
+    assert run.status["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("trainer.fit(duration='nonsense')", "failed"),
+        ("raise ArithmeticError('between the Trainer and its training')", "failed"),
+        ("trainer.fit(); raise ArithmeticError('after training')", "finished"),
+        ("trainer.close(); raise ArithmeticError('after closing')", "finished"),
+    ],
+)
+def test_a_script_that_dies_before_it_trains_has_failed(tmp_path, ending, status):
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import pathlib\n"
+        f"from test_recorder import make_trainer; trainer = make_trainer(pathlib.Path({str(tmp_path)!r}))\n{ending}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    written = read_run(tmp_path / "run").status
+    assert written["status"] == status
+    assert (written["error"] is not None) == (status == "failed")
+
+
+def test_what_nobody_caught_before_a_run_is_not_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ArithmeticError("of an earlier cell"), raising=False)
+    make_trainer(tmp_path).close()
+    assert read_run(tmp_path / "run").status["status"] == "finished"
 
 
 class Odd:

@@ -1,5 +1,6 @@
 """Everything that is logged, and what the process writes to its console, in one file for each rank."""
 
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,8 @@ from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 
 __all__ = ["FileLogger"]
+
+_log = logging.getLogger(__name__)
 
 
 class FileLogger(LoggerDestination):
@@ -86,6 +89,8 @@ class FileLogger(LoggerDestination):
         self._pending: deque[_Entry] = deque()
         self._is_writing = False
         self._is_at_line_start = True
+        self._logger: Logger | None = None  # from `close` on
+        self._is_uploaded_whole = False
         self._captured = [name for name, wanted in (("stdout", capture_stdout), ("stderr", capture_stderr)) if wanted]
         self._captures: list[StreamCapture] = []
         self._capture()
@@ -173,7 +178,7 @@ class FileLogger(LoggerDestination):
         self._flush(logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write everything, and let go of the file and of the console."""
+        """Write and upload everything, and let go of the console."""
         error = sys.exc_info()[1]
         if error is not None and "stderr" in self._captured:  # Python prints it when nobody listens any more
             self._add(_Entry("".join(traceback.format_exception(error)), "[stderr]: "))
@@ -183,8 +188,20 @@ class FileLogger(LoggerDestination):
         if self._file is not None:
             self._write_pending(waits=True)
             self._flush(logger)
-            self._file.close()
-            self._file = None
+            self._is_uploaded_whole, self._logger = True, logger
+
+    def post_close(self) -> None:
+        """Write what the others have logged while they closed, and let go of the file."""
+        if self._file is None:
+            return
+        self._write_pending(waits=True)
+        if self._logger is not None and not self._is_uploaded_whole:
+            try:
+                self._flush(self._logger)
+            except Exception as error:  # of a destination that closes before this one, which only misses these lines
+                _log.warning("The last lines are in %s, and not where it is uploaded to: %r", self.filename, error)
+        self._file.close()
+        self._file = self._logger = None
 
     def _capture(self) -> None:
         if self._captures:
@@ -238,6 +255,7 @@ class FileLogger(LoggerDestination):
             try:
                 while self._pending and (waits or self._pending[0].is_known()):
                     entry = self._pending.popleft()
+                    self._is_uploaded_whole = False
                     self._file.write(self._with_prefix(entry).encode(errors="backslashreplace"))
             finally:
                 self._is_writing = False

@@ -119,7 +119,8 @@ class SlackLogger(LoggerDestination):
         self._post()
 
     def post_close(self) -> None:
-        """Wait until it is sent."""
+        """Post what the others have logged while they closed, and wait until it is sent."""
+        self._post()
         self._outbox.close()
 
     def _keep(self, values: dict[str, Any], step: int | None) -> None:

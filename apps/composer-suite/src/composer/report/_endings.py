@@ -10,16 +10,27 @@ if TYPE_CHECKING:
 
     from composer_events.state import State
 
-__all__ = ["Plan", "fatal_error"]
+__all__ = ["Plan", "fatal_error", "id_of_uncaught"]
 
 
-def fatal_error(*, was_busy: bool) -> BaseException | None:
+def id_of_uncaught() -> int | None:
+    """Return which exception nobody caught; the exception itself would keep alive what its frames hold."""
+    return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
+
+
+def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
     """Return the exception that is on its way or, where work was left undone, has ended the process.
 
     Python forgets the latter as the exception on its way, and closes what is still open.
+
+    Args:
+        was_busy: Whether work was left undone.
+        id_of_earlier: Of what nobody had caught before the run began, as in an earlier cell of a notebook.
     """
     error = sys.exc_info()[1]
-    return getattr(sys, "last_value", None) if error is None and was_busy else error
+    if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
+        return sys.last_value
+    return error
 
 
 class Plan:

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="composer report", description="Write one page, which needs no network, about one or several runs."
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="what a RunRecorder has written, or its parent")
-    parser.add_argument("-o", "--output", help="where the page goes (default: report.html in the first folder)")
+    parser.add_argument("-o", "--output", help="where the page goes (default: report.html in the first of them)")
     parser.add_argument("--json", action="store_true", help="print what the page would show, and write none")
     parser.add_argument("--verify", action="store_true", help="compare every byte of the checkpoints with their hashes")
     parser.add_argument("--max-points", type=int, default=4000, help="points of a curve at most (default: 4000)")
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell_bad_lines(Path(run["folder"]), run["num_bad_lines"])
     if asked.json:
         return _print_json(described)
-    output = Path(asked.output or folders[0] / "report.html")
+    output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
         from composer.report.page import write_described  # the data can be had without plotly
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from composer.loggers._trouble import warn_of_trouble
 from composer.report._acting import Acting
-from composer.report._endings import Plan, fatal_error
+from composer.report._endings import Plan, fatal_error, id_of_uncaught
 from composer.report._fact_files import FactFiles
 from composer.report._metric_lines import MetricLines
 from composer.report._run_facts import environment, profiler_times, saved_checkpoints, saved_traces
@@ -133,6 +133,9 @@ class RunRecorder(LoggerDestination):
         self._failure: str | None = None
         self._cause: str | None = None
         self._has_fit_failed = False
+        self._has_worked = False  # to its end, whatever it was
+        self._id_of_uncaught = id_of_uncaught()
+        self._ending = "finished"
 
     @property
     def folder(self) -> Path:
@@ -262,44 +265,54 @@ class RunRecorder(LoggerDestination):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the metrics, and note why training has ended if it was before its time."""
-        self._is_fitting = False
+        self._is_fitting, self._has_worked = False, True
         self._reason = None if self._plan is None else self._plan.reason_of_stop(state)
         if self._lines is not None:
             self._lines.write(waits=True)
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
         """Forget an evaluation that failed before."""
+        self._has_worked = True
         if not self._has_fit_failed:
             self._failure = None
 
     def predict_end(self, state: State, logger: Logger) -> None:
         """Forget a prediction that failed before."""
+        self._has_worked = True
         if not self._has_fit_failed:
             self._failure = None
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write what is left, how the run has ended, and the page."""
+        """Write what is left, and how the run has ended."""
+        if self._lines is None:
+            return
+        is_undone = self._is_fitting or not self._has_worked
+        if (error := fatal_error(was_busy=is_undone, id_of_earlier=self._id_of_uncaught)) is not None:
+            self._note(error)
+        was_stopped = self._is_fitting or self._reason is not None
+        self._ending = "failed" if self._failure is not None else "stopped early" if was_stopped else "finished"
+        try:
+            self._flush(self._ending)
+        except BaseException:  # `post_close` is not called then
+            self._release()
+            raise
+
+    def post_close(self) -> None:
+        """Write what the others have logged while they closed, and the page."""
         if self._lines is None:
             return
         try:
-            self._end()
+            self._lines.close()
+            self._write_facts(self._ending)
+            self._lines = None
+            if self.page:
+                self._write_page()
         finally:
             self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
-
-    def _end(self) -> None:
-        assert self._lines is not None
-        if (error := fatal_error(was_busy=self._is_fitting)) is not None:
-            self._note(error)
-        was_stopped = self._is_fitting or self._reason is not None
-        self._lines.close()
-        self._write_facts("failed" if self._failure is not None else "stopped early" if was_stopped else "finished")
-        self._lines = None
-        if self.page:
-            self._write_page()
 
     def _begin(self, state: State) -> None:
         folder = make_folder(
