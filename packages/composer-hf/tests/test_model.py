@@ -63,6 +63,16 @@ def test_outputs_that_are_at_hand_are_not_computed_again(make_model, batch):
     assert model.eval_forward(batch, outputs) is outputs.logits
 
 
+def test_a_metric_of_logits_that_gets_the_whole_output_says_what_it_needs(make_model, batch):
+    accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=3)
+    model = HuggingFaceModel(make_model("bert classifier"), metrics=[accuracy])
+    batch["labels"] = torch.tensor([0, 2, 1])
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - which one is the metric's
+        model.update_metric(batch, model.eval_forward(batch), accuracy)
+    assert "MulticlassAccuracy got the model's whole output" in caught.value.__notes__[-1]
+    assert "pass use_logits=True" in caught.value.__notes__[-1]
+
+
 def test_without_use_logits_metrics_see_the_whole_output(make_model, batch):
     assert HuggingFaceModel(make_model("gpt2")).eval_forward(batch).keys() >= {"loss", "logits"}
 

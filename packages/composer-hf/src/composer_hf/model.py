@@ -230,7 +230,15 @@ class HuggingFaceModel(ComposerModel):
         if getattr(metric, "needs_batch", False):
             result: Any = metric.update(batch=batch, outputs=outputs, labels=self.labels)
         else:
-            result = metric.update(outputs, self.labels)
+            try:
+                result = metric.update(outputs, self.labels)
+            except Exception as error:
+                if self.labels is None and not self.use_logits:
+                    error.add_note(
+                        f"{type(metric).__name__} got the model's whole output and no labels, since "
+                        f"HuggingFaceModel(use_logits=False). For a metric of logits and labels pass use_logits=True."
+                    )
+                raise
         result = dict(result) if isinstance(result, Mapping) else {}
         inputs = batch.get("input_ids") if isinstance(batch, Mapping) else None
         result["metric_name"] = [type(metric).__name__] * (0 if inputs is None else len(inputs))
