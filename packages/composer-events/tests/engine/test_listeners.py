@@ -78,6 +78,32 @@ def test_a_method_that_is_set_between_engine_and_fit_is_heard(state, make_engine
     assert diary == ["own"]
 
 
+def test_a_method_that_is_replaced_during_training_is_heard_at_once(state, make_engine, make_callback, diary):
+    callback = make_callback("its class's", "batch_end")
+    state.callbacks.append(callback)
+    engine = make_engine()
+    engine.run_event("fit_start")
+    engine.run_event("batch_end")
+    callback.batch_end = lambda state, logger: diary.append("its own")
+    engine.run_event("batch_end")
+    del callback.batch_end
+    engine.run_event("batch_end")
+    assert diary == ["its class's", "its own", "its class's"]
+
+
+def test_a_method_that_is_replaced_in_the_class_is_heard_when_training_begins(
+    state, make_engine, make_callback, diary, monkeypatch
+):
+    callback = make_callback("old", "batch_end")
+    state.callbacks.append(callback)
+    engine = make_engine()
+    engine.run_event("batch_end")
+    monkeypatch.setattr(type(callback), "batch_end", lambda self, state, logger: diary.append("new"))
+    engine.run_event("fit_start")
+    engine.run_event("batch_end")
+    assert diary == ["old", "new"]
+
+
 def test_a_plain_list_is_compared_by_identity_and_not_by_equality(state, make_engine, diary):
     first, second = Equal(diary), Equal(diary)
     state.callbacks.append(first)

@@ -62,11 +62,12 @@ def apply_alibi(
     policies = {key: _with_length(function, max_sequence_length) for key, function in policy_registry.items()}
     replaced = replace_module_classes(model, policies, optimizers, include_root=True)
     if not replaced:
+        known = [f"{one.__module__}.{one.__qualname__}" for one in policy_registry]
         _log.warning(
-            "ALiBi has no effect on this %s: it has no module of a supported class. Those are %s; others can be added "
-            "to policy_registry.",
+            "ALiBi has no effect on this %s: it has no module of a supported class. %s; others can be added to "
+            "policy_registry.",
             type(model).__qualname__,
-            ", ".join(f"{one.__module__}.{one.__qualname__}" for one in policy_registry),
+            f"Those are {', '.join(known)}" if known else "Without transformers there is none",
         )
         return
     _switch_attention(model, max_sequence_length)
