@@ -20,6 +20,7 @@ __all__ = ["LAUNCH_ID", "Guardian", "is_within", "new_launch_id", "process_state
 LAUNCH_ID = "COMPOSER_LAUNCH_ID"
 """The variable by which the processes of a launch are found, wherever they went."""
 _SWEEP_S = 5.0
+_QUIET_S = 1.0  # longer than a busy machine takes from fork to exec
 _LINGER_S = 1.0  # what tidies up after a process that ended well, such as Python's resource tracker, ends after it
 
 
@@ -80,7 +81,7 @@ class Guardian:
             self._process.stdin.flush()
 
 
-def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEEP_S) -> list[int]:
+def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEEP_S, quiet_s: float = 0.0) -> list[int]:
     """Kill process groups, and whatever else was started with a launch's identity in its environment.
 
     Without `/proc` (systems other than Linux) only the groups are found.
@@ -89,23 +90,28 @@ def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEE
         groups: Numbers of process groups.
         launch_id: The identity, or `None` for the groups only.
         timeout_s: For how long processes that do not go away are tried again.
+        quiet_s: For how long nobody may have shown up in the end.
 
     Returns:
         The processes that were still there, as far as they could be seen.
     """
     seen: set[int] = set()
     groups = set(groups)
-    deadline = time.monotonic() + timeout_s
+    now_s = last_seen_s = time.monotonic()
+    deadline_s = now_s + timeout_s
     while True:
         left = set(_members(groups, launch_id))
         seen |= left
+        now_s = time.monotonic()
+        if left:
+            last_seen_s = now_s
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not left or time.monotonic() > deadline:
+        if now_s > deadline_s or (not left and now_s - last_seen_s >= quiet_s):
             return sorted(seen)
         time.sleep(0.02)  # what was being forked just now shows itself in the next round
 
@@ -192,7 +198,8 @@ def _main(launch_id: str, launcher: str) -> None:
             groups.add(int(line))
         else:
             groups.clear()  # the launcher itself has swept them
-    killed = sweep(groups, launch_id)
+    # What the launcher was about to start when it was killed has the launch's identity a moment later.
+    killed = sweep(groups, launch_id, quiet_s=_QUIET_S)
     if killed:
         with contextlib.suppress(OSError):
             sys.stderr.write(f"composer: the launcher (PID {launcher}) is gone; its processes were killed: {killed}\n")
