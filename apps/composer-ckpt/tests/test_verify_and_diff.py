@@ -85,6 +85,12 @@ def test_a_path_without_a_checkpoint_is_a_mistake_in_the_command(command, run, t
     )
 
 
+def test_what_an_interrupted_save_left_is_no_mistake_in_the_command(run, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"half")
+    assert run("verify", tmp_path / "saved")[0] == 1
+
+
 def test_a_file_that_asks_for_more_than_data_is_refused_rather_than_damaged(run, tmp_path):
     torch.save({"odd": print}, tmp_path / "odd.pt")
     code, text, _ = run("verify", tmp_path / "odd.pt")

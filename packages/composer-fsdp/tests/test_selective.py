@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,7 @@ from composer_fsdp.selective import contexts_that_keep_products
 
 class CountProducts(TorchDispatchMode):
     num_products = 0
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten = torch.ops.aten
@@ -131,3 +133,20 @@ def test_what_was_seen_is_copied_and_pickled_with_the_module():
             make_inputs(),
         )
         assert count == gradients(bias_added_in_place, make_inputs())[1] + 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_operators_of_higher_order_and_sparse_tensors_go_through_the_first_pass():
+    def run(inputs, weight):
+        attended = flex_attention(*[inputs.detach()[None]] * 3)
+        identity = torch.eye(3).to_sparse()
+        return torch.matmul(torch.sparse.mm(identity, inputs[0]) + attended[0, 0], weight).exp()
+
+    contexts = contexts_that_keep_products()
+    expected, _ = gradients(run, make_inputs())
+    for _ in range(2):
+        found, _ = gradients(
+            lambda *inputs: checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts), make_inputs()
+        )
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_tensor
-from composer_checkpoint.tensors import TensorSource
+from composer_checkpoint.tensors import TensorSource, find_kind
 from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.inspecting import statistics
 from composer_ckpt.outcomes import ExitCode, Result
@@ -28,7 +28,8 @@ def verify(options: argparse.Namespace) -> Result:
     checks: list[Check] = []
     hashes: dict[str, str] = {}
     with fetched(options.source, options.tmp_dir, options.jobs) as local:
-        kind = options.kind if options.kind != "auto" else kind_of(local)
+        find = find_kind if place_of(local).exists() else kind_of  # what is there may be damaged
+        kind = options.kind if options.kind != "auto" else find(place_of(local))
         code = _hold(checks, "hashes", lambda: _hashes(place_of(local), kind))
         code = max(code, _hold(checks, "opens", lambda: _read(local, kind, options, checks, hashes)))
     is_fine = all(check["ok"] for check in checks)

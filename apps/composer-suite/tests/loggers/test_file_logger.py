@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from composer.core import Callback
-from composer.loggers import FileLogger, LoggerDestination
+from composer.loggers import FileLogger, LoggerDestination, RemoteUploaderDownloader
 
 
 class Keeper(LoggerDestination):
@@ -182,38 +183,28 @@ class LogsAtTheEnd(Callback):
         logger.log_metrics({"own/last": 5})
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_what_others_log_while_they_close_is_in_the_file_and_uploaded(make_trainer, tmp_path, is_first):
+def test_what_others_log_while_they_close_is_in_the_file_and_uploaded(make_trainer, tmp_path):
     keeper = Keeper()
-    loggers = [keeper, FileLogger()] if is_first else [FileLogger(), keeper]
-    trainer = make_trainer(max_duration="1ba", loggers=loggers, callbacks=LogsAtTheEnd(), run_name="plum")
+    trainer = make_trainer(
+        max_duration="1ba", loggers=[FileLogger(), keeper], callbacks=LogsAtTheEnd(), run_name="plum"
+    )
     trainer.fit()
     trainer.close()
     assert lines_of(tmp_path / "plum/logs-rank0.txt")[-1] == "[metric][batch=1]: own/last: 5 "
     assert keeper.files[-1][1] == (tmp_path / "plum/logs-rank0.txt").read_text()
 
 
-def test_a_store_that_is_closed_already_misses_the_last_lines_and_says_so(make_trainer, tmp_path, caplog):
-    class Closed(Keeper):
-        is_closed = False
-
-        def upload_file(self, state, remote_file_name, file_path, *, overwrite):
-            if self.is_closed:
-                raise RuntimeError("closed")
-            super().upload_file(state, remote_file_name, file_path, overwrite=overwrite)
-
-        def post_close(self):
-            self.is_closed = True
-
-    keeper = Closed()
+def test_a_store_that_is_closed_already_stays_so_and_misses_the_last_lines(make_trainer, tmp_path, caplog):
+    uploader = RemoteUploaderDownloader(f"file://{tmp_path}/far")
     trainer = make_trainer(
-        max_duration="1ba", loggers=[keeper, FileLogger()], callbacks=LogsAtTheEnd(), run_name="plum"
+        max_duration="1ba", loggers=[uploader, FileLogger()], callbacks=LogsAtTheEnd(), run_name="plum"
     )
     trainer.fit()
     trainer.close()
-    assert "own/last: 5" in (tmp_path / "plum/logs-rank0.txt").read_text()
-    assert "own/last: 5" not in keeper.files[-1][1]
-    assert "The last lines are in plum/logs-rank0.txt, and not where it is uploaded to" in caplog.text
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("upload")]
+    here, far = (next(folder.rglob("logs-rank0.txt")).read_text() for folder in (tmp_path / "plum", tmp_path / "far"))
+    assert here == far + "[metric][batch=1]: own/last: 5 \n"
+    assert "alone, since RemoteUploaderDownloader has closed before. List it after the FileLogger." in caplog.text
 
 
 def test_pieces_are_gathered_up_to_the_size_of_the_buffer(begun, tmp_path):

@@ -185,6 +185,27 @@ def test_a_script_that_dies_before_it_trains_has_failed(tmp_path, ending, status
     assert (written["error"] is not None) == (status == "failed")
 
 
+def test_a_script_that_is_begun_again_after_its_end_leaves_the_record_finished(tmp_path, monkeypatch):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    settings = {"save_folder": str(tmp_path / "saved"), "autoresume": True, "max_duration": "1ep"}
+    train(tmp_path, **settings)
+    trainer = make_trainer(tmp_path, **settings)
+    with pytest.raises(ValueError, match="max_duration") as refused:
+        trainer.fit()
+    monkeypatch.setattr(sys, "last_value", refused.value, raising=False)  # as Python does where nobody catches it
+    trainer.close()
+    assert read_run(tmp_path / "run").status["status"] == "finished"
+
+
+def test_refused_arguments_are_no_end_of_a_training(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit()
+    with pytest.raises(ValueError, match="nonsense"):
+        trainer.fit(duration="nonsense")
+    trainer.close()
+    assert read_run(tmp_path / "run").status["status"] == "finished"
+
+
 def test_what_nobody_caught_before_a_run_is_not_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "last_value", ArithmeticError("of an earlier cell"), raising=False)
     make_trainer(tmp_path).close()

@@ -14,11 +14,8 @@ from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import Any, TypeAlias
 
     from composer_events.state import State
-
-    Call: TypeAlias = tuple[Callback, str | None, dict[str, Any], Any]
 
 # A method that was set on a callback itself, not on its class, is noticed before and after these at the latest.
 ENTRANCES: Final = frozenset({Event.INIT, Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})
@@ -35,8 +32,7 @@ class Listeners:
         algorithms: The state's algorithms.
         by_event: For each event with listeners the ones to call, logger destinations last. The events that begin
             something are always in it.
-        calls: The same with what calls each: the name of its method, `None` where it is `run_event` that has to be
-            asked; the attributes of its own, among which the method may come to be; and the method as it is else.
+        calls: The same with the name of the method to call, `None` where it is `run_event` that has to be asked.
     """
 
     __slots__ = ("_snapshot", "algorithms", "by_event", "callbacks", "calls", "version", "watched_state")
@@ -54,7 +50,7 @@ class Listeners:
         self.by_event = {event: found for event, found in called.items() if found or event in ENTRANCES}
         asked = frozenset(id(callback) for callback in ordered if overrides(callback, Callback, "run_event"))
         self.calls = {
-            event: tuple(_call(callback, None if id(callback) in asked else event.value) for callback in callbacks)
+            event: tuple((callback, None if id(callback) in asked else event.value) for callback in callbacks)
             for event, callbacks in self.by_event.items()
         }
 
@@ -67,11 +63,6 @@ class Listeners:
         # A plain list does not tell when it changes. Equal is not enough: equal callbacks may differ.
         callbacks = state.callbacks
         return len(callbacks) == len(self._snapshot) and all(map(is_, callbacks, self._snapshot))
-
-
-def _call(callback: Callback, method: str | None) -> Call:
-    # Looking a method up in the classes takes as long as what most of them do for a batch.
-    return callback, method, getattr(callback, "__dict__", {}), getattr(callback, method or "run_event", None)
 
 
 def listening(callbacks: Iterable[Callback], event: Event) -> list[Callback]:

@@ -27,7 +27,6 @@ from composer_events.passes import DEFAULT_PASSES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from composer_events._listeners import Call
     from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
     from composer_events.explanation import Explanation
@@ -327,19 +326,17 @@ class Engine:
         for callback in callbacks:
             call("callback", callback, "run_event", event, self.state, self.logger)
 
-    def _call_methods(self, calls: Iterable[Call], event: Event) -> None:
+    def _call_methods(self, calls: Iterable[tuple[Callback, str | None]], event: Event) -> None:
         """Do as `_run_callbacks` for a `State`, the shortest way: callbacks of a batch are many, each does little."""
         state, logger = self.state, self.logger
         callback: Callback | None = None
         state.num_running_events += 1
         try:
-            for callback, method, attributes, bound in calls:
+            for callback, method in calls:
                 if method is None:
                     method_of("callback", callback, "run_event")(event, state, logger)
-                elif method in attributes:  # it may have been set a moment ago
-                    getattr(callback, method)(state, logger)
                 else:
-                    bound(state, logger)
+                    getattr(callback, method)(state, logger)
         except Exception as error:
             blame(error, "callback", callback, event, state)
             raise

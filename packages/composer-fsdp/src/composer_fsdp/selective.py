@@ -88,6 +88,8 @@ class _Policy:
 class _Watch(TorchDispatchMode):
     """Notes which of the results that could be kept are changed in place by what follows, or outlive the pass."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, seen: _Seen) -> None:
         super().__init__()
         self.seen = seen
@@ -162,4 +164,7 @@ def _addresses(value: Any) -> set[int]:
     if flatten is not None:
         names, _ = flatten()
         return {address for name in names for address in _addresses(getattr(value, name))}
-    return {value.untyped_storage().data_ptr()}
+    try:
+        return {value.untyped_storage().data_ptr()}
+    except (NotImplementedError, RuntimeError):  # of sparse and opaque tensors, which are no products that are kept
+        return set()

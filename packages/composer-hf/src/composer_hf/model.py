@@ -233,7 +233,7 @@ class HuggingFaceModel(ComposerModel):
             try:
                 result = metric.update(outputs, self.labels)
             except Exception as error:
-                if self.labels is None and not self.use_logits:
+                if self.labels is None and not self.use_logits and isinstance(outputs, Mapping):
                     error.add_note(
                         f"{type(metric).__name__} got the model's whole output and no labels, since "
                         f"HuggingFaceModel(use_logits=False). For a metric of logits and labels pass use_logits=True."

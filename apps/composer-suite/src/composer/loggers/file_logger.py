@@ -89,7 +89,7 @@ class FileLogger(LoggerDestination):
         self._pending: deque[_Entry] = deque()
         self._is_writing = False
         self._is_at_line_start = True
-        self._logger: Logger | None = None  # from `close` on
+        self._state: State | None = None  # from `close` on
         self._is_uploaded_whole = False
         self._captured = [name for name, wanted in (("stdout", capture_stdout), ("stderr", capture_stderr)) if wanted]
         self._captures: list[StreamCapture] = []
@@ -188,20 +188,34 @@ class FileLogger(LoggerDestination):
         if self._file is not None:
             self._write_pending(waits=True)
             self._flush(logger)
-            self._is_uploaded_whole, self._logger = True, logger
+            self._is_uploaded_whole, self._state = True, state
 
     def post_close(self) -> None:
         """Write what the others have logged while they closed, and let go of the file."""
         if self._file is None:
             return
         self._write_pending(waits=True)
-        if self._logger is not None and not self._is_uploaded_whole:
-            try:
-                self._flush(self._logger)
-            except Exception as error:  # of a destination that closes before this one, which only misses these lines
-                _log.warning("The last lines are in %s, and not where it is uploaded to: %r", self.filename, error)
+        if self._state is not None and not self._is_uploaded_whole:
+            self._file.sync()
+            self._upload_once_more(self._state)
         self._file.close()
-        self._file = self._logger = None
+        self._file = self._state = None
+
+    def _upload_once_more(self, state: State) -> None:
+        """Upload where files are still taken: by the destinations that close after this one."""
+        is_later = False
+        for callback in tuple(state.callbacks):
+            is_later |= callback is self
+            if not isinstance(callback, LoggerDestination) or not _keeps_files(callback):
+                continue
+            if is_later:
+                callback.upload_file(state, self.remote_file_name, Path(self.filename), overwrite=True)
+            else:
+                _log.warning(
+                    "The last lines are in %s alone, since %s has closed before. List it after the FileLogger.",
+                    self.filename,
+                    type(callback).__name__,
+                )
 
     def _capture(self) -> None:
         if self._captures:
@@ -284,6 +298,10 @@ class FileLogger(LoggerDestination):
         if self._run_name is None:
             raise RuntimeError(f"The file {name!r} has no name before Event.INIT, when the run gets its own.")
         return format_name_with_dist(name, self._run_name)
+
+
+def _keeps_files(destination: LoggerDestination) -> bool:
+    return type(destination).upload_file is not LoggerDestination.upload_file
 
 
 @dataclass(frozen=True, slots=True)

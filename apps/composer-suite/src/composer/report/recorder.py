@@ -133,7 +133,7 @@ class RunRecorder(LoggerDestination):
         self._failure: str | None = None
         self._cause: str | None = None
         self._has_fit_failed = False
-        self._has_worked = False  # to its end, whatever it was
+        self._has_worked = False  # a training, an evaluation or a prediction, to its end
         self._id_of_uncaught = id_of_uncaught()
         self._ending = "finished"
 
@@ -328,6 +328,7 @@ class RunRecorder(LoggerDestination):
             self._num_lines_saved = _ALL_LINES  # unless the checkpoint says how many
             status = read_json(folder / STATUS)
             self._started = status.get("started", self._started)
+            self._has_worked = status.get("status") == "finished"
             saved = [now_at(path, status.get("folder"), folder) for path in status.get("checkpoints", [])]
             self._saved_earlier = [path for path in saved if "://" in path or os.path.exists(path)]
         self._config |= {"run_name": state.run_name, "environment": environment(state)}

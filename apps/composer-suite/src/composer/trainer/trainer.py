@@ -320,9 +320,9 @@ class Trainer:
         """
         asked = SimpleNamespace(**{name: to_plain(value) for name, value in locals().items() if name != "self"})
         workings = self._workings
+        batches = take_fit_arguments(workings, asked)
         # A failure is written down while a signal does not end the process: the launcher sends one when a rank fails.
         with workings.preemption.watched(), self._failing_alone():
-            batches = take_fit_arguments(workings, asked)
             distributed.begin_fit(self.state, workings.ranks, batches.data_spec, self.strategy)
             workings.make_loop(batches).fit()
         for optimizer in self.state.optimizers:
@@ -368,9 +368,9 @@ class Trainer:
         Raises:
             ValueError, TypeError: If an argument cannot be used.
         """
+        data_spec = check_prediction(dataloader, subset_num_batches, device_predict_microbatch_size, return_outputs)
+        prediction = self._workings.make_prediction()
         with self._failing_alone():
-            data_spec = check_prediction(dataloader, subset_num_batches, device_predict_microbatch_size, return_outputs)
-            prediction = self._workings.make_prediction()
             return prediction.run(data_spec, subset_num_batches, device_predict_microbatch_size, return_outputs)
 
     def export_for_inference(
