@@ -29,7 +29,7 @@ def verify(options: argparse.Namespace) -> Result:
     hashes: dict[str, str] = {}
     with fetched(options.source, options.tmp_dir, options.jobs) as local:
         find = find_kind if place_of(local).exists() else kind_of  # what is there may be damaged
-        kind = options.kind if options.kind != "auto" else find(place_of(local))
+        kind = options.kind if options.kind != "auto" else find(str(place_of(local)))
         code = _hold(checks, "hashes", lambda: _hashes(place_of(local), kind))
         code = max(code, _hold(checks, "opens", lambda: _read(local, kind, options, checks, hashes)))
     is_fine = all(check["ok"] for check in checks)
