@@ -194,12 +194,14 @@ class FileLogger(LoggerDestination):
         """Write what the others have logged while they closed, and let go of the file."""
         if self._file is None:
             return
-        self._write_pending(waits=True)
-        if self._state is not None and not self._is_uploaded_whole:
-            self._file.sync()
-            self._upload_once_more(self._state)
-        self._file.close()
-        self._file = self._state = None
+        try:
+            self._write_pending(waits=True)
+            if self._state is not None and not self._is_uploaded_whole:
+                self._file.sync()
+                self._upload_once_more(self._state)
+        finally:
+            self._file.close()
+            self._file = self._state = None
 
     def _upload_once_more(self, state: State) -> None:
         """Upload where files are still taken: by the destinations that close after this one."""
