@@ -139,9 +139,9 @@ class Trainer:
         compile_config: Arguments of `torch.compile`, by which the model then runs; `{}` for the defaults. The names of
             its weights stay what they are. A model that `torch.compile` returned is taken as it is.
         activation_checkpointing: Whether modules compute their activations again in the backward pass instead of
-            keeping them; `'selective'` keeps the results of matrix products. Which modules, the
-            `activation_checkpointing_fn(module)` of the model's child says, or their `_activation_checkpointing`. For
-            a model that is sharded it is a setting of `parallelism_config`.
+            keeping them; `'selective'` keeps the results of matrix products that nothing changes in place. Which
+            modules, the `activation_checkpointing_fn(module)` of the model's child says, or their
+            `_activation_checkpointing`. For a model that is sharded it is a setting of `parallelism_config`.
         on_divergence: What to do about a batch whose loss or gradient is not finite, before the optimizer steps and on
             all ranks alike: `'raise'` a `DivergenceError`, `'skip'` the step, `'rollback'` to a copy of the weights in
             memory, an `OnDivergence` for more (also about losses that jump), or `None` for nothing.
