@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from composer import Trainer
 from composer.callbacks import FreeOutputs, LRMonitor, MemoryMonitor, NaNMonitor, RuntimeEstimator
 from composer.callbacks.memory_monitor import reduce_value
 from composer.core import Callback, State, Timestamp
-from composer.loggers import Logger, LoggerDestination
+from composer.loggers import InMemoryLogger, Logger, LoggerDestination
 from composer.models import ComposerModel
 
 
@@ -77,6 +78,16 @@ def test_the_learning_rate_of_each_group_is_logged_as_the_scheduler_left_it():
     )
     assert kept.of("lr-SGD/group0") == [0.25, 0.125, 0.0625]
     assert kept.of("lr-SGD/group1") == [0.05, 0.025, 0.0125]
+
+
+@pytest.mark.parametrize("rate", [1, 0.5, torch.tensor(0.5)], ids=["whole", "fraction", "tensor"])
+def test_a_learning_rate_that_is_read_later_is_what_it_was(rate):
+    optimizer = SimpleNamespace(param_groups=[{"lr": rate}])
+    state, kept = SimpleNamespace(timestamp=Timestamp(), optimizers=[optimizer]), InMemoryLogger()
+    before = float(rate)
+    LRMonitor().batch_end(state, Logger(state, kept))
+    optimizer.param_groups[0]["lr"] *= 0.25  # of a tensor, in place
+    assert [float(value) for _, value in kept.data["lr-SimpleNamespace/group0"]] == [before]
 
 
 def test_outputs_are_gone_before_the_backward_pass():

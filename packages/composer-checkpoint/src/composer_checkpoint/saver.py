@@ -6,7 +6,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from composer_checkpoint._mlflow_names import asks_for_run, path_with_run, run_of, with_run
 from composer_checkpoint._saver_arguments import check_saver_arguments
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointSaver"]
 
 log = getLogger(__name__)
+
+# Looking it up on the class runs Python code in Python 3.11, and each batch asks.
+_BATCH_CHECKPOINT: Final = Event.BATCH_CHECKPOINT
 
 
 class CheckpointSaver(Callback):
@@ -217,7 +220,7 @@ class CheckpointSaver(Callback):
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is time."""
-        self._save_if_due(Event.BATCH_CHECKPOINT, state, logger)
+        self._save_if_due(_BATCH_CHECKPOINT, state, logger)
 
     def epoch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is time."""

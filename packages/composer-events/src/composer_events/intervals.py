@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from composer_events.event import Event
 from composer_time import Time, TimeUnit, ensure_time
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from composer_time import Timestamp
 
 __all__ = ["create_interval_scheduler", "evaluate_periodically"]
+
+# Looking them up on the class runs Python code in Python 3.11, and each batch asks.
+_BATCH: Final = TimeUnit.BATCH
+_EPOCH: Final = TimeUnit.EPOCH
 
 
 def create_interval_scheduler(
@@ -109,9 +113,9 @@ def _is_over(state: State) -> bool:
 
 def _count(now: Timestamp, unit: TimeUnit) -> float:
     """Return how many of a unit have gone by, without an object for it where a batch asks."""
-    if unit is TimeUnit.BATCH:
+    if unit is _BATCH:
         return now.num_batches
-    return now.num_epochs if unit is TimeUnit.EPOCH else now.get(unit).value
+    return now.num_epochs if unit is _EPOCH else now.get(unit).value
 
 
 def _is_crossed(state: State, interval: Time[Any]) -> bool:

@@ -70,7 +70,8 @@ def as_of_now(metrics: Mapping[str, Any], copies: bool = True) -> tuple[dict[str
         elif type(value) is tensor and value.is_cpu and value.ndim == 0 and not value.requires_grad:
             kept[name] = value
             if copies:  # reading the number takes a third of the time of copying the tensor
-                copied[name] = detached_copy(value) if value.is_quantized else _Scalar((value.item(), value.dtype))
+                dtype = value.dtype
+                copied[name] = _Scalar((value.item(), dtype)) if dtype.is_floating_point else detached_copy(value)
         else:
             kept[name] = map_values(_without_graph, value)
             if copies:

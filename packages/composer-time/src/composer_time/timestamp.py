@@ -146,7 +146,8 @@ class Timestamp(Serializable):
         """Tokens seen in this epoch."""
         return Time(self._token_in_epoch, TimeUnit.TOKEN)
 
-    # The counters as plain numbers, for code that reads them in every step: no Time is made, and no Python runs.
+    # For code that reads them in every step: no Python runs, and of the counters no Time is made.
+    total_wct = property(attrgetter("_total_wct"), doc="Wall-clock time trained.")
     num_iterations = property(attrgetter("_iteration"), doc="Iterations done, as an `int`.")
     num_epochs = property(attrgetter("_epoch"), doc="Epochs done, as an `int`.")
     num_batches = property(attrgetter("_batch"), doc="Batches done, as an `int`.")
@@ -155,11 +156,6 @@ class Timestamp(Serializable):
     num_batches_in_epoch = property(attrgetter("_batch_in_epoch"), doc="Batches done in this epoch, as an `int`.")
     num_samples_in_epoch = property(attrgetter("_sample_in_epoch"), doc="Samples seen in this epoch, as an `int`.")
     num_tokens_in_epoch = property(attrgetter("_token_in_epoch"), doc="Tokens seen in this epoch, as an `int`.")
-
-    @property
-    def total_wct(self) -> timedelta:
-        """Wall-clock time trained."""
-        return self._total_wct
 
     @property
     def iteration_wct(self) -> timedelta:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EarlyStopper"]
 
-_UNITS: Final = (TimeUnit.EPOCH, TimeUnit.BATCH)
+_BATCH: Final = TimeUnit.BATCH  # looking it up on the class runs Python code in Python 3.11, and each batch asks
+_UNITS: Final = (TimeUnit.EPOCH, _BATCH)
 
 
 class EarlyStopper(Callback):
@@ -81,7 +82,7 @@ class EarlyStopper(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of training, where patience is counted in batches."""
-        if self.patience.unit is TimeUnit.BATCH:
+        if self.patience.unit is _BATCH:
             self._look_if_named(state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_events.callback import Callback
+from composer_events.logger import log_lazily
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Timestamp
 
 __all__ = ["LRMonitor"]
 
@@ -21,4 +23,13 @@ class LRMonitor(Callback):
         for optimizer in state.optimizers:
             name = type(optimizer).__name__
             for index, group in enumerate(optimizer.param_groups):
-                logger.log_metrics({f"lr-{name}/group{index}": group["lr"]})
+                rate = group["lr"]
+                if isinstance(rate, float):
+                    log_lazily(state, logger, _named, name, index, rate)
+                else:  # a tensor may be changed in place
+                    logger.log_metrics(_named(state.timestamp, name, index, rate))
+
+
+def _named(now: Timestamp, name: str, index: int, rate: Any) -> dict[str, Any]:
+    del now
+    return {f"lr-{name}/group{index}": rate}

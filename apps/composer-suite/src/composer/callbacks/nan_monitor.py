@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from composer_events.callback import Callback
 
@@ -31,8 +32,8 @@ class NaNMonitor(Callback):
     def after_loss(self, state: State, logger: Logger) -> None:
         """Look at `state.loss`."""
         loss: Any = state.loss
-        if isinstance(loss, torch.Tensor):
-            if loss.numel() == 1 and not math.isnan(loss.item()):
+        if isinstance(loss, Tensor):
+            if loss.ndim == 0 and not isnan(loss.item()):
                 return  # the usual case
             parts: dict[str, bool] = {"": _has_nan(loss)}
         elif isinstance(loss, Mapping):
@@ -51,6 +52,6 @@ class NaNMonitor(Callback):
                 )
 
 
-def _has_nan(loss: torch.Tensor) -> bool:
+def _has_nan(loss: Tensor) -> bool:
     # Python looks at one number sooner than two kernels would; the device is waited for either way.
-    return math.isnan(loss.item()) if loss.numel() == 1 else bool(torch.isnan(loss).any())
+    return isnan(loss.item()) if loss.numel() == 1 else bool(torch.isnan(loss).any())

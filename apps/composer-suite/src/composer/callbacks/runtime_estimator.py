@@ -83,8 +83,8 @@ class RuntimeEstimator(Callback):
         if self._evaluations:
             train_s -= sum(each.total_s for each in self._evaluations.values())
             remaining_eval_s = self._remaining_eval_s()
-        begun = state.max_duration, self._epoch_length, self._start_fraction
-        log_lazily(state, logger, self._estimate, *begun, train_s, remaining_eval_s)
+        duration, length, start = state.max_duration, self._epoch_length, self._start_fraction
+        log_lazily(state, logger, self._estimate, duration, length, start, train_s, remaining_eval_s)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Remember how long an evaluation took, and how often there is one."""

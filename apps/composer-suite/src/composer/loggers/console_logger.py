@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from composer.loggers._config_block import format_config
 from composer.loggers._streams import to_stream
@@ -17,6 +17,8 @@ from composer_events.state import State
 from composer_time import Time, TimeUnit
 
 __all__ = ["NUM_EVAL_LOGGING_EVENTS", "ConsoleLogger"]
+
+_BATCH: Final = TimeUnit.BATCH  # looking it up on the class runs Python code in Python 3.11, and each batch asks
 
 NUM_EVAL_LOGGING_EVENTS = 11
 """How many lines at most say how far one evaluation is."""
@@ -116,8 +118,10 @@ class ConsoleLogger(BufferedDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write a block if the interval counts batches and is over."""
-        unit, every = self.log_interval.unit, self.log_interval.value
-        if unit is TimeUnit.BATCH and (state.timestamp.num_batches % every == 0 or self._last_batch is None):
+        interval = self.log_interval
+        if interval.unit is not _BATCH:
+            return
+        if state.timestamp.num_batches % interval.value == 0 or self._last_batch is None:
             self._show_training(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:

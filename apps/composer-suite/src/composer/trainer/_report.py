@@ -50,11 +50,9 @@ class Report:
         self._state.total_loss_dict = self._ranks.mean_losses(losses) if self._ranks.listen else dict(losses)
         if not self._logger.destinations:
             return
-        cut: dict[str, Any] = {"trainer/device_train_microbatch_size": self._state.device_train_microbatch_size}
-        if self._state.grad_accum is not None:
-            cut["trainer/grad_accum"] = self._state.grad_accum
-        self._logger.log_metrics(cut)
-        self._logger.log_metrics(self._state.total_loss_dict)
+        state = self._state
+        log_lazily(state, self._logger, _cut, state.device_train_microbatch_size, state.grad_accum)
+        self._logger.log_metrics(state.total_loss_dict)
 
     def train_metrics(self) -> None:
         """Compute and log the metrics of the latest batch, if anybody on any rank takes them."""
@@ -67,6 +65,12 @@ class Report:
         if stamp.num_tokens:
             self._logger.log_metrics({"time/token": stamp.num_tokens})
             self._logger.log_metrics({"time/token_in_epoch": stamp.num_tokens_in_epoch})
+
+
+def _cut(now: Timestamp, size: Any, grad_accum: int | None) -> dict[str, Any]:
+    del now
+    counts = {} if grad_accum is None else {"trainer/grad_accum": grad_accum}
+    return {"trainer/device_train_microbatch_size": size, **counts}
 
 
 def _times(now: Timestamp) -> dict[str, int]:
