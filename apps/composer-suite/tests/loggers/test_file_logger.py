@@ -194,6 +194,26 @@ def test_what_others_log_while_they_close_is_in_the_file_and_uploaded(make_train
     assert keeper.files[-1][1] == (tmp_path / "plum/logs-rank0.txt").read_text()
 
 
+def test_an_upload_that_fails_at_the_end_costs_no_line_and_is_tried_once_more(make_trainer, tmp_path, caplog):
+    class FailsOnce(Keeper):
+        is_closing = False
+
+        def upload_file(self, state, remote_file_name, file_path, *, overwrite):
+            if self.is_closing:
+                self.is_closing = False
+                raise ConnectionError("for a moment")
+            super().upload_file(state, remote_file_name, file_path, overwrite=overwrite)
+
+    keeper = FailsOnce()
+    trainer = make_trainer(max_duration="1ba", loggers=[FileLogger(), keeper], run_name="plum")
+    trainer.fit()
+    keeper.files.clear()
+    keeper.is_closing = True
+    trainer.close()
+    assert keeper.files == [("plum/logs-rank0.txt", (tmp_path / "plum/logs-rank0.txt").read_text(), True)]
+    assert "for a moment" in caplog.text
+
+
 def test_a_store_that_is_closed_already_stays_so_and_misses_the_last_lines(make_trainer, tmp_path, caplog):
     uploader = RemoteUploaderDownloader(f"file://{tmp_path}/far")
     trainer = make_trainer(

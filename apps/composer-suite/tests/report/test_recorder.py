@@ -14,7 +14,7 @@ import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping, LabelSmoothing
 from composer.callbacks import ThresholdStopper
-from composer.core import Algorithm, Callback, Evaluator, Event, Time
+from composer.core import Algorithm, Callback, Engine, Evaluator, Event, State, Time
 from composer.loggers._snapshot import Snapshot
 from composer.models import ComposerClassifier, ComposerModel
 from composer.report import RunRecorder, read_run
@@ -170,7 +170,7 @@ def test_what_others_log_while_they_close_is_in_the_record(tmp_path):
         ("trainer.fit(duration='nonsense')", "failed"),
         ("raise ArithmeticError('between the Trainer and its training')", "failed"),
         ("trainer.fit(); raise ArithmeticError('after training')", "finished"),
-        ("trainer.close(); raise ArithmeticError('after closing')", "finished"),
+        ("trainer.close(); raise ArithmeticError('after closing')", "stopped early"),
     ],
 )
 def test_a_script_that_dies_before_it_trains_has_failed(tmp_path, ending, status):
@@ -209,6 +209,33 @@ def test_refused_arguments_are_no_end_of_a_training(tmp_path):
 def test_what_nobody_caught_before_a_run_is_not_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "last_value", ArithmeticError("of an earlier cell"), raising=False)
     make_trainer(tmp_path).close()
+    assert read_run(tmp_path / "run").status["status"] == "stopped early"
+
+
+def test_a_run_that_is_closed_before_it_does_anything_has_not_finished(tmp_path):
+    script = (
+        f"import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import pathlib\n"
+        f"from test_recorder import make_trainer; trainer = make_trainer(pathlib.Path({str(tmp_path)!r}))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 143, done.stderr
+    written = read_run(tmp_path / "run").status
+    assert (written["status"], written["error"]) == ("stopped early", None)
+    assert "before it had trained, evaluated or predicted" in written["reason"]
+
+
+def test_a_loop_of_ones_own_that_only_ends_batches_has_finished(tmp_path):
+    state = State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="own", device="cpu", callbacks=[])
+    state.callbacks.append(RunRecorder(tmp_path / "run", page=False))
+    state.set_dataloader([1, 2], "train")
+    state.max_duration = "1ep"
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    for _ in range(2):
+        state.timestamp = state.timestamp.to_next_batch(samples=1)
+        engine.run_event(Event.BATCH_END)
+    engine.close()
     assert read_run(tmp_path / "run").status["status"] == "finished"
 
 

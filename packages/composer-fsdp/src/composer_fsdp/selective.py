@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch._guards import (
-    detect_fake_mode,
-)  # `torch.compiler.is_compiling` is not True in every such place of torch 2.11
+
+# `torch.compiler.is_compiling` is not True in every place of torch 2.11 where something is compiled.
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public name for it
 from torch.utils._pytree import tree_leaves  # its public face, `optree`, is another package
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -66,21 +66,29 @@ def _contexts(seen: _Seen) -> _Contexts:
     return keep, _Explained(reuse)
 
 
+@dataclasses.dataclass
+class _Progress:
+    """How far one pass of a module is."""
+
+    num_products: int = 0
+    is_after_product: bool = False
+
+
 class _Policy:
     """Which results of one pass are kept; torch asks in the forward pass, and older versions in the backward, too."""
 
     def __init__(self, changed: set[int]) -> None:
         self.changed = changed
-        self.number = {False: -1, True: -1}  # of the product that came last; the key: in the backward pass
-        self.previous: dict[bool, Any] = {}
+        self.forward, self.again = _Progress(), _Progress()
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        again = context.is_recompute
+        progress = self.again if context.is_recompute else self.forward
+        is_product = operation in _KEPT
         # What matmul makes of its product is kept with it, so that torch sees changes through either.
-        kept = operation in _KEPT or (operation is _UNSAFE_VIEW and self.previous.get(again) in _KEPT)
-        self.number[again] += operation in _KEPT
-        self.previous[again] = operation
-        if kept and self.number[again] not in self.changed:
+        is_of_product = is_product or (operation is _UNSAFE_VIEW and progress.is_after_product)
+        progress.num_products += is_product
+        progress.is_after_product = is_product
+        if is_of_product and progress.num_products - 1 not in self.changed:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -187,8 +187,12 @@ class FileLogger(LoggerDestination):
         self._captures.clear()
         if self._file is not None:
             self._write_pending(waits=True)
-            self._flush(logger)
-            self._is_uploaded_whole, self._state = True, state
+            self._is_uploaded_whole, self._state = True, state  # a line that comes during the upload says otherwise
+            try:
+                self._flush(logger)
+            except Exception:  # `post_close`, which tries once more, is not called after an error
+                self._is_uploaded_whole = False
+                _log.exception("%s could not be uploaded.", self.filename)
 
     def post_close(self) -> None:
         """Write what the others have logged while they closed, and let go of the file."""

@@ -37,6 +37,7 @@ __all__ = ["RunRecorder"]
 _log = getLogger(__name__)
 _TRACES: Final = "algorithm_traces/"
 _ALL_LINES: Final = 2**62
+_DID_NOTHING: Final = "it was closed before it had trained, evaluated or predicted anything"
 _REST_S: Final = 1.0  # between two flushes: short epochs would spend their time on them
 _LONGEST_REST_S: Final = 10.0  # so much of a killed run is lost, and whoever looks on sees it so late
 # Lines are made many at a time: one alone, between two batches, takes several times as long.
@@ -125,6 +126,7 @@ class RunRecorder(LoggerDestination):
         self._started = datetime.datetime.now(datetime.UTC).isoformat()
         self._saved_earlier: list[str] = []
         self._num_lines_saved = 0
+        self._num_batches_before = 0  # this process began
         self._flushed_at_s = 0.0
         self._is_writer = False
         self._is_fitting = False
@@ -224,6 +226,7 @@ class RunRecorder(LoggerDestination):
 
     def init(self, state: State, logger: Logger) -> None:
         """Make the folder."""
+        self._num_batches_before = state.timestamp.num_batches
         try:
             self._begin(state)
         except OSError as error:
@@ -237,6 +240,7 @@ class RunRecorder(LoggerDestination):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Take back what a resumed run does again."""
+        self._num_batches_before = state.timestamp.num_batches
         if self.is_resuming and self._lines is not None:
             # Without a batch behind it there was no checkpoint to go on with.
             self._lines.keep(self._num_lines_saved if state.timestamp.num_batches else 0)
@@ -287,11 +291,16 @@ class RunRecorder(LoggerDestination):
         if self._lines is None:
             return
         is_undone = self._is_fitting or not self._has_worked
-        if (error := fatal_error(was_busy=is_undone, id_of_earlier=self._id_of_uncaught)) is not None:
-            self._note(error)
+        error = fatal_error(was_busy=is_undone, id_of_earlier=self._id_of_uncaught)
+        # A loop of the user's own may train without the events that begin and end it.
+        has_trained = state.timestamp.num_batches != self._num_batches_before
+        if not (self._has_worked or self._is_fitting or has_trained):
+            self._reason = _DID_NOTHING
         was_stopped = self._is_fitting or self._reason is not None
-        self._ending = "failed" if self._failure is not None else "stopped early" if was_stopped else "finished"
         try:
+            if error is not None:
+                self._note(error)
+            self._ending = "failed" if self._failure is not None else "stopped early" if was_stopped else "finished"
             self._flush(self._ending)
         except BaseException:  # `post_close` is not called then
             self._release()
