@@ -122,6 +122,14 @@ def test_infinite_losses_of_both_signs_are_no_nan(make_state):
     NaNMonitor().after_loss(state, None)
 
 
+@pytest.mark.parametrize("loss", [{"a": [1.0]}, [1.0], 1.0])
+def test_a_loss_of_another_kind_is_refused(make_state, loss):
+    state = make_state()
+    state.loss = loss
+    with pytest.raises(TypeError, match="must be a tensor, or a sequence or dict of them"):
+        NaNMonitor().after_loss(state, None)
+
+
 def test_losses_that_are_numbers_pass():
     train(NaNMonitor(), Model(lambda loss: {"total": loss, "aux": loss}))
 

@@ -103,8 +103,6 @@ def test_rates_are_those_of_the_window():
     at(monitor, seconds=10, samples=100, tokens=1000, model=model)
     at(monitor, seconds=11, samples=104, tokens=1040, model=model)
     metrics = at(monitor, seconds=14, samples=120, tokens=1100, model=model)
-    assert [list(monitor.history_wct), list(monitor.history_samples)] == [[10, 11, 14], [100, 104, 120]]
-    assert list(monitor.history_tokens) == [1000, 1040, 1100]
     assert metrics["throughput/batches_per_sec"] == 2 / 4
     assert metrics["throughput/samples_per_sec"] == 20 / 4
     assert metrics["throughput/tokens_per_sec"] == 100 / 4

@@ -241,6 +241,17 @@ def test_what_is_logged_lazily_goes_through_a_logger_of_ones_own(state):
     assert seen == [{"speed": 4}, {"speed": 5}]
 
 
+def test_what_is_logged_lazily_goes_where_the_method_of_another_logger_leads(state):
+    late, other = Late(), Late()
+    logger, others = Logger(state, late), Logger(state, other)
+    log_lazily(state, SimpleNamespace(log_metrics=others.log_metrics), Division(), 6, 2)
+    logger.log_metrics = others.log_metrics
+    log_lazily(state, logger, Division(), 8, 2)
+    late.catch_up()
+    other.catch_up()
+    assert (late.metrics, other.metrics) == ([], [{"speed": 3}, {"speed": 4}])
+
+
 def test_what_is_logged_lazily_goes_through_a_method_that_replaces_the_loggers(state, monkeypatch):
     seen = []
     monkeypatch.setattr(Logger, "log_metrics", lambda logger, metrics, step=None: seen.append(metrics))

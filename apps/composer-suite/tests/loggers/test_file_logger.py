@@ -194,6 +194,22 @@ def test_what_others_log_while_they_close_is_in_the_file_and_uploaded(make_train
     assert keeper.files[-1][1] == (tmp_path / "plum/logs-rank0.txt").read_text()
 
 
+def test_a_store_that_is_down_does_not_keep_the_file_from_the_next_one(make_trainer, tmp_path):
+    class Down(LoggerDestination):
+        is_closing = False
+
+        def upload_file(self, state, remote_file_name, file_path, *, overwrite):
+            if self.is_closing:
+                raise ConnectionError("for good")
+
+    down, keeper = Down(), Keeper()
+    trainer = make_trainer(max_duration="1ba", loggers=[FileLogger(), down, keeper], run_name="plum")
+    trainer.fit()
+    down.is_closing = True
+    trainer.close()
+    assert keeper.files[-1][1] == (tmp_path / "plum/logs-rank0.txt").read_text()
+
+
 def test_an_upload_that_fails_at_the_end_costs_no_line_and_is_tried_once_more(make_trainer, tmp_path, caplog):
     class FailsOnce(Keeper):
         is_closing = False

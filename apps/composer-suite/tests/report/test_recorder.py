@@ -1,5 +1,6 @@
 """The folder that a run leaves, and the data of the page about it."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -223,6 +224,58 @@ def test_a_run_that_is_closed_before_it_does_anything_has_not_finished(tmp_path)
     written = read_run(tmp_path / "run").status
     assert (written["status"], written["error"]) == ("stopped early", None)
     assert "before it had trained, evaluated or predicted" in written["reason"]
+
+
+class Fails(Callback):
+    def fit_start(self, state, logger):
+        raise ArithmeticError("at the start")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "status", "told"),
+    [
+        (StopsAt(6), ("stopped early", None), "reason"),
+        (StopsAt(6, ArithmeticError("on the way")), ("failed", "on the way"), "error"),
+        (None, ("finished", None), None),
+    ],
+    ids=["stopped", "failed", "finished"],
+)
+@pytest.mark.parametrize("looks", [False, True], ids=["closed", "evaluated"])
+def test_whoever_only_looks_at_a_run_does_not_change_how_it_has_ended(tmp_path, callbacks, status, told, looks):
+    settings = {"save_folder": str(tmp_path / "saved"), "save_interval": "1ba", "autoresume": True}
+    with contextlib.suppress(ArithmeticError):
+        train(tmp_path, callbacks=callbacks, **settings)
+    before = read_run(tmp_path / "run").status
+    assert (before["status"], "on the way" in (before["error"] or "")) == (status[0], status[1] is not None)
+    with make_trainer(tmp_path, **settings) as trainer:
+        if looks:
+            data = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))]
+            trainer.eval(Evaluator(label="eval", dataloader=data, device_eval_microbatch_size=4))
+    after = read_run(tmp_path / "run").status
+    assert [after[name] for name in ("status", "reason", "error")] == [
+        before[name] for name in ("status", "reason", "error")
+    ]
+    assert told is None or before[told]
+
+
+def test_a_killed_run_that_is_only_looked_at_has_stopped_early(tmp_path):
+    settings = {"save_folder": str(tmp_path / "saved"), "save_interval": "1ba", "autoresume": True}
+    train(tmp_path, callbacks=StopsAt(6), **settings)
+    path = tmp_path / "run/status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "running", "reason": None}))
+    make_trainer(tmp_path, **settings).close()
+    after = read_run(tmp_path / "run").status
+    assert (after["status"], after["reason"]) == (
+        "stopped early",
+        "it was closed before it had gone on with its training",
+    )
+
+
+def test_a_run_that_has_failed_at_once_gives_no_other_reason(tmp_path):
+    with pytest.raises(ArithmeticError, match="at the start"):
+        train(tmp_path, callbacks=Fails())
+    written = read_run(tmp_path / "run").status
+    assert (written["status"], written["reason"]) == ("failed", None)
 
 
 def test_a_loop_of_ones_own_that_only_ends_batches_has_finished(tmp_path):

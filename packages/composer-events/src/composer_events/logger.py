@@ -228,7 +228,8 @@ def log_lazily(state: State, logger: Logger, compute: Callable[..., dict[str, An
         >>> state = SimpleNamespace(timestamp=Timestamp(sample=64))
         >>> log_lazily(state, Logger(state), samples_per_sec, 0.5)
     """
-    is_usual = getattr(logger.log_metrics, "__func__", None) is _LOG_METRICS
+    log_metrics = logger.log_metrics
+    is_usual = getattr(log_metrics, "__func__", None) is _LOG_METRICS and log_metrics.__self__ is logger
     if is_usual and not logger._at_once:  # pyright: ignore[reportPrivateUsage]
         if (note_call := logger._note_call) is not None:  # pyright: ignore[reportPrivateUsage]
             note_call(compute, arguments, state.timestamp)

@@ -14,9 +14,23 @@ __all__ = ["Timestamp"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Unpack
+    from typing import Any, Protocol, TypeVar, Unpack
 
     from composer_time._timestamp_fields import Fields
+
+    T = TypeVar("T")
+    T_co = TypeVar("T_co", covariant=True)
+
+    class _Reading(Protocol[T_co]):
+        """A property that is read only."""
+
+        def __get__(self, instance: Timestamp, owner: type[Timestamp]) -> T_co: ...
+
+
+def _read(slot: str, kind: type[T], doc: str) -> _Reading[T]:
+    """Return a property that reads a slot without running any Python."""
+    del kind  # for whoever reads the annotation
+    return property(attrgetter(slot), doc=doc)  # pyright: ignore[reportReturnType]  # whose own __get__ is wider
 
 
 class Timestamp(Serializable):
@@ -147,15 +161,15 @@ class Timestamp(Serializable):
         return Time(self._token_in_epoch, TimeUnit.TOKEN)
 
     # For code that reads them in every step: no Python runs, and of the counters no Time is made.
-    total_wct = property(attrgetter("_total_wct"), doc="Wall-clock time trained.")
-    num_iterations = property(attrgetter("_iteration"), doc="Iterations done, as an `int`.")
-    num_epochs = property(attrgetter("_epoch"), doc="Epochs done, as an `int`.")
-    num_batches = property(attrgetter("_batch"), doc="Batches done, as an `int`.")
-    num_samples = property(attrgetter("_sample"), doc="Samples seen, as an `int`.")
-    num_tokens = property(attrgetter("_token"), doc="Tokens seen, as an `int`.")
-    num_batches_in_epoch = property(attrgetter("_batch_in_epoch"), doc="Batches done in this epoch, as an `int`.")
-    num_samples_in_epoch = property(attrgetter("_sample_in_epoch"), doc="Samples seen in this epoch, as an `int`.")
-    num_tokens_in_epoch = property(attrgetter("_token_in_epoch"), doc="Tokens seen in this epoch, as an `int`.")
+    num_iterations = _read("_iteration", int, "Iterations done, as an `int`.")
+    num_epochs = _read("_epoch", int, "Epochs done, as an `int`.")
+    num_batches = _read("_batch", int, "Batches done, as an `int`.")
+    num_samples = _read("_sample", int, "Samples seen, as an `int`.")
+    num_tokens = _read("_token", int, "Tokens seen, as an `int`.")
+    num_batches_in_epoch = _read("_batch_in_epoch", int, "Batches done in this epoch, as an `int`.")
+    num_samples_in_epoch = _read("_sample_in_epoch", int, "Samples seen in this epoch, as an `int`.")
+    num_tokens_in_epoch = _read("_token_in_epoch", int, "Tokens seen in this epoch, as an `int`.")
+    total_wct = _read("_total_wct", timedelta, "Wall-clock time trained.")
 
     @property
     def iteration_wct(self) -> timedelta:

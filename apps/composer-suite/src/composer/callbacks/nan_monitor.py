@@ -41,9 +41,7 @@ class NaNMonitor(Callback):
         elif isinstance(loss, Sequence):
             parts = {"": any(_has_nan(part) for part in loss)}
         else:
-            raise TypeError(
-                f"The loss is a {type(loss).__name__}, and must be a tensor, or a sequence or dict of them."
-            )
+            raise _no_loss(loss)
         for name, is_bad in parts.items():
             if is_bad:
                 raise RuntimeError(
@@ -52,6 +50,12 @@ class NaNMonitor(Callback):
                 )
 
 
-def _has_nan(loss: Tensor) -> bool:
+def _no_loss(loss: object) -> TypeError:
+    return TypeError(f"The loss is a {type(loss).__name__}, and must be a tensor, or a sequence or dict of them.")
+
+
+def _has_nan(loss: Any) -> bool:
+    if not isinstance(loss, Tensor):
+        raise _no_loss(loss)
     # Python looks at one number sooner than two kernels would; the device is waited for either way.
     return isnan(loss.item()) if loss.numel() == 1 else bool(torch.isnan(loss).any())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -75,8 +74,9 @@ class SpeedMonitor(Callback):
         check_time_unit(time_unit)
         if gpu_flops_available is not None:
             check_numbers(0, gpu_flops_available=gpu_flops_available)
-        # What is in it is part of each step, so it is one thing to add and one to look at.
-        self._window: deque[tuple[timedelta, int, int]] = deque(maxlen=window_size + 1)
+        self.history_samples: deque[int] = deque(maxlen=window_size + 1)
+        self.history_tokens: deque[int] = deque(maxlen=window_size + 1)
+        self.history_wct: deque[float] = deque(maxlen=window_size + 1)
         self.history_flops: deque[Any] = deque(maxlen=window_size + 1)
         self.gpu_flops_available = gpu_flops_available
         self.total_eval_wct = 0.0
@@ -85,21 +85,6 @@ class SpeedMonitor(Callback):
         self._world_size = 1
         self._model: torch.nn.Module | None = None
         self._flops_per_batch: Callable[[Any], float] | None = None
-
-    @property
-    def history_samples(self) -> deque[int]:
-        """How many samples had been seen after each of the last batches."""
-        return deque((samples for _, samples, _ in self._window), self._window.maxlen)
-
-    @property
-    def history_tokens(self) -> deque[int]:
-        """How many tokens had been seen after each of the last batches."""
-        return deque((tokens for _, _, tokens in self._window), self._window.maxlen)
-
-    @property
-    def history_wct(self) -> deque[float]:
-        """How many seconds had been trained after each of the last batches."""
-        return deque((wct.total_seconds() for wct, _, _ in self._window), self._window.maxlen)
 
     def init(self, state: State, logger: Logger) -> None:
         """Look up what the device can compute, and how many devices there are."""
@@ -110,7 +95,7 @@ class SpeedMonitor(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Look at the model, and begin anew where training does."""
         self._let_go()
-        if self._window and state.timestamp.total_wct < self._window[-1][0]:
+        if self.history_wct and state.timestamp.total_wct.total_seconds() < self.history_wct[-1]:
             self._forget()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -119,18 +104,21 @@ class SpeedMonitor(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the speed over the window that ends with this batch."""
-        now, window = state.timestamp, self._window
-        wct = now.total_wct
-        if window and wct < window[-1][0]:
+        now, seconds = state.timestamp, self.history_wct
+        train_s = now.total_wct.total_seconds()
+        if seconds and train_s < seconds[-1]:
             self._forget()
-        window.append((wct, now.num_samples, now.num_tokens))
+        self.history_samples.append(now.num_samples)
+        self.history_tokens.append(now.num_tokens)
+        seconds.append(train_s)
         if self._model is not state.model:  # a module takes long to say that it lacks something
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
+        window = seconds[0], self.history_samples[0], self.history_tokens[0], len(seconds)
         if self._flops_per_batch is None:
-            log_lazily(state, logger, self._speed, self.total_eval_wct, window[0], len(window))
+            log_lazily(state, logger, self._speed, self.total_eval_wct, *window)
         else:
             flops = self._flops(_checked_flops(self._flops_per_batch(state.batch)), state)
-            logger.log_metrics(flops | self._speed(now, self.total_eval_wct, window[0], len(window)))
+            logger.log_metrics(flops | self._speed(now, self.total_eval_wct, *window))
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Add up the time spent on evaluation."""
@@ -149,14 +137,15 @@ class SpeedMonitor(Callback):
 
     def _forget(self) -> None:
         """Begin anew where training has: its clock stands before that of the batch before."""
-        self._window.clear()
-        self.history_flops.clear()
+        for history in (self.history_samples, self.history_tokens, self.history_wct, self.history_flops):
+            history.clear()
         self.total_eval_wct = 0.0
 
-    def _speed(self, now: Timestamp, eval_s: float, start: tuple[timedelta, int, int], length: int) -> dict[str, float]:
-        """Return what is logged at a time, of a window that began with what `start` says and has a length."""
-        train_s, (start_wct, start_sample, start_token) = now.total_wct.total_seconds(), start
-        start_s = start_wct.total_seconds()
+    def _speed(
+        self, now: Timestamp, eval_s: float, start_s: float, start_sample: int, start_token: int, length: int
+    ) -> dict[str, float]:
+        """Return what is logged at a time, of a window that began with so many samples and tokens and has a length."""
+        train_s = now.total_wct.total_seconds()
         metrics: dict[str, float] = {}
         # A clock that did not move says nothing of the speed.
         if length > self._window_size and train_s > start_s:
@@ -176,7 +165,7 @@ class SpeedMonitor(Callback):
     def _flops(self, of_batch: float, state: State) -> dict[str, Any]:
         so_far = self.history_flops[-1] if self.history_flops else 0.0
         self.history_flops.append(so_far + _over_all_ranks(of_batch, state))
-        seconds = (self._window[-1][0] - self._window[0][0]).total_seconds()
+        seconds = self.history_wct[-1] - self.history_wct[0]
         if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
             return {}
         flops = (self.history_flops[-1] - self.history_flops[0]) / seconds

@@ -215,7 +215,10 @@ class FileLogger(LoggerDestination):
             if not isinstance(callback, LoggerDestination) or not _keeps_files(callback):
                 continue
             if is_later:
-                callback.upload_file(state, self.remote_file_name, Path(self.filename), overwrite=True)
+                try:
+                    callback.upload_file(state, self.remote_file_name, Path(self.filename), overwrite=True)
+                except Exception:  # the others are to have it all the same
+                    _log.exception("%s has not got the last lines of %s.", type(callback).__name__, self.filename)
             else:
                 _log.warning(
                     "The last lines are in %s alone, since %s has closed before. List it after the FileLogger.",

@@ -37,7 +37,7 @@ __all__ = ["RunRecorder"]
 _log = getLogger(__name__)
 _TRACES: Final = "algorithm_traces/"
 _ALL_LINES: Final = 2**62
-_DID_NOTHING: Final = "it was closed before it had trained, evaluated or predicted anything"
+_ENDED: Final = ("finished", "stopped early", "failed")
 _REST_S: Final = 1.0  # between two flushes: short epochs would spend their time on them
 _LONGEST_REST_S: Final = 10.0  # so much of a killed run is lost, and whoever looks on sees it so late
 # Lines are made many at a time: one alone, between two batches, takes several times as long.
@@ -125,6 +125,7 @@ class RunRecorder(LoggerDestination):
         self._time = StepTime()
         self._started = datetime.datetime.now(datetime.UTC).isoformat()
         self._saved_earlier: list[str] = []
+        self._earlier: dict[str, Any] = {}  # what the record of a run that is resumed says of how it has ended
         self._num_lines_saved = 0
         self._num_batches_before = 0  # this process began
         self._flushed_at_s = 0.0
@@ -292,19 +293,32 @@ class RunRecorder(LoggerDestination):
             return
         is_undone = self._is_fitting or not self._has_worked
         error = fatal_error(was_busy=is_undone, id_of_earlier=self._id_of_uncaught)
-        # A loop of the user's own may train without the events that begin and end it.
-        has_trained = state.timestamp.num_batches != self._num_batches_before
-        if not (self._has_worked or self._is_fitting or has_trained):
-            self._reason = _DID_NOTHING
-        was_stopped = self._is_fitting or self._reason is not None
         try:
             if error is not None:
                 self._note(error)
-            self._ending = "failed" if self._failure is not None else "stopped early" if was_stopped else "finished"
+            self._ending = self._find_ending(state)
             self._flush(self._ending)
         except BaseException:  # `post_close` is not called then
             self._release()
             raise
+
+    def _find_ending(self, state: State) -> str:
+        """Return how the run has ended, and put the reason in its place."""
+        if self._failure is not None:
+            return "failed"
+        if self._is_fitting or self._reason is not None:
+            return "stopped early"
+        # A loop of the user's own may train without the events that begin and end it.
+        has_trained = self._plan is not None or state.timestamp.num_batches != self._num_batches_before
+        if self._earlier and not has_trained:  # whoever only looks at a run does not change how it has ended
+            status = self._earlier.get("status")
+            if status in _ENDED:
+                self._reason, self._failure = self._earlier.get("reason"), self._earlier.get("error")
+                return status
+            self._reason = "it was closed before it had gone on with its training"
+        elif not (has_trained or self._has_worked):
+            self._reason = "it was closed before it had trained, evaluated or predicted anything"
+        return "finished" if self._reason is None else "stopped early"
 
     def post_close(self) -> None:
         """Write what the others have logged while they closed, and the page."""
@@ -337,7 +351,7 @@ class RunRecorder(LoggerDestination):
             self._num_lines_saved = _ALL_LINES  # unless the checkpoint says how many
             status = read_json(folder / STATUS)
             self._started = status.get("started", self._started)
-            self._has_worked = status.get("status") == "finished"
+            self._earlier, self._has_worked = status, status.get("status") == "finished"
             saved = [now_at(path, status.get("folder"), folder) for path in status.get("checkpoints", [])]
             self._saved_earlier = [path for path in saved if "://" in path or os.path.exists(path)]
         self._config |= {"run_name": state.run_name, "environment": environment(state)}
