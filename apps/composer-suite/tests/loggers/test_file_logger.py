@@ -2,6 +2,7 @@
 """One file for each rank has everything that was logged and printed, and loses nothing."""
 
 import gc
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -274,6 +275,36 @@ def test_what_workers_of_a_dataloader_print_is_in_the_file_once(make_trainer, tm
         f"[stdout]: sample {index}" for index in range(8)
     ]
     assert lines.count("[stdout]: before the workers begin") == 1
+
+
+def test_lines_of_several_processes_stay_whole_and_an_unfinished_one_is_kept(begun, tmp_path):
+    fork = multiprocessing.get_context("fork")
+    has_begun, may_end = fork.Event(), fork.Event()
+
+    def slow():
+        print("slow: one", end="")
+        has_begun.set()
+        may_end.wait(60)
+        print(", two\nslow: without an end", end="")
+
+    def quick():
+        has_begun.wait(60)
+        print("quick: one\nquick: two")
+        may_end.set()
+
+    begun(FileLogger(capture_stderr=False))
+    children = [fork.Process(target=run) for run in (slow, quick)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    assert lines_of(tmp_path / "plum/logs-rank0.txt") == [
+        "[stdout]: quick: one",
+        "[stdout]: quick: two",
+        "[stdout]: slow: one, two",
+        "[stdout]: slow: without an end",
+    ]
 
 
 FULL_DISK = """

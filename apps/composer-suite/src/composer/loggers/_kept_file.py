@@ -2,6 +2,7 @@
 
 import io
 import os
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from composer.loggers._trouble import warn_of_trouble
@@ -26,18 +27,25 @@ class KeptFile:
         self._file = path.open("ab" if is_continued else "wb", buffering=0)
         self._gathered = bytearray()
         self._buffer_size = io.DEFAULT_BUFFER_SIZE if buffer_size < 0 else buffer_size
-        self._has_warned = False
+        self._has_warned = self._is_in_child = False
 
     def write(self, text: bytes) -> None:
         """Append."""
         self._gathered += text
-        if len(self._gathered) >= self._buffer_size:
+        if self._is_in_child:
+            self._offer(self._gathered.rfind(b"\n") + 1)
+        elif len(self._gathered) >= self._buffer_size:
             self._offer()
 
     def begin_in_child(self) -> None:
-        """Leave what was gathered to the parent of a forked process, and write at once: nobody closes this copy."""
+        """Leave what was gathered to the parent of a forked process, and write each line when it is whole.
+
+        Others write to the file at the same time, and nobody closes this copy.
+        """
         self._gathered.clear()
-        self._buffer_size = 0
+        self._is_in_child = True
+        # A child ends without the hooks of `atexit`; what is left then is a line without an end.
+        Finalize(None, self.flush, exitpriority=0)
 
     def flush(self) -> None:
         """Append what was gathered."""
@@ -60,10 +68,14 @@ class KeptFile:
                 f"The last {num_lost} bytes of the log are not in {str(self.path)!r}: it could not be written to."
             )
 
-    def _offer(self) -> bool:
+    def _offer(self, size: int | None = None) -> bool:
+        """Write what was gathered, or as many bytes of it, and say whether nothing is left."""
+        left = len(self._gathered) if size is None else size
         try:
-            while self._gathered:
-                del self._gathered[: self._file.write(self._gathered)]
+            while left:
+                written = self._file.write(self._gathered[:left])
+                del self._gathered[:written]
+                left -= written
         except OSError as error:
             self._warn(error)
         return not self._gathered
