@@ -341,3 +341,18 @@ def test_flex_attention_computes_what_eager_computes(name):
         with torch.no_grad():  # on CPUs it has no backward
             outputs.append(model(ids).last_hidden_state)
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("build", [gpt2, bert, roberta])
+def test_a_configuration_that_others_use_stays_as_it_was(build):
+    model = build("sdpa")
+    given = model.config
+    before = given.to_dict()
+    cf.apply_alibi(model, max_sequence_length=64)
+    assert (given.to_dict(), given._attn_implementation) == (before, "sdpa")
+    assert model.config.composer_alibi == {"max_sequence_length": 64}
+    own = {id(module.config) for module in model.modules() if hasattr(module, "config")}
+    assert own == {id(model.config)}  # what was one is one
+    plain = type(model)(given)
+    assert not any(hasattr(module, "alibi_slopes") for module in plain.modules())
+    assert plain(tokens())[0].isfinite().all()

@@ -1,5 +1,6 @@
 """ALiBi as a function on a model."""
 
+import copy
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -91,6 +92,7 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
     from composer_algorithms.alibi.attention import attention_name, register_attention_functions
 
     register_attention_functions()
+    _give_own_configs(model)
     configs = [getattr(module, "config", None) for module in biased]
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
@@ -105,3 +107,17 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
         )  # BERT's attention has one since transformers 5
         if uses_config and module._can_set_attn_implementation():
             module.set_attn_implementation(attention_name(module.config._attn_implementation))
+
+
+def _give_own_configs(model: nn.Module) -> None:
+    """Replace the configurations of transformers that a model holds by copies, among which what was one stays one.
+
+    Others may have made a model of the same one, or make one later, and that is to have no ALiBi.
+    """
+    from transformers import PretrainedConfig
+
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        configs = {name: held for name, held in vars(module).items() if isinstance(held, PretrainedConfig)}
+        for name, config in configs.items():
+            setattr(module, name, copy.deepcopy(config, copied))
