@@ -1,6 +1,10 @@
 """What the functions of a DataSpec return is looked at, and names of files are, before it goes wrong deep inside."""
 
+import warnings
+
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from composer import Evaluator
 from composer.callbacks import CheckpointSaver, MemorySnapshot
@@ -31,6 +35,29 @@ def test_a_function_that_forgets_to_return_is_named(make_trainer, make_loader, n
         trainer.eval(Evaluator(label="held out", dataloader=spec, device_eval_microbatch_size=2))
     with pytest.raises(TypeError, match=RETURN_NOTHING[name]):
         trainer.predict(spec, device_predict_microbatch_size=2)
+
+
+def test_tokens_that_nobody_counts_are_refused(make_trainer, make_loader):
+    trainer = make_trainer(
+        train_dataloader=make_loader(8, 4), accumulate_train_batch_on_tokens=True, max_duration="1ba"
+    )
+    with pytest.raises(ValueError, match=r"no tokens are counted in a batch.*get_num_tokens_in_batch=count"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(("label", "counted"), [(-100, False), (-100, True), (0, False)])
+def test_labels_that_enter_no_loss_and_are_counted_are_told(make_trainer, label, counted):
+    loader = DataLoader(TensorDataset(torch.randn(4, 2), torch.tensor([1, label, 0, 1])), batch_size=4)
+    loader.dataset.max_seq_len = 1
+    own = {"get_num_tokens_in_batch": lambda batch: {"total": 4, "loss_generating": int((batch[1] >= 0).sum())}}
+    spec = DataSpec(loader, **own if counted else {})
+    trainer = make_trainer(train_dataloader=spec, accumulate_train_batch_on_tokens=True, max_duration="2ba")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit()
+    told = [str(each.message) for each in told if "accumulate_train_batch_on_tokens" in str(each.message)]
+    assert len(told) == (label == -100 and not counted)
+    assert all("label -100, which enter no loss" in each for each in told)
 
 
 def test_a_batch_cut_into_no_parts_is_an_error(make_trainer, make_loader):

@@ -158,6 +158,14 @@ def test_what_is_excluded_is_left_out():
     assert list(state.algorithms) == []
 
 
+def test_a_name_to_leave_out_that_the_checkpoint_does_not_have_is_told():
+    state = make_state()
+    said = r"load_exclude_algorithms names 'Surgeries', which the checkpoint does not have. It has 'Surgery'."
+    with pytest.warns(UserWarning, match=said), pytest.warns(UserWarning, match="Automatically adding"):
+        load(state, "Surgery(depth=1)", exclude_algorithms=["Surgeries"])
+    assert len(state.algorithms) == 1
+
+
 def test_one_that_is_there_already_is_not_added():
     state = make_state(Surgery(3))
     load(state, "Surgery(depth=3)")

@@ -41,6 +41,12 @@ def apply_required_algorithms(
     Raises:
         ValueError: If an algorithm fails, or would have had to be applied before one that has been applied already.
     """
+    names = [name for name, _ in saved]
+    if unknown := [name for name in exclude if name not in names]:
+        _warn(
+            f"load_exclude_algorithms names {', '.join(map(repr, unknown))}, which the checkpoint does not have. It "
+            f"has {', '.join(map(repr, names)) or 'no algorithms'}."
+        )
     missing = list(_missing_algorithms(state, saved, exclude))
     if not missing:
         return

@@ -94,6 +94,11 @@ class DataSpec:
         given = (self.batch_transforms, self.microbatch_transforms, self.split_batch, self.get_num_samples_in_batch)
         return given == (_unchanged, _unchanged, default_split_batch, count_samples)
 
+    @property
+    def counts_tokens_by_default(self) -> bool:
+        """Whether tokens are counted as they come, padding included, and not by a function of the user's own."""
+        return self._count_tokens == self._default_get_num_tokens_in_batch
+
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = "total") -> int:
         """Count the tokens of one kind in a batch.
 

@@ -14,7 +14,7 @@ from composer.trainer._blame import in_stage, name_setters
 from composer.trainer._fitting import Fitting
 from composer.trainer._guard import Guard
 from composer.trainer._loss_means import TOTAL
-from composer.trainer._microbatching import size_for
+from composer.trainer._microbatching import refuse_uncounted, size_for, warn_of_padding
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
 from composer.trainer._users_functions import split, transform_microbatch
@@ -76,6 +76,7 @@ class BatchTrainer:
         self._guard = guard
         self._fitting = fitting
         self._optimizers = state.optimizers  # the same list for life
+        self._has_looked_at_tokens = False
         self._needs_closure: dict[Optimizer, bool] = {}  # looked up once for each, as algorithms may replace it
 
     def __call__(self) -> dict[str, Tensor]:
@@ -176,11 +177,16 @@ class BatchTrainer:
         spec = self._data_spec
         if self._by_tokens:
             weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
+            if not self._has_looked_at_tokens:
+                warn_of_padding(microbatches, spec)
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
         whole, is_aligned = self._ranks.compare_batch(
             sum(weights), len(weights), is_count_of_samples=not self._by_tokens
         )
+        if self._by_tokens and not self._has_looked_at_tokens:
+            refuse_uncounted(whole, spec)
+            self._has_looked_at_tokens = True
         if len(weights) == 1 and weights[0] == whole and whole:
             return [1.0], is_aligned
         return [weight / whole if whole else 0.0 for weight in weights], is_aligned

@@ -2,8 +2,11 @@
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from composer.trainer import _sharding as sharding
 from composer.trainer._caller import level_of_user
@@ -13,9 +16,14 @@ from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec, default_split_batch
 from composer_events.state import State
 
-__all__ = ["Microbatching", "size_for"]
+__all__ = ["Microbatching", "refuse_uncounted", "size_for", "warn_of_padding"]
 
 _AUTO = "auto"
+_COUNTED = (
+    "train_dataloader=DataSpec(dataloader, get_num_tokens_in_batch=count), where count(batch) returns "
+    "{'total': ..., 'loss_generating': ...}."
+)
+_IGNORED = -100  # what torch's losses and transformers leave out
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,36 @@ def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
         state.device_train_microbatch_size = max(math.ceil(num_samples / state.grad_accum), 1)
     assert state.device_train_microbatch_size is not None, "the Trainer sets it with the dataloader"
     return state.device_train_microbatch_size
+
+
+def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
+    """Warn where microbatches are to count by the tokens that enter their losses, and all their tokens are counted."""
+    if not data_spec.counts_tokens_by_default:
+        return
+    if any(map(_has_ignored_labels, microbatches)):
+        warnings.warn(
+            f"accumulate_train_batch_on_tokens=True counts all tokens of a microbatch, also those with the label "
+            f"{_IGNORED}, which enter no loss. Have them counted apart: {_COUNTED}",
+            stacklevel=level_of_user(),
+        )
+
+
+def refuse_uncounted(num_tokens: int | float, data_spec: DataSpec) -> None:
+    """Refuse to weigh microbatches by their tokens where nobody knows these.
+
+    Raises:
+        ValueError: If there are none in a batch, and the user has not counted them.
+    """
+    if not num_tokens and data_spec.counts_tokens_by_default:
+        raise ValueError(
+            "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
+            f"dataset no max_seq_len. Have them counted: {_COUNTED}"
+        )
+
+
+def _has_ignored_labels(batch: Any) -> bool:
+    parts: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return any(isinstance(part, torch.Tensor) and bool((part == _IGNORED).any()) for part in parts)
 
 
 def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_deepspeed: bool = False) -> None:

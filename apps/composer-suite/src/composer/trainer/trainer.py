@@ -125,7 +125,7 @@ class Trainer:
             ranks whenever a GPU runs out of memory, for the same batch and all that follow.
         grad_accum: The older way to say so: into how many microbatches each batch is cut, or `'auto'`.
         accumulate_train_batch_on_tokens: Whether a microbatch counts by the tokens that enter its loss instead of its
-            samples.
+            samples. Where that is not all of them, a `DataSpec` has to count the `loss_generating` ones.
         seed: Seeds Python, NumPy and PyTorch, in [0, 2**32). Drawn by default. Rank r goes on with `seed + r`.
         deterministic_mode: Whether PyTorch must compute the same numbers every time, at the price of speed.
         dist_timeout: Seconds until a rank gives up waiting for another.
