@@ -55,6 +55,13 @@ def test_a_file_where_a_folder_must_be_is_named(tmp_path, name, folder):
     assert contents(tmp_path) == {"file": "mine", "dangling": str(tmp_path / "nothing")}
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a file system that takes no new folders")
+def test_a_folder_that_the_file_system_does_not_take_is_a_fault_of_storage():
+    with pytest.raises(StorageError, match=r"/proc/runs/here cannot be made: .*Save to another folder") as caught:
+        write_file("/proc/runs/here/x.pt", "new")
+    assert caught.value.errno == errno.ENOENT
+
+
 @pytest.fixture
 def unprivileged():
     """Run lines in a process that may not do what root may; the folder is one that it can reach."""

@@ -239,6 +239,14 @@ def test_later_checkpoints_of_another_run_are_not_replaced(loop, saver, tmp_path
     loop([saver(overwrite=True)]).fit()
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a file system that takes no new folders")
+def test_a_folder_that_cannot_be_made_is_a_checkpoint_error_before_training(loop):
+    run = loop([CheckpointSaver("/proc/runs")])
+    with pytest.raises(CheckpointError, match="/proc/runs cannot be made"):
+        run.fit()
+    assert run.state.timestamp.batch == 0
+
+
 def test_later_checkpoints_of_other_names_keep_the_link(loop, saver, tmp_path):
     loop([saver()], max_duration="2ep").fit()
     run = loop([saver("b{batch}.pt")], max_duration="1ep")

@@ -1,7 +1,9 @@
 """Saving and loading a training state that several ranks hold together."""
 
 import os
+import shutil
 import signal
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +21,10 @@ from composer_checkpoint import (
     autoresume,
     checkpoint_to_resume,
     load_checkpoint,
+    save_checkpoint,
     verify,
 )
+from composer_checkpoint.stores import FsspecObjectStore
 from composer_dist import dist
 from composer_dist.testing import run_ranks
 from composer_events import Engine, Event, Logger, State
@@ -352,3 +356,145 @@ def test_more_ranks_are_told_how_many_saved_their_files(tmp_path):
     run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
     for refusal in run_ranks(resume_with_one_rank_more, folder, store=tmp_path / "again", world_size=3):
         assert "2 ranks saved these files, and 3 look for theirs: per-rank files are not elastic" in refusal
+
+
+def load_whole_file(folder, kind, load_weights_only, rank_zero_reads):
+    """Load a file that holds all of it, go on training, and return what became of weights and optimizer."""
+    state = make_state(kind)
+    state.fsdp_config.load_monolith_rank0_only = rank_zero_reads
+    load_checkpoint(f"{folder}/ba2-rank0.pt", state, None, load_weights_only=load_weights_only)
+    loaded = [(name, value.tolist()) for name, value in full(state)]
+    moments = [value["exp_avg"].full_tensor().tolist() for value in state.optimizers[0].state.values()]
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    trained = {name: value.tolist() for name, value in train(state, engine).items()}
+    engine.close()
+    return {"loaded": loaded, "moments": moments, "trained": trained, "type": state.fsdp_config.state_dict_type}
+
+
+@pytest.mark.parametrize("load_weights_only", [False, True])
+@pytest.mark.parametrize("rank_zero_reads", [False, True])
+def test_a_run_that_saves_folders_loads_one_whole_file_as_others_do(tmp_path, load_weights_only, rank_zero_reads):
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(save_and_resume, folder, "full", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    expected = run_ranks(load_whole_file, folder, "full", load_weights_only, False, store=tmp_path / "full")
+    found = run_ranks(load_whole_file, folder, "sharded", load_weights_only, rank_zero_reads, store=tmp_path / "two")
+    for result, as_full in zip(found, expected, strict=True):
+        assert result == {**as_full, "type": "sharded"}
+        assert bool(result["moments"]) is not load_weights_only
+
+
+def load_whole_file_from_store():
+    state = make_state("full")
+    engine = Engine(state)
+    path = save_checkpoint(state, f"{tempfile.mkdtemp()}/x.pt")
+    FsspecObjectStore("memory://whole").upload_object("run/x.pt", path)
+    expected = full(state)
+    engine.close()
+    state = make_state("sharded")
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.zero_()
+    load_checkpoint("memory://whole/run/x.pt", state, None)
+    return all(torch.equal(value, dict(expected)[name]) for name, value in full(state))
+
+
+def test_a_run_that_saves_folders_loads_one_whole_file_of_a_store(tmp_path):
+    assert run_ranks(load_whole_file_from_store, store=tmp_path / "store", world_size=1) == [True]
+
+
+def load_file_of_one_rank(folder, kind):
+    state = make_state(kind)
+    with pytest.raises(ValueError, match=r"one rank's own file of 2.*state_dict_type='local'.*merge_local") as refusal:
+        load_checkpoint(f"{folder}/ba2-rank0.pt", state, None)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_the_file_of_one_rank_is_not_taken_for_a_whole_one(tmp_path, kind):
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
+    run_ranks(load_file_of_one_rank, folder, kind, store=tmp_path / "again")
+
+
+def resume_otherwise(folder, kind):
+    """Return where a run with another layout goes on, its batch and what is there then."""
+    saver = CheckpointSaver(folder, save_interval="1ba")
+    state = make_state(kind, [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    with checkpoint_to_resume(saver, state, engine.logger) as path:
+        load_checkpoint(path, state, engine.logger)
+    batch = int(state.timestamp.batch)
+    train(state, engine)
+    engine.close()
+    return os.path.basename(path), batch, sorted(os.listdir(folder))
+
+
+def save_by_default_names(folder, kind):
+    saver = CheckpointSaver(folder, save_interval="1ba")
+    state = make_state(kind, [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    train(state, engine)
+    engine.close()
+
+
+def lose_newest(folder, kind, how):
+    newest = folder / ("ep0-ba3" if kind == "sharded" else "ep0-ba3-rank0.pt")
+    if how == "deleted":  # and the link leads nowhere
+        shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
+    else:
+        damaged = newest / "__0_0.distcp" if newest.is_dir() else newest
+        damaged.write_bytes(damaged.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("how", ["deleted", "damaged"])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("full", "sharded"), ("sharded", "full"), ("sharded", "ddp"), ("sharded", "local")]
+)
+def test_a_run_sharded_in_another_way_resumes_from_the_newest_that_is_whole(tmp_path, saved, resumed, how):
+    folder = tmp_path / "checkpoints"
+    run_ranks(save_by_default_names, str(folder), saved, store=tmp_path / "store")
+    lose_newest(folder, saved, how)
+    expected = "ep0-ba2" if saved == "sharded" else "ep0-ba2-rank0.pt"
+    for found, batch, listing in run_ranks(resume_otherwise, str(folder), resumed, store=tmp_path / "again"):
+        assert (found, batch) == (expected, 2)
+        assert ("ep0-ba3" if resumed == "sharded" else "ep0-ba3-rank0.pt") in listing
+
+
+def begin_anew(folder, kind):
+    saver = CheckpointSaver(folder, save_interval="1ba")
+    state = make_state(kind, [saver])
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    with pytest.raises(CheckpointConflictError, match="save_overwrite=True") as refusal:
+        engine.run_event(Event.FIT_START)
+    engine.close()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(("saved", "anew"), [("full", "sharded"), ("sharded", "full")])
+def test_no_run_begins_anew_beside_later_checkpoints_of_another_layout(tmp_path, saved, anew):
+    folder = tmp_path / "checkpoints"
+    run_ranks(save_by_default_names, str(folder), saved, store=tmp_path / "store")
+    lose_newest(folder, saved, "deleted")
+    for refusal in run_ranks(begin_anew, str(folder), anew, store=tmp_path / "again"):
+        assert "ep0-ba2" in refusal
+
+
+def find_nothing_for_all(folder, kind):
+    saver = CheckpointSaver(folder, save_interval="1ba")
+    state = make_state(kind, [saver])
+    with (
+        pytest.raises(CheckpointConflictError, match=r"one of the files of 2 ranks.*merge_local"),
+        checkpoint_to_resume(saver, state, Logger(state)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_files_of_single_ranks_are_not_resumed_as_whole_ones(tmp_path, kind):
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(save_by_default_names, folder, "local", store=tmp_path / "store")
+    run_ranks(find_nothing_for_all, folder, kind, store=tmp_path / "again")

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+from composer_checkpoint._storage_faults import as_storage_error
 from composer_checkpoint.errors import StorageError
 
 __all__ = ["make_folders", "sync_path", "sync_tree"]
@@ -47,7 +48,7 @@ def make_folders(folder: Path) -> None:
     """Make a folder and those above it, durably.
 
     Raises:
-        StorageError: If one of them is a file.
+        StorageError: If one of them is a file, or the file system refuses.
     """
     existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not existing.is_dir():
@@ -56,6 +57,13 @@ def make_folders(folder: Path) -> None:
             f"{folder} cannot be made: {existing} is no folder. Save to another folder, or move that file away",
         )
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise as_storage_error(error, folder) or StorageError(
+            error.errno,
+            f"{folder} cannot be made: {error.strerror or error}. The file system of {existing} does not take new "
+            f"folders. Save to another folder",
+        ) from error
     for made in reversed(missing):
         sync_path(made.parent)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from composer_checkpoint._hugging_face_hints import hint_for_file
 from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingWeightsError
 from composer_checkpoint.modular._names import names_in_model
@@ -63,7 +64,7 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
             f"Error(s) in loading state_dict for {type(unwrap_model(state.model)).__name__}: {path} is of another "
             f"model: not one of its {len(theirs)} weights ({', '.join(sorted(map(str, weights))[:5])}, ...) is among "
             f"the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was "
-            f"saved from."
+            f"saved from.{hint_for_file(path, theirs, own)}"
         )
     fit = _compare(
         {name: value for name, value in own.items() if not name.startswith(apart)},

@@ -4,7 +4,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ __all__ = [
     "Skipped",
     "find_newest",
     "is_later",
+    "is_name_of_file",
     "is_of_other_lineage",
     "look_through",
     "told_abandoned",
@@ -115,6 +116,7 @@ def look_through(
     *,
     verify: Callable[[Path], object] | None = None,
     latest: Path | None = None,
+    others: Sequence[str] = (),
 ) -> tuple[Found | None, tuple[Skipped, ...]]:
     """Find the newest checkpoint as `find_newest` does, and return what was skipped also where there is none.
 
@@ -123,11 +125,12 @@ def look_through(
         verify: As there.
         latest: What the pointer leads to. Later ones that are not of its lineage are skipped: they are of a run that
             somebody has gone back from.
+        others: More patterns, whose matches are compared with those of the first.
     """
     if verify is None:
         from composer_checkpoint.verify import verify  # it imports torch, and those who name their own need not wait
     skipped: list[Skipped] = []
-    candidates = [_candidate(path) for path in _paths(os.fspath(folder_or_pattern), skipped)]
+    candidates = [_candidate(path) for path in _paths([os.fspath(folder_or_pattern), *others], skipped)]
     any_sealed = any(candidate.is_sealed for candidate in candidates)
     pointed = None if latest is None else _candidate(latest)
     found: Found | None = None
@@ -163,6 +166,11 @@ def is_later(path: Path, timestamp: Any) -> bool:
     return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
 
 
+def is_name_of_file(name: str) -> bool:
+    """Return whether a checkpoint of this name is one file, by its suffix, such as `.pt` or `.safetensors`."""
+    return _SUFFIX.search(name) is not None
+
+
 def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
     """Return what is wrong with a checkpoint, or `None` if it is whole.
 
@@ -195,11 +203,15 @@ def _report(where: str | os.PathLike[str], found: Found | None, skipped: list[Sk
         log.warning("None of the %d checkpoints of %s is whole.", len(skipped), where)
 
 
-def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
-    """Go through the candidates, each once whatever points to it."""
+def _paths(places: Sequence[str], skipped: list[Skipped]) -> Iterator[Path]:
+    """Go through the candidates, each once whatever points to it, and however many patterns match it."""
     seen: set[Path] = set()
-    starts = [Path(where)] if os.path.isdir(where) else map(Path, glob.iglob(where, recursive=True))
-    for start in starts:
+    starts = (
+        path
+        for where in dict.fromkeys(places)
+        for path in ([where] if os.path.isdir(where) else glob.iglob(where, recursive=True))
+    )
+    for start in map(Path, starts):
         inside = start.is_dir() and not _is_checkpoint_folder(start)
         for path in _below(start) if inside else [start]:
             target = read_pointer(path)

@@ -4,17 +4,19 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from composer_checkpoint._hugging_face_hints import hint_for_file, refuse_hugging_face_folder
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
 from composer_checkpoint._model_fit import refuse_another_model
 from composer_checkpoint._state_fit import refuse_unfitting_state
 from composer_checkpoint.data_position import DataPosition, leave_epoch
+from composer_checkpoint.discover import is_name_of_file
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.fetching import get_file
 from composer_checkpoint.files import load_file, safe_torch_load
@@ -24,9 +26,10 @@ from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.node_download import fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.pointers import read_pointer
 from composer_checkpoint.safetensors_index import INDEX_SUFFIX, read_index
+from composer_checkpoint.sharded._addresses import store_of
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.spread_state import as_spread, read_sharded
-from composer_checkpoint.state_io import Layout, as_sharded, layout_of
+from composer_checkpoint.state_io import Layout, as_sharded, as_whole, layout_of
 from composer_checkpoint.stores.addresses import is_uri
 from composer_checkpoint.strategy_state import PARTS, load_parts, owner_of
 from composer_checkpoint.train_data import begin_epoch_again, refuse_other_data
@@ -98,7 +101,11 @@ def load_checkpoint(
     """
     check_ignore_keys("load_ignore_keys", ignore_keys)
     run_name, path = state.run_name, os.fspath(path)
-    with _fetched(path, state, object_store, progress_bar) as local_path:
+    with (
+        _fetched(path, state, object_store, progress_bar) as local_path,
+        # A file is whole, however this run saves.
+        as_whole(state) if os.path.isfile(local_path) else nullcontext(),
+    ):
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
         if not load_weights_only:
             _warn_of_missing_parts(state, content["state"])
@@ -220,6 +227,8 @@ def path_on_this_rank(path: str, state: "State") -> str:
     """Fill in the run's name and the ranks: this one where each has a file of its own, else the first."""
     if layout_of(state) is Layout.LOCAL:
         if "{rank}" not in path and dist.get_world_size() > 1:
+            if any(dist.all_gather_object(os.path.isdir(path))):
+                return path  # a folder is that of all ranks
             raise ValueError(
                 f"load_path={path!r} is one file for {dist.get_world_size()} ranks, and with state_dict_type='local' "
                 f"each loads its own. Put {{rank}} into it, as in 'checkpoints/ba2_rank{{rank}}.pt'."
@@ -229,7 +238,23 @@ def path_on_this_rank(path: str, state: "State") -> str:
 
 
 def _is_remote_folder(path: str, state: "State") -> bool:
-    return layout_of(state) is Layout.SHARDED and is_uri(path)
+    """Return whether an address is that of a folder, of which each rank fetches its part. Every rank must call this."""
+    if layout_of(state) is not Layout.SHARDED or not is_uri(path):
+        return False
+    if not is_name_of_file(path):
+        return True
+    ranks = Ranks()
+    return not ranks.exchange(lambda: ranks.rank == 0 and _is_object(path), lambda found: [found[0]] * ranks.world_size)
+
+
+def _is_object(path: str) -> bool:
+    """Return whether a store has one file of this name, and no pointer or folder."""
+    store, name = store_of(path, {})
+    try:
+        store.get_object_size(name)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _existing(own: str, path: str) -> str:
@@ -254,14 +279,9 @@ def _existing(own: str, path: str) -> str:
 
 def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:
     """Return a checkpoint's content, after comparing it with its hashes. Nothing of the state is changed."""
-    layout = layout_of(state)
+    Ranks().together(lambda: refuse_hugging_face_folder(path))
     if is_uri(path) or os.path.isdir(path):
         return read_sharded(path, state, load_weights_only, verify=verify)
-    if layout is Layout.SHARDED:
-        raise ValueError(
-            f"load_path={path!r} is a file, and with state_dict_type='sharded' a checkpoint is a folder. Give the "
-            f"folder, or load it with state_dict_type='full'."
-        )
     read: list[Any] = []
     if state.load_monolith_rank0_only:
         read.append(safe_torch_load(path, load_monolith_rank0_only=True, verify=verify, trusted=trusted))
@@ -271,12 +291,27 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
         Ranks().together(lambda: read.append(load_file(path, mmap=mmap, verify=verify, trusted=trusted)))
     content = read[0]
     if isinstance(content, dict) and isinstance(content.get("state"), dict):
-        return as_spread(content, state, path) if LAYOUT_KEY in content else content
+        if LAYOUT_KEY not in content:
+            return content
+        _refuse_own_file_of_a_rank(content, state, path)
+        return as_spread(content, state, path)
     if load_weights_only and isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
         return {"state": {"model": content}}  # a model's own state dict
     raise IncompatibleCheckpointError(
         f"{path} has no 'state', so it is no checkpoint of a training run. Load weights alone with "
-        f"load_weights_only=True, or name another checkpoint."
+        f"load_weights_only=True, or name another checkpoint.{hint_for_file(path)}"
+    )
+
+
+def _refuse_own_file_of_a_rank(content: Mapping[str, Any], state: "State", path: str) -> None:
+    """Raise if a file has the shards of one rank, and every rank here would take them for its own."""
+    if layout_of(state) is Layout.LOCAL or not (state.fsdp_enabled or dist.get_world_size() > 1):
+        return
+    raise ValueError(
+        f"load_path={path!r} is one rank's own file of {content[LAYOUT_KEY]['world_size']}, as state_dict_type='local' "
+        f"writes them, and without that type a checkpoint is one whole file or a folder. Load it with "
+        f"state_dict_type='local' and {{rank}} in its name, or put the files together with "
+        f"composer_checkpoint.local_files.merge_local."
     )
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Layout",
     "as_sharded",
+    "as_whole",
     "collect",
     "describe",
     "get_save_filename",
@@ -315,3 +316,17 @@ def as_sharded(state: "State") -> Iterator[None]:
         yield
     finally:
         config.state_dict_type = "local"
+
+
+@contextmanager
+def as_whole(state: "State") -> Iterator[None]:
+    """Let a state whose type is `'sharded'` take whole tensors, of which each rank keeps its part, as for `'full'`."""
+    config = state.fsdp_config
+    if layout_of(state) is not Layout.SHARDED:
+        yield
+        return
+    config.state_dict_type = "full"
+    try:
+        yield
+    finally:
+        config.state_dict_type = "sharded"
