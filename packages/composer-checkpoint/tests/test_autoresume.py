@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import shutil
 
 import pytest
 import torch
@@ -54,12 +53,9 @@ def test_a_link_that_leads_to_an_older_checkpoint_decides_nothing(loop, saver, s
     assert resumed(loop, saver) == "ba4-rank0.pt"
 
 
-def test_a_link_that_leads_nowhere_is_logged_and_a_missing_one_does_no_harm(loop, saver, saved, caplog):
+def test_a_link_that_leads_nowhere_or_is_missing_does_no_harm(loop, saver, saved):
     os.unlink(saved / "ba4-rank0.pt")
-    with caplog.at_level(logging.WARNING):
-        assert resumed(loop, saver) == "ba3-rank0.pt"
-    assert "latest-rank0.pt leads to" in caplog.text
-    assert "ba4-rank0.pt, which does not exist" in caplog.text
+    assert resumed(loop, saver) == "ba3-rank0.pt"
     os.unlink(saved / "latest-rank0.pt")
     assert resumed(loop, saver) == "ba3-rank0.pt"
 
@@ -131,14 +127,6 @@ def test_other_files_in_the_folder_are_not_resumed(loop, saver, saved):
     torch.save({"weight": torch.ones(1)}, saved / "pretrained-ba9.pt")
     (saved / "ba9-rank0.pt.tmp-unfinished").touch()
     assert resumed(loop, saver) == "ba4-rank0.pt"
-
-
-@pytest.mark.parametrize("name", ["ep0-ba9-pretrained.pt", "ep0-ba9-hf/model.safetensors", "ep0-ba9.pt"])
-def test_what_is_called_almost_as_a_folder_of_shards_is_not_resumed(loop, saver, saved, name):
-    (saved / name).parent.mkdir(exist_ok=True)
-    shutil.copy(saved / "ba4-rank0.pt", saved / name)
-    os.unlink(saved / "ba4-rank0.pt")
-    assert resumed(loop, saver) == "ba3-rank0.pt"
 
 
 def test_checkpoints_of_weights_alone_are_not_resumed(loop, saver):

@@ -1,7 +1,6 @@
 """Saving and loading a training state that several ranks hold together."""
 
 import os
-import shutil
 import signal
 import tempfile
 from types import SimpleNamespace
@@ -415,86 +414,3 @@ def test_the_file_of_one_rank_is_not_taken_for_a_whole_one(tmp_path, kind):
     folder = str(tmp_path / "checkpoints")
     run_ranks(save_and_resume, folder, "local", "ba{batch}-rank{rank}.pt", False, store=tmp_path / "store")
     run_ranks(load_file_of_one_rank, folder, kind, store=tmp_path / "again")
-
-
-def resume_otherwise(folder, kind):
-    """Return where a run with another layout goes on, its batch and what is there then."""
-    saver = CheckpointSaver(folder, save_interval="1ba")
-    state = make_state(kind, [saver])
-    engine = Engine(state)
-    engine.run_event(Event.INIT)
-    with checkpoint_to_resume(saver, state, engine.logger) as path:
-        load_checkpoint(path, state, engine.logger)
-    batch = int(state.timestamp.batch)
-    train(state, engine)
-    engine.close()
-    return os.path.basename(path), batch, sorted(os.listdir(folder))
-
-
-def save_by_default_names(folder, kind):
-    saver = CheckpointSaver(folder, save_interval="1ba")
-    state = make_state(kind, [saver])
-    engine = Engine(state)
-    engine.run_event(Event.INIT)
-    train(state, engine)
-    engine.close()
-
-
-def lose_newest(folder, kind, how):
-    newest = folder / ("ep0-ba3" if kind == "sharded" else "ep0-ba3-rank0.pt")
-    if how == "deleted":  # and the link leads nowhere
-        shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
-    else:
-        damaged = newest / "__0_0.distcp" if newest.is_dir() else newest
-        damaged.write_bytes(damaged.read_bytes()[:-100])
-
-
-@pytest.mark.parametrize("how", ["deleted", "damaged"])
-@pytest.mark.parametrize(
-    ("saved", "resumed"), [("full", "sharded"), ("sharded", "full"), ("sharded", "ddp"), ("sharded", "local")]
-)
-def test_a_run_sharded_in_another_way_resumes_from_the_newest_that_is_whole(tmp_path, saved, resumed, how):
-    folder = tmp_path / "checkpoints"
-    run_ranks(save_by_default_names, str(folder), saved, store=tmp_path / "store")
-    lose_newest(folder, saved, how)
-    expected = "ep0-ba2" if saved == "sharded" else "ep0-ba2-rank0.pt"
-    for found, batch, listing in run_ranks(resume_otherwise, str(folder), resumed, store=tmp_path / "again"):
-        assert (found, batch) == (expected, 2)
-        assert ("ep0-ba3" if resumed == "sharded" else "ep0-ba3-rank0.pt") in listing
-
-
-def begin_anew(folder, kind):
-    saver = CheckpointSaver(folder, save_interval="1ba")
-    state = make_state(kind, [saver])
-    engine = Engine(state)
-    engine.run_event(Event.INIT)
-    with pytest.raises(CheckpointConflictError, match="save_overwrite=True") as refusal:
-        engine.run_event(Event.FIT_START)
-    engine.close()
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize(("saved", "anew"), [("full", "sharded"), ("sharded", "full")])
-def test_no_run_begins_anew_beside_later_checkpoints_of_another_layout(tmp_path, saved, anew):
-    folder = tmp_path / "checkpoints"
-    run_ranks(save_by_default_names, str(folder), saved, store=tmp_path / "store")
-    lose_newest(folder, saved, "deleted")
-    for refusal in run_ranks(begin_anew, str(folder), anew, store=tmp_path / "again"):
-        assert "ep0-ba2" in refusal
-
-
-def find_nothing_for_all(folder, kind):
-    saver = CheckpointSaver(folder, save_interval="1ba")
-    state = make_state(kind, [saver])
-    with (
-        pytest.raises(CheckpointConflictError, match=r"one of the files of 2 ranks.*merge_local"),
-        checkpoint_to_resume(saver, state, Logger(state)),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_files_of_single_ranks_are_not_resumed_as_whole_ones(tmp_path, kind):
-    folder = str(tmp_path / "checkpoints")
-    run_ranks(save_by_default_names, folder, "local", store=tmp_path / "store")
-    run_ranks(find_nothing_for_all, folder, kind, store=tmp_path / "again")

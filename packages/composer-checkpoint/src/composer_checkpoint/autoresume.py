@@ -4,7 +4,6 @@ import glob
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from logging import getLogger
 from pathlib import Path
 from string import Formatter
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
 from composer_checkpoint._shared_checks import shared_check
-from composer_checkpoint.conflicts import is_name_of
 from composer_checkpoint.discover import look_through
 from composer_checkpoint.errors import IncompatibleCheckpointError, StorageError
 from composer_checkpoint.files import read_manifest
@@ -20,7 +18,7 @@ from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.pointers import read_pointer
 from composer_checkpoint.remote_resume import fetched_from_stores, refuse_what_does_not_resume, shared_name
-from composer_checkpoint.save_names import within_folder, within_folder_otherwise
+from composer_checkpoint.save_names import within_folder
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.state_io import Layout, layout_of
 from composer_checkpoint.verify import verify
@@ -81,7 +79,7 @@ def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State",
     """Let rank 0 look through the folder. Of per-rank files each rank looks at its own, so that they share the work."""
     if layout is not Layout.LOCAL:
         if dist.get_global_rank() == 0:
-            _search(found, saver, state, layout, lambda path: [_check_shared(path, state)])
+            _search(found, saver, state, layout, lambda path: [_check(path)])
         return
     with shared_check(_check_own) as check_each:
         if dist.get_global_rank() == 0:
@@ -101,55 +99,25 @@ def _search(
     if layout is Layout.LOCAL and os.path.isdir(folder):
         complete_interrupted_sets(folder)
 
-    def as_loaded(path: Path) -> str:
-        is_of_one_rank = layout is Layout.LOCAL and not path.is_dir()
-        return _with_rank(path, folder, template, state) if is_of_one_rank else os.fspath(path)
-
     def check(path: Path) -> None:
-        manifests = check_each(as_loaded(path))
+        manifests = check_each(_with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path))
         refuse_mixed_saves(
             [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
         )
 
     _refuse_unreadable(folder)
-    latest = _latest(saver, state)
+    target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
+    latest = target if target is not None and target.exists() else None
     pattern = os.path.join(glob.escape(folder), _as_glob(template, state))
-    if layout is Layout.SHARDED:
-        pattern = os.path.join(pattern, "")  # folders only: files whose names begin alike are not this run's
-    others = _saved_otherwise(folder, within_folder_otherwise(state, saver.filename.filename), state, layout)
-    newest, skipped = look_through(pattern, verify=check, latest=latest, others=others)
+    newest, skipped = look_through(pattern, verify=check, latest=latest)
     if newest is None and latest is not None and latest not in [skip.path for skip in skipped]:
         # Perhaps saved under another save_filename.
-        check_one = _check if layout is Layout.LOCAL else partial(_check_shared, state=state)
-        newest, skipped_too = look_through(
-            glob.escape(os.fspath(latest)), verify=lambda path: check_one(os.fspath(path))
-        )
-        skipped += skipped_too
+        newest, others = look_through(glob.escape(os.fspath(latest)), verify=lambda path: _check(os.fspath(path)))
+        skipped += others
     found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # and no link to nowhere
     if newest is not None:
-        found[0] = as_loaded(newest.path)
-
-
-def _saved_otherwise(folder: str, template: str, state: "State", layout: Layout) -> list[str]:
-    """Return patterns of what the run has saved with another `state_dict_type`, before it was started again."""
-    named = partial_format(template, run_name=state.run_name)
-    return [
-        glob.escape(path)
-        for path in glob.iglob(os.path.join(glob.escape(folder), _as_glob(template, state)))
-        if os.path.isdir(path) is not (layout is Layout.SHARDED) and is_name_of(os.path.relpath(path, folder), named)
-    ]
-
-
-def _latest(saver: "CheckpointSaver", state: "State") -> Path | None:
-    """Return what the link to the latest checkpoint leads to, and log if that is gone."""
-    if saver.latest_filename is None:
-        return None
-    link = saver.latest_filename.format(state)
-    target = read_pointer(link)
-    if target is None or target.exists():
-        return target
-    log.warning("%s leads to %s, which does not exist. Other checkpoints are looked for.", link, target)
-    return None
+        path = newest.path
+        found[0] = _with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path)
 
 
 def _refuse_unreadable(folder: str) -> None:
@@ -169,20 +137,6 @@ def _refuse_unreadable(folder: str) -> None:
 def _check(path: str) -> "Manifest | None":
     manifest = verify(path)
     refuse_what_does_not_resume(manifest, path, path)
-    return manifest
-
-
-def _check_shared(path: str, state: "State") -> "Manifest | None":
-    """Check a checkpoint that all ranks load; the file of one of several ranks is none."""
-    manifest = _check(path)
-    if manifest is None or SAVE_ID_KEY not in manifest.info or os.path.isdir(path):  # a folder has one as well
-        return manifest
-    saved_by = manifest.info.get("world_size")
-    if state.fsdp_enabled or dist.get_world_size() > 1 or saved_by != 1:
-        raise IncompatibleCheckpointError(
-            f"it is one of the files of {saved_by} ranks, which are loaded with state_dict_type='local'. Start with "
-            f"that, or put them together with composer_checkpoint.local_files.merge_local"
-        )
     return manifest
 
 

@@ -4,7 +4,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +116,6 @@ def look_through(
     *,
     verify: Callable[[Path], object] | None = None,
     latest: Path | None = None,
-    others: Sequence[str] = (),
 ) -> tuple[Found | None, tuple[Skipped, ...]]:
     """Find the newest checkpoint as `find_newest` does, and return what was skipped also where there is none.
 
@@ -125,12 +124,11 @@ def look_through(
         verify: As there.
         latest: What the pointer leads to. Later ones that are not of its lineage are skipped: they are of a run that
             somebody has gone back from.
-        others: More patterns, whose matches are compared with those of the first.
     """
     if verify is None:
         from composer_checkpoint.verify import verify  # it imports torch, and those who name their own need not wait
     skipped: list[Skipped] = []
-    candidates = [_candidate(path) for path in _paths([os.fspath(folder_or_pattern), *others], skipped)]
+    candidates = [_candidate(path) for path in _paths(os.fspath(folder_or_pattern), skipped)]
     any_sealed = any(candidate.is_sealed for candidate in candidates)
     pointed = None if latest is None else _candidate(latest)
     found: Found | None = None
@@ -203,15 +201,11 @@ def _report(where: str | os.PathLike[str], found: Found | None, skipped: list[Sk
         log.warning("None of the %d checkpoints of %s is whole.", len(skipped), where)
 
 
-def _paths(places: Sequence[str], skipped: list[Skipped]) -> Iterator[Path]:
-    """Go through the candidates, each once whatever points to it, and however many patterns match it."""
+def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
+    """Go through the candidates, each once whatever points to it."""
     seen: set[Path] = set()
-    starts = (
-        path
-        for where in dict.fromkeys(places)
-        for path in ([where] if os.path.isdir(where) else glob.iglob(where, recursive=True))
-    )
-    for start in map(Path, starts):
+    starts = [Path(where)] if os.path.isdir(where) else map(Path, glob.iglob(where, recursive=True))
+    for start in starts:
         inside = start.is_dir() and not _is_checkpoint_folder(start)
         for path in _below(start) if inside else [start]:
             target = read_pointer(path)

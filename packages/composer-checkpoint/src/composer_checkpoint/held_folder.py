@@ -1,6 +1,5 @@
 """The folder that a run saves to, and that nobody else saves to meanwhile."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from composer_checkpoint.commit import remove_leftovers
@@ -31,13 +30,13 @@ class HeldFolder:
         self._lock: FolderLock | None = None
         self.is_held = False
 
-    def take(self, state: "State", refuse_later: Sequence[str] = (), link: PartialFilePath | None = None) -> None:
+    def take(self, state: "State", refuse_later: str | None = None, link: PartialFilePath | None = None) -> None:
         """Lock the folder, and remove what killed writers have left. Every rank must call this.
 
         Args:
             state: The training state.
-            refuse_later: Templates of names; checkpoints that have such names, and are later than the state is, are
-                refused. None of them refuses none.
+            refuse_later: The template of file names; checkpoints that have such names, and are later than the state
+                is, are refused. `None` refuses none.
             link: The link to the latest checkpoint. With `refuse_later` it must not lead to a later one either,
                 whatever that is called.
 
@@ -56,7 +55,7 @@ class HeldFolder:
         if lock is not None:
             lock.release()
 
-    def _take(self, state: "State", refuse_later: Sequence[str], link: PartialFilePath | None) -> None:
+    def _take(self, state: "State", refuse_later: str | None, link: PartialFilePath | None) -> None:
         folder = format_name_with_dist(self._folder, state.run_name)
         if self._lock is None:
             self._lock = FolderLock(folder).acquire()
@@ -64,10 +63,10 @@ class HeldFolder:
             remove_leftovers(folder, locked=True)
             if link is not None:
                 refuse_folder(link.format(state))
-            for template in refuse_later:
-                ensure_folder_has_no_conflicting_files(folder, template, state.timestamp)
-            if refuse_later and link is not None:
-                ensure_link_leads_to_no_later_one(link.format(state), state.timestamp)
+            if refuse_later is not None:
+                ensure_folder_has_no_conflicting_files(folder, refuse_later, state.timestamp)
+                if link is not None:
+                    ensure_link_leads_to_no_later_one(link.format(state), state.timestamp)
         except BaseException:
             self.give_back()
             raise

@@ -12,16 +12,7 @@ from composer_time import Time, Timestamp
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = [
-    "Save",
-    "check_templates",
-    "name_save",
-    "template_of_run",
-    "templates_of_run",
-    "to_path",
-    "within_folder",
-    "within_folder_otherwise",
-]
+__all__ = ["Save", "check_templates", "name_save", "template_of_run", "to_path", "within_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +91,9 @@ def within_folder(state: "State", filename: str) -> str:
     return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
 
 
-def within_folder_otherwise(state: "State", filename: str) -> str:
-    """Return the template that the same run's saves have below the folder with another `state_dict_type`.
-
-    Who started it again may have changed how the model is sharded, and has chosen neither of the two names.
-    """
-    return filename if layout_of(state) is Layout.SHARDED else sharded_folder(filename, prefix_dir_of(state))
-
-
 def template_of_run(state: "State", name: PartialFilePath | None) -> str | None:
     """Return the template of what this run's saves are called below the folder, or `None` if they are not put there."""
     return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)
-
-
-def templates_of_run(state: "State", name: PartialFilePath | None) -> list[str]:
-    """Return that template, and the one that this run's saves have with another `state_dict_type`."""
-    if name is None:
-        return []
-    templates = (within_folder(state, name.filename), within_folder_otherwise(state, name.filename))
-    return list(dict.fromkeys(partial_format(template, run_name=state.run_name) for template in templates))
 
 
 def to_path(name: str | None, folder: str | None = None) -> PartialFilePath | None:

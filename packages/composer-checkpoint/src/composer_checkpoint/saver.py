@@ -21,7 +21,7 @@ from composer_checkpoint.names import PartialFilePath, format_name_with_dist
 from composer_checkpoint.remote_retention import KeptRemotely, remote_policy
 from composer_checkpoint.retention import RetentionPolicy
 from composer_checkpoint.save_history import SaveHistory
-from composer_checkpoint.save_names import Save, name_save, template_of_run, templates_of_run, to_path
+from composer_checkpoint.save_names import Save, name_save, template_of_run, to_path
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.stable_tensors import unchanged_until_step
 from composer_checkpoint.state_io import (
@@ -214,10 +214,9 @@ class CheckpointSaver(Callback):
         folder = format_name_with_dist(self.folder, state.run_name)
         self._history.take_over(folder, template, remote_template, state.run_name)
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
-        # Also those that it would have saved with another state_dict_type, from which it may resume one day.
-        self._folder.take(state, [] if may_replace else templates_of_run(state, self.filename), self.latest_filename)
-        for each in [] if may_replace else templates_of_run(state, self.remote_file_name):
-            self._uploads.refuse_later(each, state.timestamp)
+        self._folder.take(state, None if may_replace else template, self.latest_filename)
+        if not may_replace and remote_template is not None:
+            self._uploads.refuse_later(remote_template, state.timestamp)
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is time."""

@@ -33,7 +33,7 @@ class KeptFile:
         """Append."""
         self._gathered += text
         if self._is_in_child:
-            self._offer(self._gathered.rfind(b"\n") + 1)
+            self._offer(max(self._gathered.rfind(b"\n"), self._gathered.rfind(b"\r")) + 1)
         elif len(self._gathered) >= self._buffer_size:
             self._offer()
 

@@ -177,8 +177,6 @@ class BatchTrainer:
         spec = self._data_spec
         if self._by_tokens:
             weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
-            if not self._has_looked_at_tokens:
-                warn_of_padding(microbatches, spec)
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
         whole, is_aligned = self._ranks.compare_batch(
@@ -186,6 +184,7 @@ class BatchTrainer:
         )
         if self._by_tokens and not self._has_looked_at_tokens:
             refuse_uncounted(whole, spec)
+            warn_of_padding(microbatches, spec)
             self._has_looked_at_tokens = True
         if len(weights) == 1 and weights[0] == whole and whole:
             return [1.0], is_aligned

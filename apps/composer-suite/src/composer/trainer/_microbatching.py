@@ -139,7 +139,10 @@ def refuse_uncounted(num_tokens: int | float, data_spec: DataSpec) -> None:
 
 def _has_ignored_labels(batch: Any) -> bool:
     parts: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return any(isinstance(part, torch.Tensor) and bool((part == _IGNORED).any()) for part in parts)
+    labels = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype in (torch.int32, torch.int64)]
+    return any(
+        each.layout is torch.strided and not each.is_nested and bool((each == _IGNORED).any()) for each in labels
+    )
 
 
 def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_deepspeed: bool = False) -> None:
