@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -304,29 +304,24 @@ def _only(state: "State", attributes: list[str]) -> Iterator[None]:
         state.serialized_attributes = all_attributes
 
 
-@contextmanager
-def as_sharded(state: "State") -> Iterator[None]:
+def as_sharded(state: "State") -> AbstractContextManager[None]:
     """Let a state whose type is `'local'` give each rank's shards, as it does for `'sharded'`."""
-    config = state.fsdp_config
-    if layout_of(state) is not Layout.LOCAL:
-        yield
-        return
-    config.state_dict_type = "sharded"
-    try:
-        yield
-    finally:
-        config.state_dict_type = "local"
+    return _as_type("sharded", state, Layout.LOCAL)
+
+
+def as_whole(state: "State") -> AbstractContextManager[None]:
+    """Let a state whose type is `'sharded'` take whole tensors, of which each rank keeps its part, as for `'full'`."""
+    return _as_type("full", state, Layout.SHARDED)
 
 
 @contextmanager
-def as_whole(state: "State") -> Iterator[None]:
-    """Let a state whose type is `'sharded'` take whole tensors, of which each rank keeps its part, as for `'full'`."""
+def _as_type(state_dict_type: str, state: "State", instead_of: Layout) -> Iterator[None]:
     config = state.fsdp_config
-    if layout_of(state) is not Layout.SHARDED:
+    if layout_of(state) is not instead_of:
         yield
         return
-    config.state_dict_type = "full"
+    before, config.state_dict_type = config.state_dict_type, state_dict_type
     try:
         yield
     finally:
-        config.state_dict_type = "sharded"
+        config.state_dict_type = before
