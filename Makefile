@@ -7,7 +7,7 @@ BIN := .venv/bin
 MEMBERS := $(wildcard packages/* apps/*)
 # Those whose subject has another form in transformers 4.57 than in 5.
 TRANSFORMERS_TESTS := packages/composer-hf/tests tests/hf tests/ckpt/test_round_trips.py tests/ckpt/test_adapters.py \
-    tests/ckpt/test_tied_adapters.py tests/checkpoint/test_bridge_hugging_face.py \
+    tests/ckpt/test_tied_adapters.py tests/ckpt/test_adapter_matrix.py tests/checkpoint/test_bridge_hugging_face.py \
     tests/algorithms/test_alibi_transformers.py tests/algorithms/test_gated_linear_units.py
 unexport PYTHONDONTWRITEBYTECODE  # every launched rank would compile torch anew
 

@@ -137,3 +137,25 @@ def test_names_lose_the_adapters_or_keep_it():
 
     assert filter_state_dict_peft(weights, lora()) == {"a.lora_A.weight": 1}
     assert filter_state_dict_peft(weights, lora(), "other", remove_adapter_names=False) == {"a.lora_A.other.weight": 2}
+
+
+def test_a_checkpoint_without_what_was_trained_by_hand_is_loaded_with_a_warning(make_model):
+    """Before, such a norm kept the values that it began with, and nothing was said."""
+    model = HuggingFaceModel(make_model("gpt2"), peft_config=lora())
+    weights = model.state_dict()
+    model.model.base_model.model.transformer.ln_f.weight.requires_grad_(True)
+
+    with pytest.warns(UserWarning, match=r"without 1 weights .* stay as they are here: .*ln_f\.weight"):
+        model.load_state_dict(weights)
+
+
+def test_what_is_frozen_later_was_trained_and_is_saved(make_model):
+    """Before, what was trained by hand was never saved, so that freezing it could not lose it."""
+    adapted = peft.get_peft_model(make_model("gpt2"), lora())
+    norm = adapted.base_model.model.transformer.ln_f.weight.requires_grad_(True)
+    model = HuggingFaceModel(adapted)
+    norm.requires_grad_(False)  # as LayerFreezing does
+
+    assert [name for name in model.state_dict() if "lora_" not in name] == [
+        "model.base_model.model.transformer.ln_f.weight"
+    ]

@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,8 @@ from composer_ckpt.descriptions import metadata_of
 from composer_ckpt.selection import cast, renamed_by
 from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
-from composer_ckpt.ties import find_ties, have_same_elements, settle_ties, under_each_name, untied_config
+from composer_ckpt.ties import Pair, find_ties, have_same_elements, settle_ties, under_each_name, untied_config
+from composer_hf.adapters import changes_base, is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name
@@ -27,7 +28,18 @@ _BASE = "model.base_model.model."
 _PREFIX = "model."
 _ADAPTER = "default"
 _MAX_NAMES = 5
-_KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_TOKENS = "trainable_tokens_delta"
+# The settings with which an adapter is a product that is added, or that say of what. Each other one is refused.
+_PLAIN_SETTINGS = frozenset(
+    {
+        *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+        *("inference_mode", "runtime_config", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"),
+        *("alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"),
+        *("modules_to_save", "trainable_token_indices", "ensure_weight_tying", "fan_in_fan_out", "target_parameters"),
+        *("init_lora_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config", "layer_replication"),
+        *("use_qalora", "qalora_group_size", "megatron_core"),
+    }
+)
 _ADDABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Weights = dict[str, StoredTensor]
 
@@ -40,11 +52,13 @@ class LayerChange:
         parts: LoRA's weights by their kinds.
         scaling: By what their product is multiplied.
         is_turned: Whether the weight has the product the other way round.
+        begin: Returns the weight as the adapter's initialization changes it.
     """
 
     parts: Mapping[str, StoredTensor]
     scaling: float
     is_turned: bool
+    begin: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def pair(self) -> tuple[StoredTensor, StoredTensor]:
@@ -55,11 +69,19 @@ class LayerChange:
         """
         one = self.parts.get("lora_A") or self.parts.get("lora_embedding_A")
         other = self.parts.get("lora_B") or self.parts.get("lora_embedding_B")
-        if one is None or other is None:
+        if one is None or other is None or len(self.parts) > 2:
             raise IncompatibleCheckpointError(
-                f"the adapter has only {', '.join(self.parts)} of a layer. Take another checkpoint."
+                f"the adapter has {', '.join(self.parts)} of a layer, and a pair is added. Take another checkpoint, or "
+                f"write the adapter with --peft adapter."
             )
         return one, other
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What is added has this shape."""
+        one, other = self.pair
+        shape = (*other.shape[:1], *one.shape[1:]) if len(one.shape) == len(other.shape) == 2 else ()
+        return shape[::-1] if self.is_turned else shape
 
     def added_to(self, weight: StoredTensor) -> StoredTensor:
         """Return a weight with the change, made when it is read."""
@@ -71,10 +93,11 @@ class LayerChange:
             is_small = a.dtype in (torch.float16, torch.bfloat16)
             product = (b.float() @ a.float()) if is_small else b @ a
             change = ((product.T if self.is_turned else product) * self.scaling).to(a.dtype)
-            return weight.read().add_(change)
+            read = weight.read()
+            return (read if self.begin is None else self.begin(read)).add_(change)
 
         keys = (weight.storage, one.storage, other.storage)
-        same = None if None in keys else ("merged", *keys, self.scaling, self.is_turned)
+        same = None if None in keys or self.begin else ("merged", *keys, self.scaling, self.is_turned)
         return StoredTensor(weight.dtype, weight.shape, fetch, same)
 
     def is_same_as(self, other: "LayerChange") -> bool:
@@ -87,23 +110,23 @@ class LayerChange:
         return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def has_base(weights: Iterable[str]) -> bool:
-    """Say whether there are weights besides those of an adapter, with which biases may be trained and saved."""
-    return any(not _is_adapters(name) and not name.endswith(".bias") for name in weights)
+def has_base(weights: Iterable[str], metadata: HuggingFaceMetadata) -> bool:
+    """Say whether there are weights besides those that were trained, among which biases may be."""
+    own = [name for name in weights if not _is_adapters(name) and not name.endswith(".bias")]
+    return any(published_name(name) not in metadata.trained_beside_adapter for name in own)
 
 
 def of_other_adapters(weights: Iterable[str]) -> list[str]:
     """Return the names of an adapter's weights that are of none called `default`."""
-    known = re.compile(rf".*\.(?:(?:{'|'.join(_KINDS)})\.{_ADAPTER}(?:\.weight)?|modules_to_save\.{_ADAPTER}\..+)")
-    return [name for name in weights if _is_adapters(name) and not known.fullmatch(name)]
+    return [name for name in weights if _is_adapters(name) and not is_adapter_weight(name, _ADAPTER)]
 
 
 def _is_adapters(name: str) -> bool:
-    return "lora_" in name or ".modules_to_save." in name
+    return "lora_" in name or ".modules_to_save." in name or f".{_TOKENS}" in name
 
 
 def merge_adapters(
-    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack, *, is_alone: bool
+    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack
 ) -> tuple[Weights, HuggingFaceMetadata, list[str]]:
     """Return the base's weights with LoRA's added, under the names that they have without it, and its description.
 
@@ -115,7 +138,6 @@ def merge_adapters(
         metadata: With the adapter's configuration.
         options: Of `convert`; `base_model` says where the base is, if not among the weights.
         stack: Keeps the base open.
-        is_alone: Whether the weights are of a folder of an adapter, which has none but those that were trained.
 
     Returns:
         Weights, description, and what the user should know.
@@ -124,13 +146,13 @@ def merge_adapters(
         IncompatibleCheckpointError: If there is no base, or the adapter is of a kind that is not added.
     """
     config = metadata.peft_config or {}
-    _check_kind(config, weights)
+    _check_kind(config)
     _refuse_other_adapters(weights)
-    base, metadata = _base_of(weights, metadata, options, stack, is_alone)
+    base, trained, metadata = _base_of(weights, metadata, options, stack)
     model = None
     if not (options.include or options.exclude):  # of chosen weights, nobody looks what the model does with them
         model = meta_model(replace(metadata, peft_config=None), trust_remote_code=options.trust_remote_code)
-    base = under_each_name(base, model)
+    base = under_each_name(base, model) | trained
     merged, changes = dict(base), dict[str, LayerChange]()
     for name, tensor in weights.items():
         if f".modules_to_save.{_ADAPTER}." in name:
@@ -138,31 +160,110 @@ def merge_adapters(
     for module, parts in _by_module(weights).items():
         target = f"{_plain_name(module)}.weight"
         if target not in merged:
-            raise IncompatibleCheckpointError(f"the adapter has weights for {module!r}, which the base does not have.")
+            raise IncompatibleCheckpointError(
+                f"the adapter has weights for {module!r}, which the base does not have{_unusual(config)}."
+            )
         _check_base(target, merged[target])
-        changes[target] = LayerChange(
-            parts, _scaling(config, module), _is_turned(config, parts, merged[target], model, target)
-        )
-        merged[target] = changes[target].added_to(merged[target])
+        is_turned = _is_turned(config, parts, merged[target], model, target)
+        is_begun = options.base_model is None or target in trained  # as the adapter's initialization leaves it
+        begin = None if is_begun else _begin(config, module, is_turned)
+        changes[target] = change = LayerChange(parts, _scaling(config, module), is_turned, begin)
+        if change.shape != merged[target].shape:
+            raise IncompatibleCheckpointError(
+                f"the adapter's target_modules have {target}, of shape {tuple(merged[target].shape)}, and it has a "
+                f"product of shape {change.shape} for it{_unusual(config)}. Write the adapter with --peft adapter."
+            )
+        merged[target] = change.added_to(merged[target])
+    _put_tokens(weights, base, merged, config, find_ties(base, model))
     return _untied(base, merged, changes, metadata, options, model)
 
 
 def _base_of(
-    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack, is_alone: bool
-) -> tuple[Weights, HuggingFaceMetadata]:
-    """Return the base's weights with those besides LoRA's that were trained as they are, and its description."""
-    base = renamed_by({name: tensor for name, tensor in weights.items() if not _is_adapters(name)}, _plain_name)
-    if options.base_model is not None:
-        has_biases = (metadata.peft_config or {}).get("bias", "none") != "none"
-        trained = {n: tensor for n, tensor in base.items() if is_alone or (has_biases and n.endswith(".bias"))}
-        base, metadata = _base_at(options, metadata, stack)
-        base |= trained
-    if not has_base(base) or (is_alone and options.base_model is None):
+    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack
+) -> tuple[Weights, Weights, HuggingFaceMetadata]:
+    """Return the base's weights, those besides LoRA's that were trained as they are, and the base's description."""
+    config = metadata.peft_config or {}
+    own = {name: tensor for name, tensor in weights.items() if not _is_adapters(name)}
+    has_biases = config.get("bias", "none") != "none"
+    trained = {
+        name: tensor
+        for name, tensor in own.items()
+        if published_name(name) in metadata.trained_beside_adapter or (has_biases and name.endswith(".bias"))
+    }
+    if options.base_model is None:
+        if not has_base(own, metadata):
+            raise IncompatibleCheckpointError(
+                f"{options.source} has the adapter's weights alone. Give --base-model PATH with the model that was "
+                f"adapted, or write the adapter with --peft adapter."
+            )
+        return renamed_by(own, _plain_name), {}, metadata
+    if changes_base(config) and not any(".base_layer." in name for name in trained):
         raise IncompatibleCheckpointError(
-            f"{options.source} has the adapter's weights alone. Give --base-model PATH with the model that was "
-            f"adapted, or write the adapter with --peft adapter."
+            f"init_lora_weights={config['init_lora_weights']!r} has changed the base that the adapter was trained with, "
+            f"and {options.source} does not say how. Merge a checkpoint of the whole model, without --base-model."
         )
-    return base, metadata
+    base, metadata = _base_at(options, metadata, stack)
+    return base, renamed_by(trained, _plain_name), metadata
+
+
+def _begin(
+    config: Mapping[str, Any], module: str, is_turned: bool
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what an initialization such as PiSSA's, which takes a part of the weight, leaves of it."""
+    how = str(config.get("init_lora_weights")).lower()
+    if how not in ("pissa", "olora"):
+        return None
+
+    def begin(weight: torch.Tensor) -> torch.Tensor:
+        from peft import LoraConfig, inject_adapter_in_model  # optional, and who has such an adapter has it
+        from transformers.pytorch_utils import Conv1D
+
+        rank, alpha = _rank_and_alpha(config, module)
+        with torch.device("meta"):
+            layer = Conv1D(*weight.shape[::-1]) if is_turned else torch.nn.Linear(*weight.shape[::-1], bias=False)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        one = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            use_rslora=bool(config.get("use_rslora")),
+            init_lora_weights=how,  # pyright: ignore[reportArgumentType]  # one of its names
+            fan_in_fan_out=is_turned,
+            target_modules=["layer"],
+        )
+        adapted: Any = inject_adapter_in_model(one, torch.nn.ModuleDict({"layer": layer}))
+        return adapted["layer"].get_base_layer().weight.detach().contiguous()
+
+    return begin
+
+
+def _put_tokens(
+    weights: Weights, base: Weights, merged: Weights, config: Mapping[str, Any], ties: Iterable[Pair]
+) -> None:
+    """Put the rows of `trainable_token_indices` into embeddings and heads, alike into those that are tied."""
+    indices = config.get("trainable_token_indices") or ()
+    changed = set[str]()
+    for name, rows in weights.items():
+        if not (match := re.fullmatch(rf"(.+)\.token_adapter\.{_TOKENS}\.{_ADAPTER}", name)):
+            continue
+        module = _plain_name(match[1])
+        own = indices
+        if isinstance(indices, Mapping):  # peft gives a tied layer the rows of the one that is named
+            own = [*(rows for key, rows in indices.items() if module.endswith(key)), *indices.values()][0]
+        target = f"{module}.weight"
+        merged[target] = _with_rows(merged[target], rows, list(own))
+        changed.add(target)
+    for pair in ties:
+        for one, other in (pair, pair[::-1]):
+            if one in changed and merged[other] is base[other]:
+                merged[other] = merged[one]
+
+
+def _with_rows(weight: StoredTensor, rows: StoredTensor, indices: list[int]) -> StoredTensor:
+    def fetch() -> torch.Tensor:
+        return weight.read().index_copy(0, torch.tensor(indices), rows.read().to(weight.dtype))
+
+    same = None if None in (weight.storage, rows.storage) else ("rows", weight.storage, rows.storage, *indices)
+    return StoredTensor(weight.dtype, weight.shape, fetch, same)
 
 
 def _untied(
@@ -199,15 +300,21 @@ def _refuse_other_adapters(weights: Iterable[str]) -> None:
         )
 
 
-def _check_kind(config: Mapping[str, Any], weights: Iterable[str]) -> None:
+def _check_kind(config: Mapping[str, Any]) -> None:
     kind = str(config.get("peft_type", "")).upper()
-    is_dora = config.get("use_dora") or any("lora_magnitude_vector" in name for name in weights)
-    if kind != "LORA" or is_dora or config.get("lora_bias"):
-        told = kind if kind != "LORA" else "DoRA" if is_dora else "LoRA with biases of its own (lora_bias)"
+    others = [f"{name}={value!r}" for name, value in config.items() if value and name not in _PLAIN_SETTINGS]
+    if kind != "LORA" or others:
+        told = f"LoRA with {', '.join(others)}" if kind == "LORA" else kind
         raise IncompatibleCheckpointError(
-            f"the adapter is {told}, and only plain LoRA is added to its base. Write it "
-            f"with --peft adapter, and merge it with peft."
+            f"the adapter is {told}, and only plain LoRA is added to its base. Write it with --peft adapter, and merge "
+            f"it with peft, if that does."
         )
+
+
+def _unusual(config: Mapping[str, Any]) -> str:
+    """Return the settings that may be why an adapter does not fit its base."""
+    names = [name for name in ("layer_replication", "target_parameters", "use_qalora") if config.get(name)]
+    return f", with {', '.join(names)}" if names else ""
 
 
 def _check_base(name: str, weight: StoredTensor) -> None:
@@ -234,12 +341,12 @@ def _base_at(
 def _plain_name(name: str) -> str:
     """Return a weight's name without what peft puts around it."""
     name = _PREFIX + name.removeprefix(_BASE) if name.startswith(_BASE) else name
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    return name.replace(".token_adapter.", ".").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _by_module(weights: Weights) -> dict[str, Weights]:
     """Return LoRA's weights by the module that they adapt and by their kind."""
-    pattern = re.compile(rf"(.+)\.({'|'.join(_KINDS)})\.{_ADAPTER}(?:\.weight)?")
+    pattern = re.compile(rf"(.+?)\.(lora_\w+)\.{_ADAPTER}(?:\..+)?")
     modules: dict[str, Weights] = {}
     for name, tensor in weights.items():
         if match := pattern.fullmatch(name):
@@ -247,16 +354,20 @@ def _by_module(weights: Weights) -> dict[str, Weights]:
     return modules
 
 
-def _scaling(config: Mapping[str, Any], module: str) -> float:
+def _rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[Any, Any]:
     rank = _of_pattern(config.get("rank_pattern"), module, config.get("r", 8))
-    alpha = _of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    return rank, _of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+
+
+def _scaling(config: Mapping[str, Any], module: str) -> float:
+    rank, alpha = _rank_and_alpha(config, module)
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
 def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
     """Return the value of the first pattern that the end of a module's name fits, as peft looks it up."""
     for pattern, value in dict(patterns or {}).items():
-        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
+        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module.removeprefix(_BASE)):
             return value
     return default
 

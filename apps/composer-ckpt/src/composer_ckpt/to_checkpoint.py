@@ -122,13 +122,15 @@ def _named_as_in_composer(
 ) -> Weights:
     """Return a folder's weights as a model of the installed transformers has them, below `model.`."""
     from composer_ckpt.in_memory import in_memory_weights
-    from composer_ckpt.to_hugging_face import with_adapter
+    from composer_ckpt.to_hugging_face import trained_beside_adapter, with_adapter
     from composer_hf.metadata import HuggingFaceMetadata
     from composer_hf.model_classes import meta_model
 
     metadata = HuggingFaceMetadata.from_saved(saved, options.source)
     if (peft_config := metadata.peft_config) is not None:
-        return renamed_by(weights, lambda name: f"{_PREFIX}{with_adapter(name, peft_config)}")
+        named = renamed_by(weights, lambda name: f"{_PREFIX}{with_adapter(name, peft_config)}")
+        saved["model"]["trained_beside_adapter"] = trained_beside_adapter(named)
+        return named
     if not metadata.model_class or options.include or options.exclude:
         notes.append("nobody has looked whether the weights are all that the model needs")
         return {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}

@@ -29,6 +29,7 @@ from composer_ckpt.plans import Plan, Progress
 from composer_ckpt.selection import once_each, refuse_doubles, renamed_by
 from composer_ckpt.sizes import DEFAULT_SHARD_BYTES
 from composer_ckpt.weights import chosen_weights, notes_on_the_rest
+from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.pretrained_folder import pretrained_folder
@@ -63,11 +64,12 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
     weights = _named_as_in_composer(weights, source, metadata)
+    if source.format == "hf" and metadata.peft_config is not None:  # such a folder has what was trained, and no more
+        metadata = replace(metadata, trained_beside_adapter=trained_beside_adapter(weights))
     if metadata.peft_config is not None and not is_adapter:
-        is_alone = source.format == "hf"
-        weights, metadata, told = merge_adapters(weights, metadata, options, stack, is_alone=is_alone)
+        weights, metadata, told = merge_adapters(weights, metadata, options, stack)
         notes += told
-    elif is_adapter and has_base(weights):
+    elif is_adapter and has_base(weights, metadata):
         notes.append("only the adapter is written; --peft merge adds it to its base")
     if options.include or options.exclude:
         published, dropped, pieces = renamed_by(weights, published_name), {}, []
@@ -79,7 +81,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
         pieces = plan_weights(_on_meta(weights), metadata, trust_remote_code=options.trust_remote_code)
         published, dropped = _published(pieces, weights), _dropped(pieces)
     if is_adapter:
-        notes += _notes_on_other_adapters(published, weights, options)
+        notes += _notes_on_other_adapters(weights)
     target = "pt" if options.format == "bin" else "safetensors"
     refuse_unfit(published, target, options.target, what="--to hf")
     name = _ADAPTER if is_adapter else _MODEL
@@ -112,14 +114,9 @@ def _notes_on_adapters(metadata: HuggingFaceMetadata, options: argparse.Namespac
     return ["there is no adapter to merge"] if options.peft == "merge" else []
 
 
-def _notes_on_other_adapters(published: Weights, weights: Weights, options: argparse.Namespace) -> list[str]:
+def _notes_on_other_adapters(weights: Weights) -> list[str]:
     others = of_other_adapters(weights)
     listed = ", ".join(others[:_MAX_NAMES])
-    if not published:
-        raise IncompatibleCheckpointError(
-            f"{options.source} has no weights of an adapter called 'default', which alone is written, but of others: "
-            f"{listed}. Rename them with --rename, or save the adapter with peft."
-        )
     return [f"left out, since they are of other adapters than 'default': {listed}"] if others else []
 
 
@@ -162,18 +159,22 @@ def with_adapter(name: str, config: Mapping[str, Any]) -> str:
         >>> with_adapter("base_model.model.wte.weight", {"modules_to_save": ["wte"]})
         'base_model.model.wte.modules_to_save.default.weight'
     """
-    if "lora_" not in name:
-        parts = name.split(".")
+    parts = name.split(".")
+    added = [place for place, part in enumerate(parts) if part.startswith("lora_") or part == "trainable_tokens_delta"]
+    if not added:
         saved = tuple(config.get("modules_to_save") or ())
         for end in range(1, len(parts)):  # peft wraps the outermost module whose name ends so
             if saved and ".".join(parts[:end]).endswith(saved) and "modules_to_save" not in parts:
                 return ".".join([*parts[:end], "modules_to_save", "default", *parts[end:]])
-    for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
-        if f".{kind}.default" not in name:
-            name = name.replace(f".{kind}.", f".{kind}.default.")
-            if name.endswith(f".{kind}"):
-                name += ".default"
+    elif "default" not in parts:
+        after = ["weight"] if parts[-1] == "lora_magnitude_vector" else []
+        return ".".join([*parts[: added[0] + 1], "default", *parts[added[0] + 1 :], *after])
     return name
+
+
+def trained_beside_adapter(weights: Weights) -> list[str]:
+    """Return the names of an adapter's folder's weights that the adapter has not added."""
+    return [plain for name in weights if not is_adapter_weight(plain := published_name(name))]
 
 
 def _on_meta(weights: Weights) -> dict[str, torch.Tensor]:

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from composer_dist.wrapping import canonical_name
+
 if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import nn
 
 __all__ = [
     "adapter_of",
+    "changes_base",
     "filter_state_dict_peft",
     "is_adapter_weight",
     "is_peft_model",
@@ -19,6 +22,7 @@ __all__ = [
     "peft_config_values",
     "peft_installed",
     "published_adapter_names",
+    "trained_beside_adapter",
 ]
 
 peft_installed = importlib.util.find_spec("peft") is not None
@@ -27,6 +31,9 @@ _DEFAULT: Final = "default"
 _BIASES: Final = ("none", "all", "lora_only")
 _SAVED_MODULE: Final = "modules_to_save"
 _DORA: Final = "lora_magnitude_vector"
+_TOKENS: Final = "trainable_tokens_delta"
+# Initializations that leave the base as it is, or change it to what they compute again from the same base.
+_BASE_IS_KNOWN: Final = ("gaussian", "eva", "orthogonal", "mica", "pissa", "olora")
 
 
 def is_peft_model(model: Any) -> bool:
@@ -106,7 +113,37 @@ def published_adapter_names(
 def is_adapter_weight(name: str, adapter_name: str = _DEFAULT) -> bool:
     """Say whether a weight is one that an adapter has added."""
     parts = name.split(".")
-    return adapter_name in parts and any(part.startswith("lora_") or part == _SAVED_MODULE for part in parts)
+    own = (_SAVED_MODULE, _TOKENS)
+    return adapter_name in parts and any(part.startswith("lora_") or part in own for part in parts)
+
+
+def trained_beside_adapter(peft_model: Any) -> set[str]:
+    """Return the names of what training changes besides the weights that an adapter has added.
+
+    These are parameters that were made trainable by hand, buffers such as the statistics of BatchNorm, and the weights
+    of adapted layers whose initialization has changed them for good. Buffers that no state dict has are among them;
+    those of a quantized model are not, since they are its weights.
+    """
+    adapter = adapter_of(peft_model)
+    has_own_base = changes_base(peft_model.peft_config[adapter].to_dict())
+    names = {
+        name
+        for name, parameter in peft_model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad or (has_own_base and ".base_layer." in name)
+    }
+    if not getattr(peft_model.get_base_model(), "is_quantized", False):
+        names.update(name for name, _ in peft_model.named_buffers(remove_duplicate=False))
+    return {plain for name in names if not is_adapter_weight(plain := canonical_name(name), adapter)}
+
+
+def changes_base(peft_config: Mapping[str, Any]) -> bool:
+    """Return whether an adapter was initialized such that its base is no longer the model's, nor computed from that.
+
+    Args:
+        peft_config: The values of the adapter's configuration.
+    """
+    how = peft_config.get("init_lora_weights", True)
+    return isinstance(how, str) and how.lower() not in _BASE_IS_KNOWN
 
 
 def peft_config_values(peft_config: "PeftConfig") -> dict[str, Any]:

@@ -15,14 +15,16 @@ def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: 
     """Return copies of the weights, gathered one after the other. Every rank must call this.
 
     Args:
-        model: The model, without what spreads it. Of one with an adapter, the adapter's weights are returned.
+        model: The model, without what spreads it. Of one with an adapter, what was trained is returned.
         dtype: What floating point weights are converted to.
         keep: Whether this rank gets them; others get nothing.
     """
     seen: dict[int, Tensor | None] = {}
     weights: dict[str, Tensor] = {}
+    beside = model.names_trained_beside_adapter()
     for name, value in model.state_dict(keep_vars=True).items():
-        if model.using_peft and not is_adapter_weight(published_name(name)) and not name.endswith("bias"):
+        plain = published_name(name)
+        if model.using_peft and not is_adapter_weight(plain) and plain not in beside:
             continue
         if id(value) not in seen:  # what is tied is one weight
             whole: Tensor = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()

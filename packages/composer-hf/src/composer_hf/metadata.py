@@ -1,7 +1,7 @@
 """What a checkpoint says of the Hugging Face model in it: its class, its configuration and its tokenizer."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -29,6 +29,8 @@ class HuggingFaceMetadata:
         generation_config: As `generation_config.json` has it, if the checkpoint has one.
         peft_config: As `adapter_config.json` has it, if the model was trained with adapters.
         peft_class: The full name of the class of `peft_config`.
+        trained_beside_adapter: The names, as the model wrapped by peft has them, of what training has changed besides
+            the adapter, such as norms that were made trainable by hand.
     """
 
     config: Mapping[str, Any]
@@ -37,6 +39,7 @@ class HuggingFaceMetadata:
     generation_config: Mapping[str, Any] | None = None
     peft_config: Mapping[str, Any] | None = None
     peft_class: str = ""
+    trained_beside_adapter: Collection[str] = ()
 
     @property
     def model_type(self) -> str | None:
@@ -107,6 +110,7 @@ class HuggingFaceMetadata:
             generation_config=_mapping(generation, "content", source) if generation else None,
             peft_config=_mapping(peft, "content", source) if peft else None,
             peft_class=_name(peft.get("class")) if peft else "",
+            trained_beside_adapter=frozenset(map(str, model.get("trained_beside_adapter") or ())),
         )
 
 

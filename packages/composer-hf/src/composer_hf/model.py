@@ -18,11 +18,13 @@ from composer_hf.adapters import (
     is_peft_model,
     maybe_get_underlying_model,
     peft_installed,
+    trained_beside_adapter,
 )
 from composer_hf.argument_kinds import check_model, check_tokenizer
 from composer_hf.compiled import as_written, compile_calls, take_out
 from composer_hf.from_checkpoint import hf_from_composer_checkpoint
 from composer_hf.model_traits import forward_args, resolve_shift, warn_of_lost_alibi
+from composer_hf.published_weights import published_name
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
 from composer_hf.saved_state import (
     describe,
@@ -53,6 +55,7 @@ __all__ = [
 log = getLogger(__name__)
 
 _IGNORED: Final = -100  # the label that no loss of transformers counts
+_MAX_NAMES: Final = 5
 
 
 class HuggingFaceModel(ComposerModel):
@@ -74,7 +77,8 @@ class HuggingFaceModel(ComposerModel):
             one, which shifts the labels of its loss itself.
         allow_embedding_resizing: Whether the embeddings grow where the tokenizer has more tokens than they.
         peft_config: A `peft.LoraConfig`, by which the model gets an adapter.
-        should_save_peft_only: Whether checkpoints of a model with an adapter have the weights of this alone.
+        should_save_peft_only: Whether checkpoints of a model with an adapter have only what training changes: the
+            adapter, parameters that were made trainable by hand, and buffers such as the statistics of BatchNorm.
         extra_forward_args: Keys of batches that are passed on although the model's `forward` takes them only as
             `**kwargs`.
 
@@ -132,6 +136,8 @@ class HuggingFaceModel(ComposerModel):
         self.use_logits = bool(use_logits)
         self.using_peft = is_peft_model(self.model)
         self.should_save_peft_only = should_save_peft_only
+        self._trained = set[str]()  # grows only: what an algorithm freezes later was trained
+        self.names_trained_beside_adapter()
         self.dummy_forward_called = False
         self.labels: Tensor | None = None
         inner = maybe_get_underlying_model(self.model)
@@ -262,7 +268,13 @@ class HuggingFaceModel(ComposerModel):
 
     def get_metadata(self) -> dict[str, Any]:
         """Return what checkpoints say of the model and its tokenizer; see `composer_hf.HuggingFaceMetadata`."""
-        return describe(self.model, self.tokenizer)
+        return describe(self.model, self.tokenizer, self.names_trained_beside_adapter())
+
+    def names_trained_beside_adapter(self) -> set[str]:
+        """Return the names, without `model.`, of what training changes besides an adapter; empty without one."""
+        if self.using_peft:
+            self._trained |= trained_beside_adapter(self.model)
+        return self._trained
 
     @staticmethod
     def load_huggingface_tokenizer_from_saved_state(
@@ -379,21 +391,33 @@ def _by_name(metrics: "Iterable[Metric] | None") -> "dict[str, Metric] | None":
 
 
 def _leave_base_out(module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-    """Keep the adapter's weights alone in a state dict, if that is what checkpoints shall have."""
+    """Keep what is trained alone in a state dict, if that is what checkpoints shall have."""
     assert isinstance(module, HuggingFaceModel)
     if not (module.using_peft and module.should_save_peft_only):
         return
     own = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
+    beside = module.names_trained_beside_adapter()
     for name in own.keys() - _adapter_weights(module, own).keys():
-        del state_dict[name]
+        if published_name(name.removeprefix(prefix)) not in beside:
+            del state_dict[name]
 
 
 def _forgive_missing_base(module: torch.nn.Module, incompatible_keys: Any) -> None:
     """Let weights of an adapter alone be loaded; the base model has its own."""
     assert isinstance(module, HuggingFaceModel)
     if module.using_peft and module.should_save_peft_only:
-        adapter = _adapter_weights(module, dict.fromkeys(incompatible_keys.missing_keys))
-        incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name in adapter]
+        missing: list[str] = incompatible_keys.missing_keys
+        adapter = _adapter_weights(module, dict.fromkeys(missing))
+        beside = module.names_trained_beside_adapter()
+        if lost := [name for name in missing if name not in adapter and published_name(name) in beside]:
+            warnings.warn(
+                f"the checkpoint has an adapter without {len(lost)} weights that training changes besides it, and they "
+                f"stay as they are here: {', '.join(lost[:_MAX_NAMES])}. Load a checkpoint that has them, if they were "
+                f"trained.",
+                UserWarning,
+                stacklevel=2,
+            )
+        missing[:] = [name for name in missing if name in adapter]
 
 
 def _adapter_weights(module: HuggingFaceModel, weights: Mapping[str, Any]) -> dict[str, Any]:

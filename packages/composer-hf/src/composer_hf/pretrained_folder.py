@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from composer_checkpoint import write_atomically
+from composer_hf.adapters import changes_base
 from composer_hf.code_settings import without_code
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.tokenizer_files import as_json, for_any_release
@@ -79,6 +80,8 @@ def write_description(
     """
     if metadata.peft_config is not None:
         adapter = dict(metadata.peft_config) if trust_remote_code else without_code(metadata.peft_config)
+        if changes_base(adapter):
+            adapter["init_lora_weights"] = True  # the changed base is among the weights, and is not made again
         (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(adapter))
     else:
         config = readable_config(metadata, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from composer_checkpoint import IncompatibleCheckpointError, UnfittingWeightsError
 from composer_dist.wrapping import canonical_name
-from composer_hf.adapters import published_adapter_names
+from composer_hf.adapters import changes_base, is_adapter_weight, published_adapter_names
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 
@@ -115,11 +115,28 @@ def published_name(name: str) -> str:
 def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[str, str]:
     """Return by the names of a checkpoint's adapter weights those that `adapter_model.safetensors` has.
 
+    What was trained besides the adapter is among them: peft loads all that such a file has.
+
     Raises:
-        IncompatibleCheckpointError: If two weights have one name without what wraps the model.
+        IncompatibleCheckpointError: If two weights have one name without what wraps the model, no adapter is called
+            `default`, or the base that the adapter's initialization has changed is not in the checkpoint.
     """
-    inner = _by_published_name(names)
-    published = published_adapter_names(inner, metadata.peft_config or {})
+    inner, config = _by_published_name(names), metadata.peft_config or {}
+    beside = {name: name for name in inner if name in metadata.trained_beside_adapter}
+    if changes_base(config) and not any(".base_layer." in name for name in beside):
+        raise IncompatibleCheckpointError(
+            f"init_lora_weights={config['init_lora_weights']!r} has changed the base, and the checkpoint does not have "
+            f"it, so that peft would add the adapter to another one. Export a checkpoint that was saved by this "
+            f"release, or one with the whole model by --peft merge."
+        )
+    published = published_adapter_names(inner, config)
+    if not any(is_adapter_weight(name) for name in published):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has no weights of an adapter called 'default', which alone is written, but of others: "
+            f"{_listed([name for name in inner if 'lora_' in name])}. Rename them with `composer-ckpt convert --rename`, "
+            f"or save the adapter with peft."
+        )
+    published |= beside
     return {inner[name]: target for name, target in published.items()}
 
 

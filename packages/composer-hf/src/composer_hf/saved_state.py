@@ -4,7 +4,7 @@ import json
 import random
 import string
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,16 +30,19 @@ __all__ = [
 _JSON: Final = ".json"
 
 
-def describe(model: Any, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+def describe(
+    model: Any, tokenizer: "PreTrainedTokenizerBase | None", trained_beside_adapter: Iterable[str] = ()
+) -> dict[str, Any]:
     """Return what a checkpoint says of a model and its tokenizer, in values that load without running code.
 
     Args:
         model: Of transformers, or wrapped by peft.
         tokenizer: Its tokenizer, if it has one.
+        trained_beside_adapter: As `HuggingFaceModel.names_trained_beside_adapter` returns them.
 
     Returns:
         The layout that Composer's checkpoints have under `state/integrations/huggingface`, in which
-            `generation_config` is ours.
+            `generation_config` and `trained_beside_adapter` are ours.
     """
     inner = maybe_get_underlying_model(model)
     config: dict[str, Any] = json.loads(inner.config.to_json_string(use_diff=False))
@@ -51,6 +54,7 @@ def describe(model: Any, tokenizer: "PreTrainedTokenizerBase | None") -> dict[st
     if is_peft_model(model):
         peft_config = model.peft_config[adapter_of(model)]
         described["peft_config"] = _entry(peft_config_values(peft_config), type(peft_config))
+        described["trained_beside_adapter"] = sorted(trained_beside_adapter)
     return {"model": described, "tokenizer": {} if tokenizer is None else _tokenizer_files(tokenizer)}
 
 
