@@ -176,7 +176,9 @@ ROWS = {
         {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "ensure_weight_tying": True}, model="tied llama"
     ),
     (BY_HAND, "norms and a head"): Row(after=trainable("norm", "lm_head")),
-    (BY_HAND, "the base of an adapted layer"): Row({"init_lora_weights": "pissa"}, after=trainable("q_proj.base_layer")),
+    (BY_HAND, "the base of an adapted layer"): Row(
+        {"init_lora_weights": "pissa"}, after=trainable("q_proj.base_layer")
+    ),
     ("statistics", "BatchNorm"): Row({"target_modules": ["classifier.1"], "task_type": None}, model="resnet"),
 }
 IDS = [" ".join(name).replace("`", "").strip() for name in ROWS]

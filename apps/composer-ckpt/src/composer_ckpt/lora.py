@@ -17,7 +17,7 @@ from composer_ckpt.selection import cast, renamed_by
 from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
 from composer_ckpt.ties import Pair, find_ties, have_same_elements, settle_ties, under_each_name, untied_config
-from composer_hf.adapters import changes_base, is_adapter_weight
+from composer_hf.adapters import base_after_init, changes_base, is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name
@@ -199,41 +199,20 @@ def _base_of(
         return renamed_by(own, _plain_name), {}, metadata
     if changes_base(config) and not any(".base_layer." in name for name in trained):
         raise IncompatibleCheckpointError(
-            f"init_lora_weights={config['init_lora_weights']!r} has changed the base that the adapter was trained with, "
-            f"and {options.source} does not say how. Merge a checkpoint of the whole model, without --base-model."
+            f"init_lora_weights={config['init_lora_weights']!r} has changed the base that the adapter was trained "
+            f"with, and {options.source} does not say how. Merge a checkpoint of the whole model, without --base-model."
         )
     base, metadata = _base_at(options, metadata, stack)
     return base, renamed_by(trained, _plain_name), metadata
 
 
-def _begin(
-    config: Mapping[str, Any], module: str, is_turned: bool
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what an initialization such as PiSSA's, which takes a part of the weight, leaves of it."""
-    how = str(config.get("init_lora_weights")).lower()
-    if how not in ("pissa", "olora"):
+def _begin(config: Mapping[str, Any], module: str, is_turned: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what makes of a base's weight the one that was adapted, if the initialization has taken a part of it."""
+    if str(config.get("init_lora_weights")).lower() not in ("pissa", "olora"):
         return None
-
-    def begin(weight: torch.Tensor) -> torch.Tensor:
-        from peft import LoraConfig, inject_adapter_in_model  # optional, and who has such an adapter has it
-        from transformers.pytorch_utils import Conv1D
-
-        rank, alpha = _rank_and_alpha(config, module)
-        with torch.device("meta"):
-            layer = Conv1D(*weight.shape[::-1]) if is_turned else torch.nn.Linear(*weight.shape[::-1], bias=False)
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        one = LoraConfig(
-            r=rank,
-            lora_alpha=alpha,
-            use_rslora=bool(config.get("use_rslora")),
-            init_lora_weights=how,  # pyright: ignore[reportArgumentType]  # one of its names
-            fan_in_fan_out=is_turned,
-            target_modules=["layer"],
-        )
-        adapted: Any = inject_adapter_in_model(one, torch.nn.ModuleDict({"layer": layer}))
-        return adapted["layer"].get_base_layer().weight.detach().contiguous()
-
-    return begin
+    rank, alpha = _rank_and_alpha(config, module)
+    own = {"r": rank, "lora_alpha": alpha, "fan_in_fan_out": is_turned, "use_rslora": bool(config.get("use_rslora"))}
+    return lambda weight: base_after_init(weight, init_lora_weights=config["init_lora_weights"], **own)
 
 
 def _put_tokens(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint import CorruptCheckpointError, IncompatibleCheckpointError, verify_file
+from composer_checkpoint import CorruptCheckpointError, verify_file
 from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,

@@ -10,10 +10,11 @@ from composer_dist.wrapping import canonical_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from torch import nn
+    from torch import Tensor, nn
 
 __all__ = [
     "adapter_of",
+    "base_after_init",
     "changes_base",
     "filter_state_dict_peft",
     "is_adapter_weight",
@@ -144,6 +145,27 @@ def changes_base(peft_config: Mapping[str, Any]) -> bool:
     """
     how = peft_config.get("init_lora_weights", True)
     return isinstance(how, str) and how.lower() not in _BASE_IS_KNOWN
+
+
+def base_after_init(weight: "Tensor", *, fan_in_fan_out: bool, **settings: Any) -> "Tensor":
+    """Return what peft leaves of a linear layer's weight where an initialization, such as PiSSA's, takes a part of it.
+
+    Args:
+        weight: Shape `(out, in)`, or `(in, out)` with `fan_in_fan_out`.
+        fan_in_fan_out: Whether the layer is a `Conv1D`.
+        **settings: Of `peft.LoraConfig`, those that decide on the initialization and its scale.
+    """
+    import torch  # these take seconds to load, and peft is optional
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.device("meta"):
+        sizes = weight.shape[::-1]
+        layer: Any = Conv1D(*sizes) if fan_in_fan_out else torch.nn.Linear(*sizes, bias=False)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    config = LoraConfig(target_modules=["layer"], fan_in_fan_out=fan_in_fan_out, **settings)
+    adapted: Any = inject_adapter_in_model(config, torch.nn.ModuleDict({"layer": layer}))
+    return adapted["layer"].get_base_layer().weight.detach().contiguous()
 
 
 def peft_config_values(peft_config: "PeftConfig") -> dict[str, Any]:

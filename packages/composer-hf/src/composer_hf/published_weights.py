@@ -133,8 +133,8 @@ def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[s
     if not any(is_adapter_weight(name) for name in published):
         raise IncompatibleCheckpointError(
             f"the checkpoint has no weights of an adapter called 'default', which alone is written, but of others: "
-            f"{_listed([name for name in inner if 'lora_' in name])}. Rename them with `composer-ckpt convert --rename`, "
-            f"or save the adapter with peft."
+            f"{_listed([name for name in inner if 'lora_' in name])}. Rename them with `composer-ckpt convert "
+            f"--rename`, or save the adapter with peft."
         )
     published |= beside
     return {inner[name]: target for name, target in published.items()}
