@@ -152,7 +152,7 @@ def merge_adapters(
     model = None
     if not (options.include or options.exclude):  # of chosen weights, nobody looks what the model does with them
         model = meta_model(replace(metadata, peft_config=None), trust_remote_code=options.trust_remote_code)
-    base = under_each_name(base, model) | trained
+    base = under_each_name(base | trained, model)
     merged, changes = dict(base), dict[str, LayerChange]()
     for name, tensor in weights.items():
         if f".modules_to_save.{_ADAPTER}." in name:
@@ -227,7 +227,7 @@ def _put_tokens(
         module = _plain_name(match[1])
         own = indices
         if isinstance(indices, Mapping):  # peft gives a tied layer the rows of the one that is named
-            own = [*(rows for key, rows in indices.items() if module.endswith(key)), *indices.values()][0]
+            own = [*(value for key, value in indices.items() if module.endswith(key)), *indices.values()][0]
         target = f"{module}.weight"
         merged[target] = _with_rows(merged[target], rows, list(own))
         changed.add(target)
