@@ -1,12 +1,19 @@
-"""What tests written for Composer call or replace in its modules of algorithms, beside the public names."""
+"""Names of Composer besides the public ones that tests and published projects import, call or replace."""
 
+import atexit
 import math
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from composer import Time, Timestamp, Trainer
 from composer import functional as cf
+from composer.metrics import LanguagePerplexity
+from composer.models import ComposerClassifier
 
 
 @pytest.mark.parametrize("uniform_sampling", [False, True])
@@ -88,3 +95,66 @@ def test_what_clips_can_be_replaced_for_a_model_that_is_a_mock(monkeypatch, clip
     monkeypatch.setattr(replaced, clip)
     cf.apply_gradient_clipping(model, clipping_type, clipping_threshold=0.5, fsdp_enabled=False)
     clip.assert_called_once_with(model.parameters.return_value, **{name: 0.5})
+
+
+def test_private_names_that_published_projects_import():
+    """llm-foundry and ModernBERT could not be imported: AttributeError for six names."""
+    from composer.core.data_spec import _default_split_batch, _split_list
+    from composer.loggers.mosaicml_logger import RUN_NAME_ENV_VAR
+    from composer.optim.scheduler import (
+        _convert_time,
+        _raise_if_max_duration_exceeds_t_max,
+        _raise_if_warmup_and_max_incompatible,
+    )
+    from composer.utils.checkpoint import _ensure_valid_checkpoint
+
+    state = SimpleNamespace(max_duration=Time(4, "ep"), dataloader_len=Time(5, "ba"), timestamp=Timestamp())
+    assert _convert_time("0.5dur", state) == Time(10, "ba")
+    assert _convert_time("2ep", state, ssr=0.5) == Time(5, "ba")
+    _raise_if_max_duration_exceeds_t_max("20ba", state)
+    with pytest.raises(ValueError, match="greater than or equal to max_duration"):
+        _raise_if_max_duration_exceeds_t_max(Time(19, "ba"), state)
+    _raise_if_warmup_and_max_incompatible(Time(5, "ba"), Time(20, "ba"))
+    with pytest.raises(ValueError, match="different units"):
+        _raise_if_warmup_and_max_incompatible(Time(5, "sp"), Time(20, "ba"))
+    assert _default_split_batch(torch.arange(3), 2)[1].tolist() == [2]
+    assert _split_list([1, 2, 3], 2) == [[1, 2], [3]]
+    assert RUN_NAME_ENV_VAR == "RUN_NAME"
+    assert _ensure_valid_checkpoint("ep1-ba5.pt") == "ep1-ba5.pt"
+
+
+def test_a_checkpoint_is_checked_by_the_function_that_the_environment_names(monkeypatch):
+    from composer.utils.checkpoint import _ensure_valid_checkpoint
+
+    monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", "os.path.exists")
+    monkeypatch.setattr("os.path.exists", lambda path, specs: False)
+    with pytest.raises(ValueError, match=r"ep1-ba5\.pt is refused"):
+        _ensure_valid_checkpoint("ep1-ba5.pt")
+
+
+def test_one_training_after_another_frees_the_state_and_the_engine():
+    """The scripts of ModernBERT and MosaicBERT, which train one task after another, died after the first one."""
+    model = ComposerClassifier(nn.Linear(2, 2), num_classes=2)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_dataloader=DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2),
+        max_duration="1ba",
+        device="cpu",
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    atexit.unregister(trainer.engine._close)
+    for key in list(trainer.state.__dict__):
+        delattr(trainer.state, key)
+    for key in list(trainer.__dict__):
+        delattr(trainer, key)
+
+
+def test_a_vocabulary_size_of_old_scripts_is_ignored():
+    """Scripts of 2023 that pass it ended with a TypeError."""
+    with pytest.warns(DeprecationWarning, match=r"LanguagePerplexity\(vocab_size=50257\)"):
+        metric = LanguagePerplexity(ignore_index=0, vocab_size=50257)
+    metric.update(torch.zeros(1, 2, 4), torch.tensor([[1, 0]]))
+    assert metric.compute() == pytest.approx(4)

@@ -67,3 +67,7 @@ class KeptList(Generic[L]):
         if kept is None:
             raise AttributeError(f"The list {self._name!r} does not exist yet. Call State.__init__ first.")
         kept[:] = ensure_tuple(items)
+
+    def __delete__(self, instance: object) -> None:
+        # Scripts that train one model after another free the last one by deleting every attribute of its state.
+        del instance.__dict__[self._name]

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, cast
 
 from composer_events.iter_helpers import ensure_tuple
 
-__all__ = ["default_split_batch", "split_batch_by_count"]
+__all__ = ["default_split_batch", "split_batch_by_count", "split_list"]
 
 # One value that belongs to every sample of a mapping, such as a task's name.
 _SCALARS = (int, float, str, bool)
@@ -201,7 +201,7 @@ def _cut(batch: Any, length: int, size: int) -> list[Any]:
         return _cut_mapping(cast("Mapping[Any, Any]", batch), length, size)
     sequence = cast("Sequence[Any]", batch)
     if _is_primitives(sequence):
-        return _slices(sequence, length, size)
+        return split_list(sequence, size)
     columns = [_cut_item(item, length, size) for item in sequence]
     make = getattr(type(sequence), "_make", tuple)  # a namedtuple keeps its names
     return [make(row) for row in zip(*columns, strict=True)]
@@ -212,7 +212,7 @@ def _cut_item(item: Any, length: int, size: int) -> Sequence[Any]:
         return item.split(size)
     if isinstance(item, Mapping):
         return _cut_mapping(cast("Mapping[Any, Any]", item), length, size)
-    return _slices(item, length, size)
+    return split_list(item, size)
 
 
 def _cut_mapping(batch: Mapping[Any, Any], length: int, size: int) -> list[Any]:
@@ -224,8 +224,9 @@ def _cut_mapping(batch: Mapping[Any, Any], length: int, size: int) -> list[Any]:
     return [{key: column[index] for key, column in columns.items()} for index in range(num_chunks)]
 
 
-def _slices(sequence: Sequence[Any], length: int, size: int) -> list[Any]:
-    return [sequence[start : start + size] for start in range(0, length, size)]
+def split_list(sequence: Sequence[Any], microbatch_size: int) -> list[Any]:
+    """Cut a sequence into slices of `microbatch_size` items; the last one takes the remainder."""
+    return [sequence[start : start + microbatch_size] for start in range(0, len(sequence), microbatch_size)]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from composer_events._counting import count_samples, count_tokens
 from composer_events._ranks import get_world_size
-from composer_events._splitting import default_split_batch, split_batch_by_count
+from composer_events._splitting import default_split_batch, split_batch_by_count, split_list
 from composer_events.arguments import check_counts, check_functions
 
-__all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count"]
+__all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count", "split_list"]
 
 # Its name in the releases of Composer that counted microbatches.
 _num_microbatches_split_batch = split_batch_by_count

@@ -25,7 +25,7 @@ from composer_events.logger_destination import LoggerDestination
 from composer_events.passes import DEFAULT_PASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
@@ -246,6 +246,11 @@ class Engine:
         evaluators' included, are ended.
         """
         self._closer.close()
+
+    @property
+    def _close(self) -> Callable[[], None]:
+        """The function registered with `atexit`; published scripts unregister `engine._close` after each run."""
+        return self._closer.close
 
     def __del__(self) -> None:
         closer = getattr(self, "_closer", None)  # the constructor may have failed before

@@ -1,5 +1,6 @@
 """Metrics of language models and of binary classification."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,7 @@ class LanguageCrossEntropy(Metric):
     Args:
         dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
         ignore_index: The target of tokens that do not count.
+        vocab_size: Ignored with a `DeprecationWarning`; the logits have it.
 
     Example:
         >>> metric = LanguageCrossEntropy()
@@ -81,8 +83,17 @@ class LanguageCrossEntropy(Metric):
     sum_loss: Tensor
     total_items: Tensor
 
-    def __init__(self, dist_sync_on_step: bool = False, ignore_index: int = -100) -> None:
+    def __init__(
+        self, dist_sync_on_step: bool = False, ignore_index: int = -100, *, vocab_size: int | None = None
+    ) -> None:
         super().__init__(dist_sync_on_step=dist_sync_on_step)
+        if vocab_size is not None:
+            warnings.warn(
+                f"{type(self).__name__}(vocab_size={vocab_size!r}) is not needed any more and is ignored: the logits "
+                f"have that size. Leave it out.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         self.ignore_index = ignore_index
         self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("total_items", default=torch.tensor(0), dist_reduce_fx="sum")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from composer_optim._numbers import check_flag
 from composer_optim._shapes import checked_factor, checked_power, cosine, fraction_done, linear, polynomial
 from composer_optim.schedulers import ComposerScheduler, MultiStepScheduler
-from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
+from composer_optim.time_conversion import SchedulerState, convert_time, parse_length, parse_time
 from composer_time import Time, TimeUnit
 
 __all__ = [
@@ -86,7 +86,8 @@ class _ShapeAfterWarmup(ComposerScheduler, ABC):
         """
         t_warmup = _convert_warmup(self.t_warmup, state)
         t_max = convert_time(self.t_max, state, ssr)
-        self._check(t_warmup, t_max, state, ssr)
+        raise_if_warmup_and_max_incompatible(t_warmup, t_max)
+        raise_if_max_duration_exceeds_t_max(t_max, state, ssr)
         now = state.timestamp.get(t_warmup.unit).value
         if now < t_warmup.value:
             return _ramp(self.t_warmup, state, ssr if self.scale_warmup else 1.0) * self._shape(0.0)
@@ -96,27 +97,6 @@ class _ShapeAfterWarmup(ComposerScheduler, ABC):
     @abstractmethod
     def _shape(self, done: float) -> float:
         """Return the factor after `done`, in [0, 1], of the way from the end of the warm-up to `t_max`."""
-
-    def _check(self, t_warmup: Time, t_max: Time, state: SchedulerState, ssr: float) -> None:
-        """Refuse lengths that do not fit each other or the training."""
-        if t_warmup.unit != t_max.unit:
-            raise ValueError(
-                f"Cannot use warmup scheduler with t_warmup={str(self.t_warmup)!r} and t_max={str(self.t_max)!r}: "
-                f"they come to {str(t_warmup)!r} and {str(t_max)!r}, which are different units. Give both in the same "
-                f"unit, or both as fractions of the duration such as '0.1dur'."
-            )
-        max_duration = _comparable_max_duration(t_max, state)
-        if max_duration is None:
-            log.debug("t_max=%s cannot be compared with max_duration=%s", t_max, state.max_duration)
-            return
-        # `int(epochs * batches * ssr)` can fall one short of `int(epochs * ssr) * batches`.
-        rounding = 0 if ssr == 1.0 else 1
-        if t_max.value + rounding < max_duration:
-            raise ValueError(
-                f"t_max={str(self.t_max)!r} comes to {str(t_max)!r} and must be greater than or equal to max_duration "
-                f"{str(state.max_duration)!r}, which comes to {max_duration}{t_max.unit.value}, with a scale schedule "
-                f"ratio of {ssr}. Raise t_max, or leave it at '1dur'."
-            )
 
 
 class ConstantWithWarmupScheduler(_ShapeAfterWarmup):
@@ -242,6 +222,32 @@ def _ramp(t_warmup: Time, state: SchedulerState, ssr: float) -> float:
     """Return the factor of the warm-up, in [0, 1]."""
     end = convert_time(t_warmup, state, ssr)
     return fraction_done(state.timestamp.get(end.unit).value, 0, end.value)
+
+
+def raise_if_warmup_and_max_incompatible(t_warmup: Time, t_max: Time) -> None:
+    """Raise `ValueError` if the converted lengths of a warm-up and of a schedule have different units."""
+    if t_warmup.unit != t_max.unit:
+        raise ValueError(
+            f"Cannot use warmup scheduler: t_warmup comes to {str(t_warmup)!r} and t_max to {str(t_max)!r}, which are "
+            f"different units. Give both in the same unit, or both as fractions of the duration such as '0.1dur'."
+        )
+
+
+def raise_if_max_duration_exceeds_t_max(t_max: "str | Time", state: SchedulerState, ssr: float = 1.0) -> None:
+    """Raise `ValueError` if training lasts longer than `t_max`, in converted units."""
+    t_max = parse_time(t_max, "t_max")
+    max_duration = _comparable_max_duration(t_max, state)
+    if max_duration is None:
+        log.debug("t_max=%s cannot be compared with max_duration=%s", t_max, state.max_duration)
+        return
+    # `int(epochs * batches * ssr)` can fall one short of `int(epochs * ssr) * batches`.
+    rounding = 0 if ssr == 1.0 else 1
+    if t_max.value + rounding < max_duration:
+        raise ValueError(
+            f"t_max={str(t_max)!r} must be greater than or equal to max_duration {str(state.max_duration)!r}, which "
+            f"comes to {max_duration}{t_max.unit.value}, with a scale schedule ratio of {ssr}. Raise t_max, or leave "
+            f"it at '1dur'."
+        )
 
 
 def _comparable_max_duration(t_max: Time, state: SchedulerState) -> int | None:

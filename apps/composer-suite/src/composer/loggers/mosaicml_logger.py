@@ -2,9 +2,10 @@
 
 from typing import Any, Final, NoReturn
 
+from composer._client_names import RUN_NAME_ENV_VAR
 from composer_events.logger_destination import LoggerDestination
 
-__all__ = ["MOSAICML_ACCESS_TOKEN_ENV_VAR", "MOSAICML_PLATFORM_ENV_VAR", "MosaicMLLogger"]
+__all__ = ["MOSAICML_ACCESS_TOKEN_ENV_VAR", "MOSAICML_PLATFORM_ENV_VAR", "RUN_NAME_ENV_VAR", "MosaicMLLogger"]
 
 # Scripts look into these variables of the environment to find out whether they run there.
 MOSAICML_PLATFORM_ENV_VAR: Final = "MOSAICML_PLATFORM"

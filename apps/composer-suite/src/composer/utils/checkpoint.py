@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
+    from composer._client_names import _ensure_valid_checkpoint as _ensure_valid_checkpoint
     from composer_checkpoint.archives import CompressorNotFound as CompressorNotFound
     from composer_checkpoint.fetching import download_object_or_file as download_object_or_file
     from composer_checkpoint.files import safe_torch_load as safe_torch_load
@@ -42,6 +43,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
+        "composer._client_names": ["_ensure_valid_checkpoint"],
         "composer_checkpoint.archives": ["CompressorNotFound"],
         "composer_checkpoint.fetching": ["download_object_or_file"],
         "composer_checkpoint.files": ["safe_torch_load"],
