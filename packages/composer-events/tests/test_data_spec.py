@@ -115,7 +115,24 @@ def test_a_batch_of_unknown_kind_cannot_be_counted(batch):
         DataSpec([]).get_num_samples_in_batch(batch)
 
 
-@pytest.mark.parametrize("batch", [[1, 2], ["a"], (Array(4), 3), {"a": 1}, Array(), (Array(),)])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": [1.0, 2.0, 3.0], "y": (0, 1, 0), "task": "qa"},
+        {"inputs": {"ids": [[1], [2, 3], [4]], "mode": "train"}, "labels": [0, 1, 0]},
+        ([1, 2, 3], {"y": [1, 2, 3]}, ["a", "b", "c"]),
+        (["a", "b", "c"], [{"boxes": 1}, {"boxes": 2}, {"boxes": 3}]),
+        [1, 2, 3],
+        ["a", "b", "c"],
+    ],
+)
+def test_a_batch_that_can_be_split_can_be_counted(batch):
+    """Training ended at the first batch: `Unable to determine the number of samples in a batch from 'qa'`."""
+    assert DataSpec([]).get_num_samples_in_batch(batch) == 3
+    assert len(default_split_batch(batch, 1)) == 3
+
+
+@pytest.mark.parametrize("batch", [(Array(4), 3), {"a": 1}, Array(), (Array(),)])
 def test_parts_that_have_no_length_are_an_error(batch):
     with pytest.raises(ValueError, match="Unable to determine"):
         DataSpec([]).get_num_samples_in_batch(batch)

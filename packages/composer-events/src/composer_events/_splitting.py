@@ -1,4 +1,4 @@
-"""Cutting a batch of a usual kind into microbatches."""
+"""Count the samples of a batch of a usual kind, and cut it into microbatches, by one rule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,34 @@ from typing import Any, TypeGuard, cast
 
 from composer_events.iter_helpers import ensure_tuple
 
-__all__ = ["default_split_batch", "split_batch_by_count", "split_list"]
+__all__ = ["count_samples", "default_split_batch", "split_batch_by_count", "split_list"]
 
 # One value that belongs to every sample of a mapping, such as a task's name.
 _SCALARS = (int, float, str, bool)
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples in a batch, which may be any that `default_split_batch` can cut.
+
+    Anything with a `shape` counts as a tensor, so that torch need not be loaded.
+
+    Raises:
+        ValueError: If some part of the batch has no length.
+        NotImplementedError: If the batch is neither a tensor, a tuple, a list nor a mapping, or if its parts differ in
+            length, or there is none.
+    """
+    if type(batch) in (tuple, list) and (length := _length_of_tensors(batch)):  # the usual kind
+        return length
+    try:
+        lengths = _lengths(batch)
+    except _LengthMismatch as error:
+        raise NotImplementedError(f"Samples are counted in multiple Tensors of one length. {error}") from None
+    if lengths:
+        return lengths[-1]
+    raise (ValueError if batch else NotImplementedError)(
+        f"Unable to determine the number of samples in the batch {batch!r}: it holds neither a tensor "
+        f"nor multiple Tensors or lists. Pass get_num_samples_in_batch to DataSpec."
+    )
 
 
 def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[Any]:
@@ -46,9 +70,9 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
         if length == microbatch_size > 0:
             return [tuple(batch)]
         if length > microbatch_size > 0:
-            return list(zip(*[item.split(microbatch_size) for item in batch], strict=True))
+            return list(zip(*[_slices(item, microbatch_size) for item in batch], strict=True))
     microbatch_size = _whole_number(microbatch_size)
-    length = _length(batch)
+    length = next(iter(_lengths(batch)), None)
     if length is None or length == microbatch_size:  # nothing that can be cut, or nothing to cut: the usual case
         return [_whole(batch)]
     if length < microbatch_size:
@@ -94,7 +118,7 @@ def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
         raise ValueError(f"num_microbatches={num_microbatches!r} is not a count: a batch has 1 microbatch or more.")
     if num_microbatches == 1:
         return [batch]
-    length = _length(batch)
+    length = next(iter(_lengths(batch)), None)
     if length is not None and length < num_microbatches:
         warnings.warn(
             f"Cannot split batch of length {length} into {num_microbatches} microbatches: each sample becomes one. "
@@ -121,67 +145,69 @@ def _whole_number(microbatch_size: int | float) -> int:
 
 
 def _length_of_tensors(batch: Sequence[Any]) -> int:
-    """The common length of a tuple or list that holds tensors and nothing else; 0 for any other."""
+    """Return the common length of a tuple or list of tensors and nothing else; 0 for any other batch."""
     length: int | None = None
     for item in batch:
-        if not _is_tensor(item) or not item.ndim or (length is not None and item.shape[0] != length):
+        shape = getattr(item, "shape", None)
+        if not shape or (length is not None and shape[0] != length):
             return 0
-        length = item.shape[0]
-    return length or 0
+        length = shape[0]
+    return int(length or 0)
 
 
-def _length(batch: Any) -> int | None:
-    """The common length of all that can be cut; None when nothing can."""
-    if _is_tensor(batch):
-        return _tensor_length(batch)
+class _LengthMismatch(ValueError):
+    """The parts of a batch have no length in common."""
+
+
+def _lengths(batch: Any) -> list[int]:
+    """Return the lengths that a batch can be taken to have; none where it holds nothing to cut.
+
+    There are two where all parts are lists of tensors: one item per sample or, last, one row of each tensor per sample.
+    """
+    if _is_array(batch):
+        return [_rows(batch)]
     if isinstance(batch, Mapping):
-        return _one_length(_lengths_of_values(cast("Mapping[Any, Any]", batch)))
+        return _common(cast("Mapping[Any, Any]", batch).items(), scalars=_SCALARS)
     if not _is_sequence(batch):
         raise NotImplementedError(
-            f"The default way to split a batch cannot cut one of type {type(batch).__name__!r}. It knows tensors, "
-            f"mappings, lists and tuples. Pass split_batch to DataSpec for any other batch."
+            f"A batch of type {type(batch).__name__!r} cannot be counted and split by default. The default takes a "
+            f"tensor, multiple Tensors of one length in a mapping, list or tuple, and lists of numbers or texts in these. Pass "
+            f"split_batch and get_num_samples_in_batch to DataSpec for any other batch."
         )
     if not batch:
-        return None
-    if _is_primitives(batch):
-        return len(batch)
-    return _one_length(_lengths_of_items(batch))
+        return []
+    return [len(batch)] if _is_primitives(batch) else _common(enumerate(batch))
 
 
-def _lengths_of_values(batch: Mapping[Any, Any]) -> Iterable[tuple[Any, int | None]]:
-    for key, value in batch.items():
-        if _is_tensor(value):
-            yield key, _tensor_length(value)
-        elif isinstance(value, _SCALARS):
-            yield key, None
-        elif isinstance(value, Mapping):
-            yield key, _one_length(_lengths_of_values(cast("Mapping[Any, Any]", value)))
-        elif _is_sequence(value):
-            yield key, len(value)
-        else:
-            raise ValueError(_cannot_cut(key, value))
-
-
-def _lengths_of_items(batch: Sequence[Any]) -> Iterable[tuple[Any, int | None]]:
-    for index, item in enumerate(batch):
-        if _is_tensor(item):
-            yield index, _tensor_length(item)
-        elif isinstance(item, Mapping):
-            yield index, _one_length(_lengths_of_values(cast("Mapping[Any, Any]", item)))
-        elif _is_sequence(item):
-            yield index, len(item)
-        else:
-            raise ValueError(_cannot_cut(index, item))
-
-
-def _one_length(lengths: Iterable[tuple[Any, int | None]]) -> int | None:
-    known = {key: length for key, length in lengths if length is not None}
-    if len(set(known.values())) > 1:
-        raise ValueError(
-            f"The parts of the batch differ in length: {known}. Samples would be lost or mismatched by splitting it. "
-            f"Make the parts equally long, or pass split_batch to DataSpec."
+def _common(parts: Iterable[tuple[Any, Any]], scalars: tuple[type, ...] = ()) -> list[int]:
+    """Return the lengths that all parts can have."""
+    found = {key: _lengths_of_part(key, part) for key, part in parts if not isinstance(part, scalars)}
+    found = {key: lengths for key, lengths in found.items() if lengths is not None}
+    common = list(next(iter(found.values()), ()))
+    for lengths in found.values():
+        common = [length for length in common if length in lengths]
+    if found and not common:
+        raise _LengthMismatch(
+            f"The parts of the batch differ in length: { {key: lengths[0] for key, lengths in found.items()} }. "
+            f"Splitting it would lose or mismatch samples. Make the parts equally long, or pass split_batch and "
+            f"get_num_samples_in_batch to DataSpec."
         )
-    return next(iter(known.values()), None)
+    return common
+
+
+def _lengths_of_part(key: Any, part: Any) -> list[int] | None:
+    if _is_array(part):
+        return [_rows(part)]
+    if isinstance(part, Mapping):
+        return _lengths(part) or None
+    if not _is_sequence(part):
+        raise ValueError(
+            f"Unable to determine the number of samples: the part of the batch at {key!r} is {part!r} of type "
+            f"{type(part).__name__!r}, which the default cannot cut. It takes tensors, lists, tuples and mappings, and "
+            f"single values in mappings. Pass split_batch and get_num_samples_in_batch to DataSpec for any other batch."
+        )
+    rows = _length_of_tensors(part)
+    return [len(part), rows] if rows else [len(part)]
 
 
 def _whole(batch: Any) -> Any:
@@ -194,25 +220,22 @@ def _whole(batch: Any) -> Any:
 
 
 def _cut(batch: Any, length: int, size: int) -> list[Any]:
-    """Cut what `_length` has checked and found longer than `size`."""
-    if _is_tensor(batch):
-        return list(batch.split(size))
+    """Cut a batch that `_lengths` has checked and found longer than `size`."""
     if isinstance(batch, Mapping):
         return _cut_mapping(cast("Mapping[Any, Any]", batch), length, size)
-    sequence = cast("Sequence[Any]", batch)
-    if _is_primitives(sequence):
-        return split_list(sequence, size)
-    columns = [_cut_item(item, length, size) for item in sequence]
-    make = getattr(type(sequence), "_make", tuple)  # a namedtuple keeps its names
+    if _is_array(batch) or _is_primitives(batch):
+        return _slices(batch, size)
+    columns = [_cut_item(item, length, size) for item in batch]
+    make: Any = getattr(cast(Any, type(batch)), "_make", tuple)  # a namedtuple keeps its names
     return [make(row) for row in zip(*columns, strict=True)]
 
 
 def _cut_item(item: Any, length: int, size: int) -> Sequence[Any]:
-    if _is_tensor(item):
-        return item.split(size)
-    if isinstance(item, Mapping):
-        return _cut_mapping(cast("Mapping[Any, Any]", item), length, size)
-    return split_list(item, size)
+    return split_list(item, size) if _is_sequence(item) and len(item) == length else _cut(item, length, size)
+
+
+def _slices(batch: Any, size: int) -> list[Any]:
+    return list(batch.split(size)) if _is_tensor(batch) else split_list(batch, size)
 
 
 def _cut_mapping(batch: Mapping[Any, Any], length: int, size: int) -> list[Any]:
@@ -235,6 +258,10 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape")
+
+
 def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, (list, tuple))
 
@@ -244,14 +271,10 @@ def _is_primitives(values: Sequence[Any]) -> bool:
     return len(kinds) == 1 and kinds.pop() in _SCALARS
 
 
-def _tensor_length(tensor: Any) -> int:
-    if not tensor.ndim:
-        raise ValueError(f"A tensor without dimensions, {tensor!r}, cannot be split into microbatches.")
-    return int(tensor.shape[0])
-
-
-def _cannot_cut(where: Any, value: Any) -> str:
-    return (
-        f"The part of the batch at {where!r} is a {type(value).__name__!r}, which the default way to split a batch "
-        f"cannot cut. It knows tensors, lists, tuples and mappings. Pass split_batch to DataSpec for any other batch."
-    )
+def _rows(array: Any) -> int:
+    if not len(array.shape):
+        raise ValueError(
+            f"Unable to determine the number of samples in {array!r}: a tensor without dimensions cannot be split into "
+            f"microbatches. Give it a first dimension, one row per sample."
+        )
+    return int(array.shape[0])

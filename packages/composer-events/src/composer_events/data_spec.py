@@ -8,9 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, cast
 
-from composer_events._counting import count_samples, count_tokens
 from composer_events._ranks import get_world_size
-from composer_events._splitting import default_split_batch, split_batch_by_count, split_list
+from composer_events._splitting import count_samples, default_split_batch, split_batch_by_count, split_list
 from composer_events.arguments import check_counts, check_functions
 
 __all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count", "split_list"]
@@ -130,7 +129,7 @@ class DataSpec:
         max_sequence_length: int | None = getattr(getattr(self.dataloader, "dataset", None), "max_seq_len", None)
         # Samples are counted only where the answer needs them.
         num_samples = 0 if max_sequence_length is None else self.get_num_samples_in_batch(batch)
-        return count_tokens(batch, max_sequence_length, num_samples)
+        return _count_tokens(batch, max_sequence_length, num_samples)
 
 
 def ensure_data_spec(dataloader: Any) -> DataSpec:
@@ -221,3 +220,20 @@ def _length_or_none(dataset: object) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):  # torch datasets may have a __len__ that only says it has none
         return None
+
+
+def _count_tokens(batch: Any, max_sequence_length: int | None, num_samples: int | float) -> int:
+    """Return the product of the first two dimensions of `input_ids`, or samples times the greatest length, or 0.
+
+    Padding is counted too.
+    """
+    # Whether something is a Mapping takes long to find out of what is none.
+    if type(batch) not in (list, tuple) and isinstance(batch, Mapping) and "input_ids" in batch:
+        input_ids: Any = cast("Mapping[str, Any]", batch)["input_ids"]
+        shape = getattr(input_ids, "shape", None)
+        if shape is None:
+            return sum(map(len, input_ids))
+        return int(shape[0]) * (int(shape[1]) if len(shape) > 1 else 1)
+    if max_sequence_length is not None:
+        return int(max_sequence_length * num_samples)
+    return 0

@@ -119,6 +119,24 @@ def test_samples_are_counted_along_the_first_dimension(batch):
     assert type(count) is int
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.arange(3), "y": torch.arange(3), "task": "qa", "temperature": 0.5},
+        {"inputs": {"ids": torch.arange(3), "mode": "train"}, "labels": torch.arange(3)},
+        (torch.arange(3), torch.arange(3), ["a", "b", "c"]),
+        (torch.arange(3), (torch.arange(3), torch.arange(3))),
+        (torch.arange(3), [torch.arange(2), torch.arange(4), torch.arange(2)]),
+        (torch.arange(3).numpy(), torch.arange(3)),
+    ],
+)
+def test_a_batch_that_can_be_counted_can_be_split_into_its_samples(batch):
+    """Nested targets were counted as 3 samples and refused when split; with a task's name it was the other way."""
+    assert DataSpec([]).get_num_samples_in_batch(batch) == 3
+    microbatches = default_split_batch(batch, 2)
+    assert [DataSpec([]).get_num_samples_in_batch(microbatch) for microbatch in microbatches] == [2, 1]
+
+
 def test_tokens_are_counted_from_input_ids():
     assert DataSpec([]).get_num_tokens_in_batch({"input_ids": torch.zeros(4, 16)}) == 64
 
