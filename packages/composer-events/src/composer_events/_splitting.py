@@ -171,7 +171,7 @@ def _lengths(batch: Any) -> list[int]:
     if not _is_sequence(batch):
         raise NotImplementedError(
             f"A batch of type {type(batch).__name__!r} cannot be counted and split by default. The default takes a "
-            f"tensor, multiple Tensors of one length in a mapping, list or tuple, and lists of numbers or texts in these. Pass "
+            f"tensor, multiple Tensors of one length in a mapping, list or tuple, and lists of numbers or texts. Pass "
             f"split_batch and get_num_samples_in_batch to DataSpec for any other batch."
         )
     if not batch:
