@@ -260,6 +260,20 @@ def test_a_run_that_begins_again_where_checkpoints_are_needs_to_say_so(tmp_path)
     train(**settings, save_overwrite=True)
 
 
+@pytest.mark.parametrize("names", [{}, {"save_filename": "last.pt"}], ids=["a file per save", "one file"])
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_run_that_may_overwrite_resumes_from_its_own_checkpoints(tmp_path, names, save_async):
+    """Refused as a contradiction, so that one file which each save replaces could not be resumed by itself."""
+    settings = {"save_overwrite": True, "autoresume": True, "save_async": save_async, **names}
+    expected = train(save_folder=str(tmp_path / "all"), **settings)
+    folder = tmp_path / "stopped"
+    train(save_folder=str(folder), **settings, max_duration="8ba")
+    resumed = train(save_folder=str(folder), **settings)
+    assert min(resumed[0]) == 9
+    assert_same(resumed, expected, "overwriting")
+    assert (len(list(folder.iterdir())) == 2) == bool(names)
+
+
 def test_algorithms_that_the_weights_depend_on_are_applied_again(tmp_path):
     from composer.algorithms import BlurPool
 

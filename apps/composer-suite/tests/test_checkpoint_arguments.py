@@ -257,10 +257,6 @@ def test_the_name_of_the_run_may_come_from_the_environment(make_trainer, folder,
             ["The `save_latest_filename` must be specified"],
         ),
         (
-            {"autoresume": True, "run_name": "plum", "save_folder": "x", "save_overwrite": True},
-            ["autoresume=True", "save_overwrite=True"],
-        ),
-        (
             {"autoresume": True, "run_name": "plum", "save_folder": "x", "save_weights_only": True},
             ["autoresume=True", "save_weights_only=True"],
         ),

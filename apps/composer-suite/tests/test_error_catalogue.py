@@ -114,11 +114,6 @@ CATALOGUE = {
         ValueError,
         "The `save_latest_filename` must be specified",
     ),
-    "autoresume and overwriting": (
-        lambda loader: {"autoresume": True, "run_name": "plum", "save_overwrite": True},
-        ValueError,
-        "autoresume=True goes on from the checkpoints that save_overwrite",
-    ),
     "a seed too large": (lambda loader: {"seed": 2**32}, ValueError, "Invalid seed"),
     "a negative timeout": (lambda loader: {"dist_timeout": -1.0}, ValueError, "dist_timeout=-1.0 must be"),
     "a level of logging": (lambda loader: {"python_log_level": "loud"}, ValueError, "python_log_level='loud' must be"),

@@ -205,11 +205,6 @@ def _check_autoresume(saving: Saving, saver: CheckpointSaver | None, run_name: s
             "The `save_latest_filename` must be specified so autoresume knows where to load checkpoints from, and it "
             "is None. Leave it out, or give a name."
         )
-    if saver.overwrite:
-        raise ValueError(
-            "autoresume=True goes on from the checkpoints that save_overwrite=True lets a run replace: they contradict "
-            "each other. Leave out save_overwrite to resume, or autoresume to begin again."
-        )
     if saver.weights_only:
         raise ValueError(
             "autoresume=True needs what save_weights_only=True does not save: optimizers, time and random numbers. "
