@@ -117,6 +117,23 @@ def test_torchs_operators_are_in_the_trace_of_their_rank(tmp_path):
     assert {event["pid"] for event in operators} == {0}
 
 
+def test_recording_pauses_while_a_trace_is_written(tmp_path):
+    """With stacks, the second trace had 5 GB: all the calls with which the first one was written."""
+    profiler = Profiler(
+        cyclic_schedule(wait=0, warmup=0, active=1, repeat=0),
+        JSONTraceHandler(folder=f"{tmp_path}/json"),
+        torch_prof_folder=f"{tmp_path}/torch",
+        torch_prof_with_stack=True,
+        sys_prof_cpu=False,
+    )
+    with make_trainer(profiler, max_duration="2ba") as trainer:
+        trainer.fit()
+    events = json.loads((tmp_path / "torch" / "rank0.2.pt.trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert any("torch_profiler.py" in name and "batch_end" in name for name in names)  # stacks are recorded
+    assert not [name for name in names if "json_trace_" in name and ("_save" in name or "_merge" in name)]
+
+
 def test_an_epoch_that_is_shorter_than_a_cycle_has_a_trace_of_its_own(tmp_path):
     profiler = Profiler(
         cyclic_schedule(warmup=0, active=6),

@@ -143,7 +143,9 @@ class TorchProfiler(Callback):
 
         def follow(step: int) -> TorchAction:
             del step  # it counts what torch has seen; the schedule knows the batch of the epoch
-            if self._has_saved_last_batch(state):
+            # The trace handlers write the saved trace next. Recorded with stacks, their own work would make the next
+            # trace many times as large, so recording resumes at the next batch.
+            if self.profiler is not None and self.profiler.current_action is TorchAction.RECORD_AND_SAVE:
                 return TorchAction.NONE
             return _ACTIONS[state.profiler.action]
 
@@ -167,7 +169,7 @@ class TorchProfiler(Callback):
         self._is_training = False
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Do with the batch what the schedule says, if it was not foreseen: epochs begin anew."""
+        """Follow the schedule where the last batch's step could not: after a save, and in a new epoch."""
         assert self.profiler is not None
         if self.profiler.current_action is not _ACTIONS[state.profiler.action]:
             self._step()
@@ -214,13 +216,6 @@ class TorchProfiler(Callback):
     def _note_rank(self) -> None:
         if self.profiler.current_action in _RECORDING:
             self.profiler.add_metadata_json("global_rank", json.dumps(dist.get_global_rank()))
-
-    def _has_saved_last_batch(self, state: State) -> bool:
-        """Answer whether the epoch is over and saved: what lies between epochs is no cycle, to be saved over it."""
-        if self.profiler is None or self.profiler.current_action is not TorchAction.RECORD_AND_SAVE:
-            return False
-        length = state.dataloader_len
-        return length is not None and state.timestamp.num_batches_in_epoch >= int(length)
 
     def _step(self) -> None:
         with warnings.catch_warnings():  # that a cycle's events go when they are saved is what is wanted
