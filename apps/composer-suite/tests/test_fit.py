@@ -234,7 +234,7 @@ def test_schedulers_of_the_constructor_wait_for_a_duration_given_to_fit(make_tra
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = make_trainer(model=model, optimizers=optimizer, schedulers=LinearScheduler())
     trainer.fit(duration="2ep")
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.25)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
 
 
 def test_metrics_outside_of_the_model_are_computed_too(make_trainer, make_model, recorder):

@@ -37,8 +37,8 @@ def run(make_trainer, make_model, make_loader):
 
 def test_a_composer_scheduler_steps_every_batch(run):
     rates, last = run(lambda optimizer: LinearScheduler(), max_duration="1ep")
-    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.5])
-    assert last == pytest.approx(0.25)
+    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert last == pytest.approx(0.0)
 
 
 def test_a_torch_scheduler_steps_every_epoch(run, make_loader):
@@ -61,12 +61,12 @@ def test_a_torch_scheduler_steps_every_batch_when_asked(run):
 
 def test_the_scale_schedule_ratio_stretches_duration_and_schedule(run):
     rates, _ = run(lambda optimizer: LinearScheduler(), max_duration="2ep", scale_schedule_ratio=0.5)
-    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.5])
+    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 def test_several_composer_schedulers_multiply(run):
     rates, _ = run(lambda optimizer: [LinearScheduler(), lambda state: 0.5], max_duration="1ep")
-    assert rates == pytest.approx([0.5, 0.5, 0.375, 0.25])
+    assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125])
 
 
 def side_by_side(optimizer):
@@ -82,8 +82,8 @@ def test_side_by_side_all_step_every_epoch_unless_asked_otherwise(run, make_load
         max_duration="3ep",
         step_schedulers_every_batch=every_batch,
     )
-    if every_batch:  # a batch trains with the factor of the batch before it: schedulers step before the clock moves
-        expected = [0.1**batch * (1 - max(batch - 1, 0) / 6) for batch in range(7)]
+    if every_batch:
+        expected = [0.1**batch * (1 - batch / 6) for batch in range(7)]
     else:
         expected = [0.1 ** (batch // 2) * (1 - batch // 2 * 2 / 6) for batch in range(7)]
     assert [*rates, last] == pytest.approx(expected, rel=1e-12, abs=1e-15)
@@ -147,7 +147,7 @@ def test_one_compiled_for_the_trainers_state_may_be_given_to_fit(make_trainer, m
     settings = {"train_dataloader": make_loader(16, 4), "max_duration": "1ep", "callbacks": rates}
     trainer = make_trainer(model=model, optimizers=optimizer, **settings)
     trainer.fit(schedulers=compile_composer_scheduler(LinearScheduler(), trainer.state))
-    assert rates.rates == pytest.approx([1.0, 1.0, 0.75, 0.5])
+    assert rates.rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 def test_schedulers_that_cannot_be_scaled_leave_the_others_as_they_were(run):
@@ -182,7 +182,7 @@ def test_a_second_run_from_zero_begins_with_the_first_rate(make_trainer, make_mo
     trainer = make_trainer(model=model, schedulers=LinearScheduler(), callbacks=rates, **settings)
     trainer.fit(reset_time=True)  # of which there is nothing to reset yet
     trainer.fit(reset_time=True)
-    assert rates.rates == [1.0, 1.0, 0.75, 0.5] * 2
+    assert rates.rates == [1.0, 0.75, 0.5, 0.25] * 2
 
 
 def test_a_second_run_from_zero_lets_pytorchs_schedulers_go_on(make_trainer, make_model, make_loader):

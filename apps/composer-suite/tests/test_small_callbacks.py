@@ -69,15 +69,15 @@ def make_state():
     return lambda **settings: State(model=Model(), rank_zero_seed=0, run_name="run", device="cpu", **settings)
 
 
-def test_the_learning_rate_of_each_group_is_logged_as_the_scheduler_left_it():
+def test_the_learning_rate_of_each_group_is_logged_for_the_batch_that_trains_with_it():
     model = Model()
     optimizer = torch.optim.SGD([{"params": [model.layer.weight]}, {"params": [model.layer.bias], "lr": 0.1}], lr=0.5)
     halving = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     kept = train(
         LRMonitor(), model, batches=3, optimizers=optimizer, schedulers=halving, step_schedulers_every_batch=True
     )
-    assert kept.of("lr-SGD/group0") == [0.25, 0.125, 0.0625]
-    assert kept.of("lr-SGD/group1") == [0.05, 0.025, 0.0125]
+    assert kept.of("lr-SGD/group0") == [0.5, 0.25, 0.125]
+    assert kept.of("lr-SGD/group1") == [0.1, 0.05, 0.025]
 
 
 @pytest.mark.parametrize("rate", [1, 0.5, torch.tensor(0.5)], ids=["whole", "fraction", "tensor"])
@@ -85,7 +85,7 @@ def test_a_learning_rate_that_is_read_later_is_what_it_was(rate):
     optimizer = SimpleNamespace(param_groups=[{"lr": rate}])
     state, kept = SimpleNamespace(timestamp=Timestamp(), optimizers=[optimizer]), InMemoryLogger()
     before = float(rate)
-    LRMonitor().batch_end(state, Logger(state, kept))
+    LRMonitor().batch_start(state, Logger(state, kept))
     optimizer.param_groups[0]["lr"] *= 0.25  # of a tensor, in place
     assert [float(value) for _, value in kept.data["lr-SimpleNamespace/group0"]] == [before]
 

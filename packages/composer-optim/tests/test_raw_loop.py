@@ -46,6 +46,14 @@ def test_fractions_of_the_duration_work_in_epochs(optimizer):
     assert train(schedule, 8) == [2.0] * 4 + [1.0] * 2 + [0.5] * 2
 
 
+@pytest.mark.parametrize(("part", "batches", "drop"), [("0.3dur", 270, 81), ("0.29dur", 100, 29), ("0.9dur", 10, 9)])
+def test_a_part_of_the_duration_loses_no_batch_to_the_rounding_of_floats(part, batches, drop):
+    """0.3 of 90 epochs of 3 batches was 80 batches."""
+    counts = {"max_duration": f"{batches // 3}ep", "batches_per_epoch": 3} if batches == 270 else {}
+    factor = lr_lambda(MultiStepScheduler([part]), **{"max_duration": f"{batches}ba", **counts})
+    assert [batch for batch in range(1, batches) if factor(batch) != factor(batch - 1)] == [drop]
+
+
 @pytest.mark.parametrize(
     ("step_size", "counts"),
     [

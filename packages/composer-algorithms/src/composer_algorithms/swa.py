@@ -61,7 +61,7 @@ class SWA(Algorithm):
     model's weights are, sharded as they are.
 
     With `schedule_swa_lr`, while the mean is taken, the learning rate of each parameter group goes from what it was to
-    `swa_lr` within `anneal_steps` intervals and stays there. It is set anew after every batch and epoch, so that other
+    `swa_lr` within `anneal_steps` intervals and stays there. It is set before and after every batch, so that other
     schedulers do not interfere; they have their way again afterwards.
 
     The state has everything that is needed to go on exactly, under names of the bare model.
@@ -89,7 +89,7 @@ class SWA(Algorithm):
     """
 
     surgery_rank = 7
-    acts_on = frozenset({Event.INIT, *_ENDS})
+    acts_on = frozenset({Event.INIT, Event.BATCH_START, *_ENDS})
 
     @accept_legacy_arguments("SWA", renamed={"anneal_epochs": "anneal_steps"})
     def __init__(
@@ -125,6 +125,8 @@ class SWA(Algorithm):
         """Answer whether the event is INIT, or the mean is being taken and the event concerns it."""
         if event == Event.INIT:
             return True
+        if event == Event.BATCH_START:
+            return self.schedule_swa_lr and self.swa_started and not self.swa_completed
         if self.swa_completed or event not in _ENDS:
             return False
         if event == self._update_event:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-__all__ = ["check_together", "compiled_for"]
+__all__ = ["check_together", "compiled_for", "set_last_rates", "set_rates"]
 
 _SHARED = "_shared_rates"
 _STATE = "_composer_state"
@@ -104,6 +104,20 @@ def check_together(schedulers: Iterable[object]) -> None:
             )
 
 
+def set_rates(scheduler: LambdaLR) -> None:
+    """Set the learning rates to what a compiled scheduler says now, as its `step` does, and count no step."""
+    groups = scheduler.optimizer.param_groups
+    for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=False):
+        _set_rate(group, base * factor(scheduler.last_epoch))
+    scheduler._last_lr = [rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate for group in groups]
+
+
+def set_last_rates(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
+    """Set an optimizer's learning rates to those that its schedulers set last."""
+    for group, rate in zip(optimizer.param_groups, rates_without_factor(schedulers, optimizer), strict=False):
+        _set_rate(group, rate)
+
+
 def with_state(factor: Callable[[int], float], state: object) -> Callable[[int], float]:
     """Mark a function for `LambdaLR` as one that asks this state, so that its scheduler is told from others."""
     vars(factor)[_STATE] = state
@@ -156,7 +170,7 @@ def _without_factor(optimizer: Optimizer, shared: Sequence[SharedRate]) -> Itera
             _set_rate(group, each.lr())
 
 
-def _set_rate(group: dict[str, Any], rate: float) -> None:
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
     if isinstance(group["lr"], torch.Tensor):  # a captured graph reads this very tensor
         group["lr"].fill_(rate)
     else:

@@ -92,12 +92,17 @@ def convert_time(time: "str | Time", state: SchedulerState, ssr: float = 1.0) ->
         )
     if time.unit == TimeUnit.DURATION:
         if state.max_duration.unit == TimeUnit.EPOCH:
-            num_batches = _batches_per_epoch(time, state)
-            return Time(int(time.value * num_batches * state.max_duration.value), TimeUnit.BATCH)
-        return Time(int(time.value * state.max_duration.value), state.max_duration.unit)
+            num_batches = _batches_per_epoch(time, state) * state.max_duration.value
+            return Time(_part(time.value, num_batches), TimeUnit.BATCH)
+        return Time(_part(time.value, state.max_duration.value), state.max_duration.unit)
     if time.unit == TimeUnit.EPOCH:
         return Time(int(time.value * _batches_per_epoch(time, state) * ssr), TimeUnit.BATCH)
     return time if ssr == 1.0 else Time(int(time.value * ssr), time.unit)
+
+
+def _part(fraction: float, length: int) -> int:
+    # Floats are rounded when they are written and when they are multiplied: 0.29 * 100 is 28.999999999999996.
+    return int(fraction * length * (1 + 2**-51))
 
 
 def _batches_per_epoch(time: Time, state: SchedulerState) -> int:

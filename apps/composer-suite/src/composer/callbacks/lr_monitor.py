@@ -16,9 +16,9 @@ __all__ = ["LRMonitor"]
 
 
 class LRMonitor(Callback):
-    """Log the learning rate of every group of parameters after each batch, as `lr-<optimizer's class>/group<index>`."""
+    """Log the learning rate that each batch trains with, of every group, as `lr-<optimizer's class>/group<index>`."""
 
-    def batch_end(self, state: State, logger: Logger) -> None:
+    def batch_start(self, state: State, logger: Logger) -> None:
         """Log them."""
         for optimizer in state.optimizers:
             name = type(optimizer).__name__

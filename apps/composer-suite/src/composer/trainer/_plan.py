@@ -10,7 +10,7 @@ from composer.trainer import _arguments as arguments
 from composer.trainer import _distributed as distributed
 from composer.trainer._data import TrainBatches
 from composer.trainer._evaluation import restore_dataloader
-from composer.trainer._schedules import check_time_left, follow_time_back
+from composer.trainer._schedules import SchedulerSteps, check_time_left
 from composer_events.data_spec import ensure_data_spec
 
 if TYPE_CHECKING:
@@ -122,12 +122,13 @@ class Plan:
         if waiting is not None:
             state.schedulers = waiting.compile(state)
             self.steps_every_batch, self._schedule = waiting.every_batch, None
+        if begins_now:  # a load, another duration or a stop has changed what they say since they set the rates
+            SchedulerSteps(state, self.steps_every_batch).set_rates()
 
     def begin_again(self, batches: TrainBatches) -> None:
-        """Read the data from its start with the learning rate of the start, since the timestamp was set back."""
+        """Read the data from its start, since the timestamp was set back."""
         batches.restart()
         self._position.forget()
-        follow_time_back(self._state)
 
     def close(self) -> None:
         """End the dataloader's worker processes, be it that they persist or that an epoch was left in the middle."""

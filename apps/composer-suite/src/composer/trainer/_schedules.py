@@ -1,41 +1,93 @@
 """When the learning-rate schedulers step, and how they are built from what the user gave."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from composer_dist import get_global_rank
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.state import State
 from composer_optim import compile_composer_schedulers
-from composer_optim.side_by_side import check_together, compiled_for
+from composer_optim.side_by_side import check_together, compiled_for, set_last_rates, set_rates
 from composer_optim.torch_schedulers import check_ratio, scale_pytorch_schedulers
-from composer_time import Time, TimeUnit, ensure_time
+from composer_time import Time, Timestamp, TimeUnit, ensure_time
+
+_log = logging.getLogger(__name__)
 
 
 class SchedulerSteps:
     """Steps the schedulers of the state, all of them after each batch or all after each epoch.
 
     Where nothing was asked for it is after each epoch if one of them is PyTorch's, which count epochs, else after each
-    batch.
+    batch. PyTorch's count their steps. Composer's ask the state when it is, so that a batch trains with what they say
+    of its own time, wherever that comes from.
     """
 
     def __init__(self, state: State, every_batch: bool | None) -> None:
         check_together(state.schedulers)
+        self._state = state
         self._schedulers = state.schedulers  # the same list for life
         self._every_batch = every_batch
+        self._set_for = self._moment()
+
+    def before_batch(self) -> None:
+        """Set the rates again if the time or the length of training has changed since a step set them."""
+        if self._schedulers and self._has_moved() and self._goes_on():
+            self.set_rates()
 
     def after_batch(self) -> None:
-        """Step the schedulers if they go by batches."""
+        """Step the schedulers if they go by batches, after the timestamp."""
         if self._schedulers and self._steps_every_batch():
-            self._schedulers.step()
+            self._step()
 
     def after_epoch(self) -> None:
-        """Step the schedulers if they go by epochs."""
-        if not self._steps_every_batch():
-            self._schedulers.step()
+        """Step the schedulers if they go by epochs, after the timestamp."""
+        if self._schedulers and not self._steps_every_batch():
+            self._step()
+
+    def set_rates(self) -> None:
+        """Set the learning rates to what Composer's schedulers say now; PyTorch's do not step."""
+        state, now = self._state, self._state.timestamp
+        if not self._steps_every_batch():  # then a rate holds for an epoch
+            state.timestamp = _start_of_epoch(now)
+        try:
+            for scheduler in self._schedulers:
+                if compiled_for(scheduler) is not None:
+                    set_rates(scheduler)
+        finally:
+            state.timestamp = now
+        self._set_for = self._moment()
+
+    def _step(self) -> None:
+        # A stop makes training as long as it has lasted, which Composer's schedulers are not asked about.
+        is_stopped = self._state.max_duration is not self._set_for[-1] and not self._goes_on()
+        for scheduler in self._schedulers:
+            if not is_stopped or compiled_for(scheduler) is None:
+                scheduler.step()
+        self._set_for = self._moment()
+
+    def _goes_on(self) -> bool:
+        max_duration = self._state.max_duration
+        return max_duration is not None and self._state.timestamp < max_duration
+
+    def _has_moved(self) -> bool:
+        (time, *lengths), (before, *lengths_before) = self._moment(), self._set_for
+        # Lengths by identity: those in different units have no order, and refuse to be compared.
+        return (time is not before and time != before) or any(map(is_not, lengths, lengths_before))
+
+    def _moment(self) -> tuple[Any, ...]:
+        """Return what the rates depend on."""
+        state, now = self._state, self._state.timestamp
+        if self._steps_every_batch():
+            return now, state.dataloader_len, state.max_duration
+        epoch = (now.num_iterations, now.num_epochs, now.num_batches - now.num_batches_in_epoch)
+        return epoch, state.dataloader_len, state.max_duration
 
     def _steps_every_batch(self) -> bool:
         if self._every_batch is not None:
@@ -102,15 +154,56 @@ class Schedule:
         return list(self.schedulers)
 
 
-def follow_time_back(state: State) -> None:
-    """Set the learning rate to what Composer's schedulers say at a timestamp that was set back.
+@contextmanager
+def following_load(state: State) -> Iterator[None]:
+    """Let the learning rates after a load fit the schedulers, and log it if the checkpoint's replace the script's.
 
-    PyTorch's stay where they are, since they count their own steps.
+    PyTorch's schedulers compute the next rate from the optimizer's. Where only one of the two has been loaded, they are
+    of different times, and the optimizer gets the scheduler's.
     """
+    schedulers: dict[Optimizer, list[Any]] = {}
     for scheduler in state.schedulers:
-        has_moved = scheduler.last_epoch > 0
-        if has_moved and compiled_for(scheduler) is not None:
-            scheduler.step()  # Composer's ask the state when it is, whatever number of steps PyTorch counts
+        if hasattr(scheduler, "_last_lr"):  # what get_last_lr returns, which a class of the user's may not set
+            schedulers.setdefault(scheduler.optimizer, []).append(scheduler)
+    given, parts = _base_lrs(state, schedulers), _parts(schedulers)
+    yield
+    for (optimizer, theirs), now, before in zip(schedulers.items(), _parts(schedulers), parts, strict=True):
+        if len(set(map(is_not, now, before))) == 2:  # what has been loaded is another object
+            set_last_rates(theirs, optimizer)
+    loaded = _base_lrs(state, schedulers)
+    if loaded != given and get_global_rank() == 0:
+        _log.warning(
+            "The script's lr=%s is replaced by the checkpoint's lr=%s. To train with the script's, pass "
+            "load_ignore_keys=['state/schedulers/*'], or set it in optimizer.param_groups where no scheduler moves it.",
+            *(", ".join(f"{lr:g}" for lr in dict.fromkeys(lrs)) for lrs in (given, loaded)),
+        )
+
+
+def _parts(schedulers: Mapping[Optimizer, list[Any]]) -> list[list[object]]:
+    return [
+        [optimizer.param_groups, *(each.get_last_lr() for each in theirs)] for optimizer, theirs in schedulers.items()
+    ]
+
+
+def _base_lrs(state: State, schedulers: Mapping[Optimizer, list[Any]]) -> list[float]:
+    """Return the learning rate that the schedule of each group of each optimizer begins with."""
+    of_schedulers = {id(each.param_groups): getattr(schedulers[each][-1], "base_lrs", None) for each in schedulers}
+    return [
+        float(lr)
+        for groups in (optimizer.param_groups for optimizer in state.optimizers)
+        for lr in of_schedulers.get(id(groups)) or [group.get("initial_lr", group["lr"]) for group in groups]
+    ]
+
+
+def _start_of_epoch(now: Timestamp) -> Timestamp:
+    return now.copy(
+        batch=now.num_batches - now.num_batches_in_epoch,
+        sample=now.num_samples - now.num_samples_in_epoch,
+        token=now.num_tokens - now.num_tokens_in_epoch,
+        batch_in_epoch=0,
+        sample_in_epoch=0,
+        token_in_epoch=0,
+    )
 
 
 def _check(scheduler: Any) -> None:

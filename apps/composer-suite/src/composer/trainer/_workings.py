@@ -119,7 +119,8 @@ class Workings:
             self._prepare_model()
         self.engine.run_event(Event.BEFORE_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
-        checkpoints.load(parts.loading, self.saver, state, self.logger, self.engine)
+        with schedules.following_load(state):
+            checkpoints.load(parts.loading, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:

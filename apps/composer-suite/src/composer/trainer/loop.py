@@ -53,15 +53,16 @@ class Loop:
                 self.report.epoch()
 
             for state.batch in self._batches_of_this_epoch():
+                self.schedulers.before_batch()
                 run_event(Event.AFTER_DATALOADER)
                 run_event(Event.BATCH_START)
                 self.report.time()
 
                 losses = self.train_batch()  # BEFORE_TRAIN_BATCH ... AFTER_TRAIN_BATCH, the optimizer's step
                 self.report.losses(losses)
-                self.schedulers.after_batch()
                 self.report.train_metrics()
                 self._advance_batch()
+                self.schedulers.after_batch()
 
                 run_event(Event.BATCH_END)
                 self.evaluate(Event.BATCH_END)
@@ -72,8 +73,8 @@ class Loop:
 
             if self.batches.epoch_is_complete():
                 self.report.train_metrics()
-                self.schedulers.after_epoch()
                 self._advance_epoch()
+                self.schedulers.after_epoch()
 
                 run_event(Event.EPOCH_END)
                 self.evaluate(Event.EPOCH_END)
