@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn import ModuleDict
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from composer_models import CrossEntropy, Dice, LossMetric, MIoU, metrics_by_name
+from composer_models import CrossEntropy, Dice, LossMetric, MIoU, metrics_by_name, soft_cross_entropy
 
 seeds = st.integers(0, 999)
 
@@ -18,14 +20,97 @@ def random_batch(seed, classes, channels=None, shape=(2, 3, 4)):
     return logits, torch.randint(classes, shape, generator=generator)
 
 
-@given(seed=seeds)
-def test_cross_entropy_is_the_mean_over_batches(seed):
-    metric, expected = CrossEntropy(), []
-    for offset in range(3):
-        logits, labels = random_batch(seed + offset, 4)
-        metric.update(logits, labels)
-        expected.append(F.cross_entropy(logits, labels))
-    torch.testing.assert_close(metric.compute(), torch.stack(expected).mean())
+BATCH_SIZES = (17, 16, 8, 5, 1)
+IGNORED = {"no label ignored": 0, "labels of whole batches ignored": 6}
+
+
+def samples(num_ignored, *shape, of_classes=3):
+    """Seventeen samples, the last of which has a far larger loss than the others, and the first ones no label."""
+    logits, labels = random_batch(0, of_classes, shape=(17, *shape))
+    logits[-1] *= 5
+    labels[:num_ignored] = -100
+    return logits, labels
+
+
+def in_batches(metric, batch_size, *tensors):
+    for batch in zip(*(tensor.split(batch_size) for tensor in tensors), strict=True):
+        metric.update(*batch)
+    return metric.compute()
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("num_ignored", IGNORED.values(), ids=IGNORED)
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=["labels", "pixels"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        CrossEntropy,
+        lambda: LossMetric(F.cross_entropy),
+        lambda: LossMetric(torch.nn.CrossEntropyLoss()),
+        lambda: LossMetric(soft_cross_entropy),
+    ],
+    ids=["CrossEntropy", "of a function", "of a module", "of soft_cross_entropy"],
+)
+def test_a_mean_loss_is_that_of_all_samples_whatever_the_batch_size(make, shape, num_ignored, batch_size):
+    """A last batch of one sample counted as much as one of 16, and a batch of ignored labels made it NaN."""
+    logits, labels = samples(num_ignored, *shape)
+    # A mean of at most 102 float32 values of size 10, summed in parts.
+    expected = F.cross_entropy(logits.double(), labels).float()
+    torch.testing.assert_close(in_batches(make(), batch_size, logits, labels), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("num_ignored", IGNORED.values(), ids=IGNORED)
+def test_cross_entropy_of_probabilities_weighs_by_the_probability_there_is(num_ignored, batch_size):
+    """A batch weighed the same whether it had the targets of one sample or of 16."""
+    logits, labels = samples(num_ignored)
+    dense = F.one_hot(labels.clamp(min=0), 3) * 0.9 + 0.1 / 3
+    dense[:num_ignored] = 0
+    counted = F.cross_entropy(logits[num_ignored:], dense[num_ignored:])
+    torch.testing.assert_close(in_batches(CrossEntropy(), batch_size, logits, dense), counted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("loss", [F.mse_loss, lambda preds, target: float(F.mse_loss(preds, target))])
+def test_a_mean_loss_of_real_targets_is_that_of_all_samples(loss, batch_size):
+    """A last batch of one sample counted as much as one of 16."""
+    preds, target = samples(0)[0], torch.zeros(17, 3)
+    value = in_batches(LossMetric(loss), batch_size, preds, target)
+    torch.testing.assert_close(value, F.mse_loss(preds, target), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "ignored"),
+    [
+        (lambda: LossMetric(torch.nn.CrossEntropyLoss(ignore_index=2)), 2),
+        (lambda: LossMetric(functools.partial(F.cross_entropy, ignore_index=2)), 2),
+        (lambda: LossMetric(lambda *batch: F.cross_entropy(*batch, ignore_index=2), ignore_index=2), 2),
+        (lambda: CrossEntropy(ignore_index=2), 2),
+    ],
+    ids=["module", "partial", "argument", "CrossEntropy"],
+)
+def test_a_mean_loss_knows_which_labels_are_ignored(make, ignored):
+    """Batches weighed by labels that their mean leaves out."""
+    logits, labels = samples(0)
+    expected = F.cross_entropy(logits, labels, ignore_index=ignored)
+    torch.testing.assert_close(in_batches(make(), 5, logits, labels), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "batch_of",
+    [
+        lambda x: {"values": x, "more": x},
+        lambda x: (x, x),
+        lambda x: [row for row in x],  # noqa: C416  # a list of a row for each sample
+    ],
+    ids=["mapping", "tuple", "list"],
+)
+def test_a_loss_of_targets_in_a_container_weighs_by_samples(batch_of):
+    """A last batch of one sample counted as much as one of 16."""
+    metric, values = LossMetric(lambda preds, target: preds.mean()), torch.arange(17.0)
+    for batch in values.split(16):
+        metric.update(batch, batch_of(batch))
+    assert metric.compute() == values.mean()
 
 
 def test_cross_entropy_ignores_the_chosen_index():
@@ -57,7 +142,7 @@ def test_any_loss_function_can_be_a_metric():
     metric = LossMetric(F.l1_loss)
     metric.update(torch.tensor([1.0]), torch.tensor([4.0]))
     metric.update(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 1.0]))
-    assert metric.compute() == (3 + 0.5) / 2
+    assert metric.compute() == torch.tensor(4 / 3)
 
 
 @given(seed=seeds)
@@ -117,20 +202,20 @@ def test_miou_of_an_empty_batch_adds_nothing():
     assert metric.total_union.sum() == 0
 
 
-@given(seed=seeds)
-def test_dice_is_the_mean_over_batches_and_foreground_classes(seed):
+@given(seed=seeds, batch_size=st.integers(1, 7))
+def test_dice_is_the_mean_over_samples_and_foreground_classes(seed, batch_size):
+    """The score was one for each batch, so that it depended on how many samples were in one."""
     foreground = 3
-    metric, scores = Dice(num_classes=foreground), []
-    for offset in range(2):
-        logits, labels = random_batch(seed + offset, foreground + 1)
-        metric.update(logits, labels)
-        pred = logits.argmax(dim=1)
+    logits, labels = random_batch(seed, foreground + 1, shape=(7, 3, 4))
+    scores = []
+    for pred, label in zip(logits.argmax(dim=1), labels, strict=True):
         for k in range(1, foreground + 1):
-            tp = ((pred == k) & (labels == k)).sum().item()
-            fp = ((pred == k) & (labels != k)).sum().item()
-            fn = ((pred != k) & (labels == k)).sum().item()
+            tp = ((pred == k) & (label == k)).sum().item()
+            fp = ((pred == k) & (label != k)).sum().item()
+            fn = ((pred != k) & (label == k)).sum().item()
             scores.append(2 * tp / (2 * tp + fp + fn) if tp + fp + fn else 1.0)
-    assert metric.compute() == pytest.approx(100 * sum(scores) / len(scores), abs=0.011)  # it rounds to 0.01
+    value = in_batches(Dice(num_classes=foreground), batch_size, logits, labels)
+    assert value == pytest.approx(100 * sum(scores) / len(scores), abs=0.011)  # it rounds to 0.01
 
 
 @pytest.mark.parametrize(("predicted", "score"), [(0, 100.0), (1, 0.0)])

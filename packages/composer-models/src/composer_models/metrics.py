@@ -1,6 +1,6 @@
 """Metrics of classification and segmentation, and of any loss function."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from composer_models.losses import soft_cross_entropy
-from composer_models.targets import can_read_values, infer_target_type
+from composer_models.targets import can_read_values, check_for_index_targets, infer_target_type
 
 __all__ = ["Metrics", "metrics_by_name", "counting_from_zero", "LossMetric", "CrossEntropy", "MIoU", "Dice"]
 
@@ -61,18 +61,27 @@ def counting_from_zero() -> AbstractContextManager[Any]:
         >>> with torch.device("meta"), counting_from_zero():
         ...     metric = CrossEntropy()
         >>> metric.total_batches
-        tensor(0)
+        tensor(0.)
     """
     return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
 
 
 class LossMetric(Metric):
-    """The mean of a loss function over batches, each batch counting the same.
+    """The mean of a loss function over samples, or over the targets that count where some are ignored.
+
+    The loss of each batch weighs as much as its targets have elements, apart from those of `ignore_index`. Targets in
+    a mapping or a tuple weigh as much as the first of them, those in a list as much as the list is long.
 
     Args:
         loss_function: Called with the predictions and the targets of a batch; returns the batch's mean loss. Those of
             16 bits arrive as float32, so that the loss has digits to average.
         dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+        ignore_index: The integer target that the loss function leaves out of its mean. By default the loss function's
+            own `ignore_index`, as modules and partial functions have it, or -100, as in PyTorch.
+
+    Attributes:
+        sum_loss: The sum of the losses so far.
+        total_batches: What it is divided by, the number of targets. The name is Composer's, in checkpoints too.
 
     Example:
         >>> metric = LossMetric(torch.nn.functional.mse_loss)
@@ -85,28 +94,45 @@ class LossMetric(Metric):
     sum_loss: Tensor
     total_batches: Tensor
 
-    def __init__(self, loss_function: Callable[..., Tensor], dist_sync_on_step: bool = False) -> None:
+    def __init__(
+        self,
+        loss_function: Callable[..., Tensor],
+        dist_sync_on_step: bool = False,
+        *,
+        ignore_index: int | None = None,
+    ) -> None:
         super().__init__(dist_sync_on_step=dist_sync_on_step)
         self.loss_function = loss_function
+        bound = getattr(loss_function, "keywords", {}).get("ignore_index")
+        known = (ignore_index, getattr(loss_function, "ignore_index", None), bound)
+        self.ignore_index: int = next((index for index in known if index is not None), -100)
         self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("total_batches", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total_batches", default=torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add the loss of a batch."""
-        self.sum_loss += self.loss_function(_at_least_float32(preds), _at_least_float32(target))
-        self.total_batches += 1
+        loss = torch.as_tensor(self.loss_function(_at_least_float32(preds), _at_least_float32(target)))
+        num_targets = _num_targets(target, self.ignore_index)
+        # The mean over no targets is NaN, which times 0 would still be.
+        self.sum_loss += (loss * num_targets).masked_fill(loss.isnan() & (num_targets == 0), 0.0)
+        self.total_batches += num_targets
 
     def compute(self) -> Tensor:
-        """Divide the sum of losses by the number of batches."""
+        """Divide the sum of losses by the number of targets."""
         return self.sum_loss / self.total_batches
 
 
 class CrossEntropy(Metric):
-    """The mean of `soft_cross_entropy` over batches, each batch counting the same.
+    """The mean of `soft_cross_entropy` over samples, or over the labels that count where some are ignored.
 
     Args:
         ignore_index: The class index that adds nothing.
         dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+
+    Attributes:
+        sum_loss: The sum of the losses so far.
+        total_batches: What it is divided by: the number of labels, or the total probability where targets have one for
+            each class. The name is Composer's, in checkpoints too.
 
     Example:
         >>> metric = CrossEntropy()
@@ -116,6 +142,7 @@ class CrossEntropy(Metric):
     """
 
     full_state_update = False
+    higher_is_better = False
     sum_loss: Tensor
     total_batches: Tensor
 
@@ -123,21 +150,22 @@ class CrossEntropy(Metric):
         super().__init__(dist_sync_on_step=dist_sync_on_step)
         self.ignore_index = ignore_index
         self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("total_batches", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total_batches", default=torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add the mean cross entropy of a batch.
+        """Add the cross entropy of each sample of a batch.
 
         Args:
             preds: Logits of shape `(batch, classes, ...)`.
             target: Class indices, or one probability for each class.
         """
         preds = _at_least_float32(preds)
-        self.sum_loss += soft_cross_entropy(preds, target, ignore_index=self.ignore_index)
-        self.total_batches += 1
+        is_dense = infer_target_type(preds, target) == "one_hot"
+        self.sum_loss += soft_cross_entropy(preds, target, ignore_index=self.ignore_index, reduction="sum")
+        self.total_batches += (target if is_dense else target != self.ignore_index).sum(dtype=torch.float32)
 
     def compute(self) -> Tensor:
-        """Divide the sum of losses by the number of batches."""
+        """Divide the sum of losses by the number of labels."""
         return self.sum_loss / self.total_batches
 
 
@@ -145,6 +173,14 @@ def _at_least_float32(tensor: Any) -> Any:
     """Widen 16-bit floating point; leave indices, wider numbers and whatever is no tensor as they are."""
     is_16_bit = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if is_16_bit else tensor
+
+
+def _num_targets(target: Any, ignore_index: int) -> Any:
+    while isinstance(target, Mapping | tuple) and target:
+        target = next(iter(target.values() if isinstance(target, Mapping) else target))
+    if isinstance(target, Tensor):
+        return (target != ignore_index).sum() if check_for_index_targets(target) else target.numel()
+    return len(target) if isinstance(target, Sized) else 1
 
 
 class MIoU(Metric):
@@ -163,6 +199,7 @@ class MIoU(Metric):
     """
 
     full_state_update = False
+    higher_is_better = True
     total_intersect: Tensor
     total_union: Tensor
 
@@ -223,9 +260,9 @@ class MIoU(Metric):
 
 
 class Dice(Metric):
-    """The Dice score of each foreground class, in percent, averaged over batches and classes.
+    """The Dice score of each foreground class, in percent, averaged over samples and classes.
 
-    A class which the targets of a batch do not have scores 1 there if it is not predicted either, else 0.
+    A class which the targets of a sample do not have scores 1 there if it is not predicted either, else 0.
 
     Args:
         num_classes: How many foreground classes there are. Predictions have one channel more, the background, which
@@ -242,6 +279,7 @@ class Dice(Metric):
     """
 
     full_state_update = False
+    higher_is_better = True
     n_updates: Tensor
     dice: Tensor
 
@@ -252,7 +290,7 @@ class Dice(Metric):
         self.add_state("dice", default=torch.zeros(num_classes), dist_reduce_fx="sum")
 
     def update(self, pred: Tensor, target: Tensor) -> None:
-        """Add the score of each foreground class in a batch.
+        """Add the score of each foreground class in each sample of a batch.
 
         Args:
             pred: Shape `(batch, 1 + num_classes, ...)`.
@@ -260,14 +298,14 @@ class Dice(Metric):
         """
         if infer_target_type(pred, target) == "one_hot":
             target = target.argmax(dim=1)
-        foreground = torch.arange(1, self.num_classes + 1, device=pred.device).unsqueeze(1)
-        predicted = pred.argmax(dim=1).flatten() == foreground
-        actual = target.flatten() == foreground
+        foreground = torch.arange(1, self.num_classes + 1, device=pred.device).view(-1, 1, 1)
+        predicted = pred.argmax(dim=1).unsqueeze(-1).flatten(1) == foreground  # classes, samples, pixels
+        actual = target.unsqueeze(-1).flatten(1) == foreground
         # 2 tp + fp + fn is the size of both regions together.
-        both = predicted.sum(dim=1) + actual.sum(dim=1)
-        self.dice += torch.where(both == 0, 1.0, 2 * (predicted & actual).sum(dim=1) / both)
-        self.n_updates += 1
+        both = predicted.sum(dim=-1) + actual.sum(dim=-1)
+        self.dice += torch.where(both == 0, 1.0, 2 * (predicted & actual).sum(dim=-1) / both).sum(dim=1)
+        self.n_updates += len(pred)
 
     def compute(self) -> float:
-        """Average over batches and classes, rounded to two decimals."""
+        """Average over samples and classes, rounded to two decimals."""
         return round((100 * self.dice / self.n_updates).mean().item(), 2)

@@ -39,6 +39,7 @@ class MaskedAccuracy(Metric):
     """
 
     full_state_update = False
+    higher_is_better = True
     correct: Tensor
     total: Tensor
 
@@ -80,6 +81,7 @@ class LanguageCrossEntropy(Metric):
     """
 
     full_state_update = False
+    higher_is_better = False
     sum_loss: Tensor
     total_items: Tensor
 
@@ -149,6 +151,7 @@ class BinaryF1Score(Metric):
     """
 
     full_state_update = False
+    higher_is_better = True
     true_positive: Tensor
     false_positive: Tensor
     false_negative: Tensor
