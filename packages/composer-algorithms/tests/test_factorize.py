@@ -254,6 +254,18 @@ def test_shared_weights_and_the_output_of_attention_are_left_alone():
     assert isinstance(model["body"], FactorizedLinear)
 
 
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(32, 32), lambda: nn.Conv2d(32, 32, 3)], ids=["linear", "conv"])
+def test_a_layer_with_two_names_is_replaced_under_both(layer):
+    """Such a layer stayed as large as it was, since its weight was taken to be shared with another one."""
+    body = nn.Sequential(layer())
+    model = nn.ModuleDict({"body": body, "alias": body[0], "outer": nn.Sequential(body)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apply_factorization(model, min_features=16, min_channels=16, optimizers=optimizer)
+    assert isinstance(body[0], (FactorizedLinear, FactorizedConv2d))
+    assert model["alias"] is body[0]
+    assert {id(parameter) for parameter in optimizer.param_groups[0]["params"]} == set(map(id, model.parameters()))
+
+
 def test_a_transformer_layer_predicts_what_it_computes_in_training():
     # In evaluation it hands its weights to one kernel, instead of calling its layers.
     model = nn.TransformerEncoderLayer(32, 2, dim_feedforward=48, dropout=0.0, batch_first=True)

@@ -77,7 +77,7 @@ def apply_factorization(
     """
     check_is_module(model, "layers to factorize")
     _check_sizes(min_channels, latent_channels, min_features, latent_features)
-    uses = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
     if factorize_convs:
         conv = functools.partial(_factorized_conv, uses=uses, min_size=min_channels, latent_size=latent_channels)
         replace_module_classes(model, {nn.Conv2d: conv}, optimizers)
