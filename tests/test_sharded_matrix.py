@@ -34,7 +34,7 @@ TOLERANCE = 128 * torch.finfo(torch.float32).eps
 BFLOAT16, FLOAT16 = 4 * torch.finfo(torch.bfloat16).eps, 8 * torch.finfo(torch.float16).eps
 # The moments of a gradient that is all rounding, divided by each other, move a weight by up to the rate in each step.
 OF_ADAM = 4 * 0.01
-AS_DDP, AS_ALONE, REFUSED = "as under DDP", "as one process with the whole batch", "refused"
+AS_DDP, REFUSED = "as under DDP", "refused"
 # What depends on the clock; and evaluations of models that count statistics, which are rank 0's under DDP, and each
 # rank's own if the model is sharded.
 _NOT_ALIKE = re.compile("time|throughput|memory|trainer|wall_clock|run|cpu|disk|network|swap")
@@ -270,7 +270,7 @@ ALGORITHMS = {
     "NoOpModel": Row(algorithm("NoOpModel")),
     "ProgressiveResizing": Row(algorithm("ProgressiveResizing", delay_fraction=0.2), "conv"),
     "RandAugment": Row(algorithm("RandAugment"), "conv"),
-    "SAM": Row(algorithm("SAM"), "plain", outcome=AS_ALONE, resumes=True),
+    "SAM": Row(algorithm("SAM"), "plain", resumes=True),
     "SelectiveBackprop": Row(algorithm("SelectiveBackprop", 0.0, 1.0)),
     "SeqLengthWarmup": Row(algorithm("SeqLengthWarmup", 0.5, 4, 16, 4), "gpt2"),
     "SqueezeExcite": Row(algorithm("SqueezeExcite", 4, 16), "conv"),
@@ -437,7 +437,7 @@ def run_row(row, folder):
             train(row, True, folder)
         return f"{REFUSED}: {refusal.value}"
     shard = train(row, True, folder / "sharded")
-    return shard if row.outcome == AS_ALONE else compare(row, train(row, False, folder / "plain"), shard)
+    return compare(row, train(row, False, folder / "plain"), shard)
 
 
 def run_rows(kind, folder):
@@ -447,11 +447,6 @@ def run_rows(kind, folder):
         (Path(folder) / str(index)).mkdir(exist_ok=True)
         seen[name] = run_row(row, Path(folder) / str(index))
     return seen
-
-
-def run_alone(kind, folder):
-    warnings.simplefilter("ignore")
-    return {name: train(row, False, Path(folder)) for name, row in TABLE[kind].items() if row.outcome == AS_ALONE}
 
 
 NEEDS_REPEATING = pytest.mark.skipif(
@@ -465,9 +460,6 @@ KINDS = [pytest.param(kind, marks=NEEDS_REPEATING) if kind == "setting" else kin
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_documented_table_is_what_two_ranks_see(kind, root, tmp_path):
     seen, _ = run_ranks(run_rows, kind, str(tmp_path), store=tmp_path / "store", timeout_s=400)
-    if any(row.outcome == AS_ALONE for row in TABLE[kind].values()):
-        alone = run_ranks(run_alone, kind, str(tmp_path / "alone"), store=tmp_path / "one", world_size=1)[0]
-        seen |= {name: compare(TABLE[kind][name], result, seen[name]) for name, result in alone.items()}
     for name, row in TABLE[kind].items():
         assert seen[name].split(":")[0] == row.outcome, f"{name}: {seen[name]}"
     executed = [f"| {kind} | {name} | {row.outcome} |" for name, row in TABLE[kind].items()]

@@ -183,7 +183,7 @@ ROWS = {
     "NoOpModel": Row(algorithms.NoOpModel),
     "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, delay_fraction=0.2), "conv"),
     "RandAugment": Row(algorithms.RandAugment, "conv", reasons=PER_BATCH),
-    "SAM": Row(algorithms.SAM, reasons={"two ranks": "each climbs alone", "sharded": "all climb together"}),
+    "SAM": Row(algorithms.SAM),
     "SelectiveBackprop": Row(partial(algorithms.SelectiveBackprop, 0.0, 1.0), reasons=PER_BATCH),
     "SeqLengthWarmup": Row(partial(algorithms.SeqLengthWarmup, 0.5, 4, 16, 4), "gpt2"),
     "SqueezeExcite": Row(

@@ -1,4 +1,4 @@
-"""SAM on several ranks: each looks uphill by its own part of the batch, and all step alike."""
+"""SAM on several ranks: all look uphill by the whole batch, and end with the weights of one process."""
 
 import torch
 from torch import nn
@@ -23,12 +23,13 @@ def make_network() -> nn.Module:
     return nn.Linear(3, 1).double()
 
 
-def train() -> list[float]:
+def train(microbatch_size: int) -> list[float]:
     dataset = TensorDataset(*make_data())
     model = ComposerModel.from_module(make_network(), nn.functional.mse_loss)
     with Trainer(
         model=model,
         train_dataloader=DataLoader(dataset, batch_size=SAMPLES // 2, sampler=dist.get_sampler(dataset)),
+        device_train_microbatch_size=microbatch_size,
         max_duration="1ba",
         optimizers=torch.optim.SGD(model.parameters(), lr=LR),
         algorithms=SAM(rho=RHO),
@@ -40,22 +41,26 @@ def train() -> list[float]:
     return torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()
 
 
-def test_each_rank_climbs_by_its_own_gradient_and_steps_by_the_mean(tmp_path):
-    trained = run_ranks(train, store=tmp_path / "store", world_size=2)
+def train_cut_and_uncut() -> list[list[float]]:
+    return [train(SAMPLES // 2), train(1)]
+
+
+def test_all_ranks_climb_by_the_gradient_of_the_whole_batch(tmp_path):
+    """Each rank climbed by the gradient of its own part, and the weights depended on how many ranks there were."""
+    trained = run_ranks(train_cut_and_uncut, store=tmp_path / "store", world_size=2)
     network = make_network()
-    inputs, targets = make_data()
-    gradients = []
-    for rank in range(2):  # Foret et al., algorithm 1, with the two halves of the batch as two machines
-        own = make_network()
-        nn.functional.mse_loss(own(inputs[rank::2]), targets[rank::2]).backward()
-        norm = torch.cat([parameter.grad.flatten() for parameter in own.parameters()]).norm()
-        with torch.no_grad():
-            for parameter in own.parameters():
-                parameter.add_(RHO * parameter.grad / (norm + 1e-12))
-        own.zero_grad()
-        nn.functional.mse_loss(own(inputs[rank::2]), targets[rank::2]).backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in own.parameters()]))
-    start = torch.cat([parameter.flatten() for parameter in network.parameters()]).detach()
-    expected = start - LR * (gradients[0] + gradients[1]) / 2
-    for weights in trained:
+    start = [parameter.detach().clone() for parameter in network.parameters()]
+
+    def gradients() -> list[torch.Tensor]:
+        inputs, targets = make_data()
+        return list(torch.autograd.grad(nn.functional.mse_loss(network(inputs), targets), list(network.parameters())))
+
+    # Foret et al., algorithm 1, in one process.
+    up = gradients()
+    norm = torch.cat([gradient.flatten() for gradient in up]).norm()
+    with torch.no_grad():
+        for parameter, gradient in zip(network.parameters(), up, strict=True):
+            parameter.add_(RHO * gradient / (norm + 1e-12))
+    expected = torch.cat([(one - LR * gradient).flatten() for one, gradient in zip(start, gradients(), strict=True)])
+    for weights in (weights for of_rank in trained for weights in of_rank):
         torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), expected, rtol=1e-12, atol=1e-12)

@@ -134,7 +134,7 @@ def test_a_closure_hears_which_call_it_is_if_it_listens():
         return closure()
 
     optimizer.step(listening)
-    assert calls == [(None, False), ({}, True)]
+    assert calls == [(None, True), ({}, True)]
 
 
 def test_a_step_needs_a_closure():

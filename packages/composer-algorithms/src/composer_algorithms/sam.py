@@ -129,9 +129,8 @@ class SAMOptimizer(Optimizer):
 
         Args:
             closure: Zeroes the gradients, computes the loss, calls backward and returns the loss, or `None` if the
-                gradients are not finite, in which case there is no step. If it takes `ddp_sync`, its first call has
-                `ddp_sync=False`: the way up needs no agreement between ranks. If it takes `loss_dict`, its second call
-                has an empty dict for what the losses would be logged from.
+                gradients are not finite, in which case there is no step. If it takes `loss_dict`, its second call has
+                an empty dict for what the losses would be logged from.
 
         Returns:
             What the first call of the closure returned.
@@ -195,10 +194,12 @@ class SAMOptimizer(Optimizer):
 
     def _look_twice(self, closure: Callable[..., Any]) -> tuple[Any, bool]:
         """Return the loss, and whether the gradients are there to step with."""
-        first, second = _two_calls(closure)
+        parameters = inspect.signature(closure).parameters
+        takes_losses = "loss_dict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        second = partial(closure, loss_dict={}) if takes_losses else closure
         draws = _Draws(self._devices(), self.algorithms) if self.replay else None
         with torch.enable_grad():
-            loss = first()
+            loss = closure()
         if loss is None:
             return None, False
         parameters = [local_part(p) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -240,8 +241,9 @@ class SAM(Algorithm):
     Wherever the step looks at two points, all events from `BEFORE_TRAIN_BATCH` to `AFTER_TRAIN_BATCH` come twice, and
     algorithms such as MixUp repeat their draws of the first time.
 
-    The training loop must step with a closure. Under DDP the way up is each rank's own, if the closure takes
-    `ddp_sync`. DeepSpeed, whose engine steps by itself, cannot be used.
+    The training loop must step with a closure. All ranks go up together, along the gradient of the whole batch, so that
+    the weights do not depend on how many there are; the paper's experiments let each go up along that of its part.
+    DeepSpeed, whose engine steps by itself, cannot be used.
 
     Args:
         rho: See `SAMOptimizer`.
@@ -307,14 +309,6 @@ class _Draws:
             torch.cuda.set_rng_state(state, device)
         for algorithm, num_draws in zip(self._algorithms, self._num_draws, strict=True):
             algorithm._num_draws = num_draws
-
-
-def _two_calls(closure: Callable[..., Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    parameters = inspect.signature(closure).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    first = partial(closure, ddp_sync=False) if takes_all or "ddp_sync" in parameters else closure
-    second = partial(closure, loss_dict={}) if takes_all or "loss_dict" in parameters else closure
-    return first, second
 
 
 def _by_device(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
