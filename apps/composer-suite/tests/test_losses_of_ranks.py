@@ -75,3 +75,54 @@ def test_losses_are_means_over_the_ranks_that_have_them(tmp_path, of_rank_0, of_
 
     assert seen[0] == {**seen_by_rank_0, "total": [2, 2, 2]}
     assert seen[1]["total"] == [2, 2, 2]
+
+
+class OfLarge(ComposerModel):
+    """Returns the mean of the batch's values, and a loss of only those that are larger than 2, if there are any."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, batch):
+        return batch + self.weight * 0
+
+    def loss(self, outputs, batch):
+        large = outputs[batch > 2]
+        return {"total": outputs.mean(), "all": outputs.mean()} | ({"large": large.mean()} if len(large) else {})
+
+
+def train_unevenly(parts, microbatch_sizes):
+    seen = []
+    for size in microbatch_sizes:
+        model, log = OfLarge(), Losses()
+        batches = torch.arange(7.0, dtype=torch.float64).split(parts)
+        with Trainer(
+            model=model,
+            train_dataloader=[batches[dist.get_global_rank()]],
+            device_train_microbatch_size=size,
+            max_duration="1ba",
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            loggers=log,
+            device="cpu",
+            progress_bar=False,
+        ) as trainer:
+            trainer.fit()
+        seen.append({name: values[0] for name, values in log.seen.items()})
+    return seen
+
+
+@pytest.mark.parametrize("parts", [[7], [3, 4], [1, 6], [6, 1]], ids=lambda parts: "+".join(map(str, parts)))
+def test_losses_weigh_by_the_samples_of_the_parts_that_have_them(tmp_path, parts):
+    """A loss that not every microbatch or rank has was off by the share of those that have it: 7.71 instead of 4.5."""
+    for rank, seen in enumerate(
+        run_ranks(train_unevenly, parts, (7, 1), store=tmp_path / "store", world_size=len(parts), timeout_s=60)
+    ):
+        values = torch.arange(7.0).split(parts)
+        with_large = torch.cat([part for part in values if part.max() > 2])
+        # A part's loss weighs by all samples of the part.
+        large = sum(len(part) * part[part > 2].mean() for part in values if part.max() > 2) / len(with_large)
+        has_large = bool(values[rank].max() > 2)
+        uncut = {"total": 3.0, "all": 3.0} | ({"large": pytest.approx(float(large))} if has_large else {})
+        cut = {"total": 3.0, "all": 3.0} | ({"large": 4.5} if has_large else {})
+        assert [pytest.approx(uncut), pytest.approx(cut)] == seen

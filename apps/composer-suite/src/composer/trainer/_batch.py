@@ -13,7 +13,7 @@ from composer.trainer._autocast import Autocast
 from composer.trainer._blame import in_stage, name_setters
 from composer.trainer._fitting import Fitting
 from composer.trainer._guard import Guard
-from composer.trainer._loss_means import TOTAL
+from composer.trainer._loss_means import SHARE, TOTAL
 from composer.trainer._microbatching import refuse_uncounted, size_for, warn_of_padding
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
@@ -209,6 +209,11 @@ class BatchTrainer:
             total = named.pop(TOTAL)
             for name, value in named.items():
                 _add(losses, name, _weigh(value.detach(), share))
+                _add(
+                    losses,
+                    name + SHARE,
+                    torch.full_like(value, share, dtype=torch.promote_types(value.dtype, torch.float32)),
+                )
         weighted = _weigh(_mean(total), share)
         _add(losses, TOTAL, weighted.detach())
         self._backward(weighted, share)

@@ -21,7 +21,7 @@ from composer.trainer._ranks import Ranks
 from composer.trainer._undo import MetricsUndo
 from composer.trainer._users_functions import transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
-from composer_dist import get_global_rank
+from composer_dist import dist, get_global_rank, get_world_size
 from composer_dist.ddp import share_buffers
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
@@ -212,6 +212,7 @@ class Evaluation:
                 state.metric_outputs = self._model.update_metric(state.batch, state.outputs, metric) or {}
 
     def _report(self, label: str, metrics: Mapping[str, Any]) -> None:
+        _fill_shorter_lists(metrics)
         values = {name: metric.compute() for name, metric in metrics.items()}
         self._state.eval_metric_values.update(values)
         self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
@@ -220,6 +221,31 @@ class Evaluation:
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
     """Put back the dataloader that a state had before, with the length it had there."""
     state.set_dataloader(dataloader, label, -1 if length is None else length)
+
+
+def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
+    """Give every rank as many tensors in each list of a metric as the others have, by adding empty ones.
+
+    torchmetrics gathers lists element by element, and for a rank that has none, such as one without samples, it makes
+    up a flat one of float32, whatever the others have. Every rank must call this.
+    """
+    parts = [part for metric in metrics.values() for part in metric.modules()]
+    lists = [[value for value in getattr(part, "metric_state", {}).values() if type(value) is list] for part in parts]
+    if get_world_size() == 1 or not any(lists):
+        return
+    own = [[[_kind_of(element) for element in found] for found in of_part] for of_part in lists]
+    for part, of_part, *of_ranks in zip(parts, lists, *dist.all_gather_object(own), strict=True):
+        longest = [max(of_list, key=len) for of_list in zip(*of_ranks, strict=True)]
+        if any(None in kinds for kinds in longest):  # a metric with more than tensors gathers them its own way
+            continue
+        for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
+            if min(map(len, lengths)) < len(kinds):
+                found[:] = map(torch.atleast_1d, found)  # a number has no empty form
+                found += [torch.empty(0, *kind[1], dtype=kind[0], device=part.device) for kind in kinds[len(found) :]]
+
+
+def _kind_of(element: Any) -> tuple[torch.dtype, torch.Size] | None:
+    return (element.dtype, element.shape[1:]) if isinstance(element, torch.Tensor) else None
 
 
 def _warn_of_nothing(evaluator: Evaluator) -> None:

@@ -8,18 +8,21 @@ from torch import Tensor
 from composer_dist import dist
 from composer_dist.strategy import Strategy
 
-__all__ = ["TOTAL", "LossMeans"]
+__all__ = ["SHARE", "TOTAL", "LossMeans", "over_their_shares"]
 
 TOTAL = "loss/train/total"
 """The log name of the loss that is minimised."""
+
+SHARE = "\0share"  # no loss of a user's is called so
+"""Ends the name of the share of a batch that has a loss, next to the loss, which is a sum weighted by such shares."""
 
 
 class LossMeans:
     """Averages the losses of each batch, by one collective whose size all ranks know.
 
     A model may return other losses in one batch than in the next, and on one rank than on another. What is exchanged
-    is therefore made up of the names that any rank has had, with a number beside each that says who has it now. The
-    ranks compare their names at the first batch, and once more after a batch in which one of them has a new one.
+    is therefore made up of the names that any rank has had, each with the share of the batch that has it now. The ranks
+    compare their names at the first batch, and once more after a batch in which one of them has a new one.
 
     Args:
         strategy: Takes the means.
@@ -41,23 +44,30 @@ class LossMeans:
         self.has_news = False
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean of each loss over the ranks that have it. Every rank must call this."""
-        self._note({name for name in losses if name != TOTAL})
+        """Return the mean of each loss over the samples, of all ranks, that have it. Every rank must call this."""
+        self._note({name for name in losses if name + SHARE in losses})
         if self._is_first:
             self.compare_names()
             self._is_first = False
-        total, world_size = losses[TOTAL].detach(), self._strategy.world_size
+        total = losses[TOTAL].detach()
+        none, no_share = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.float32)
         asked = {TOTAL: total}
         for name in self._names:
-            is_here = name in losses
-            asked[name] = losses[name].detach() if is_here else torch.zeros_like(total)
-            asked[f"{name} is here"] = torch.full_like(total, is_here * world_size, dtype=torch.float32)
+            asked[name] = losses.get(name, none).detach()
+            asked[name + SHARE] = losses.get(name + SHARE, no_share)
         means = self._strategy.mean(asked)
-        # The mean of `world_size` here and 0 elsewhere is the number of ranks that have the name.
-        shared = {name: means[name] * (world_size / means[f"{name} is here"]) for name in self._names if name in losses}
-        return {name: value.detach() for name, value in losses.items()} | shared | {TOTAL: means[TOTAL]}
+        return over_their_shares({name: means.get(name, value.detach()) for name, value in losses.items()})
 
     def _note(self, names: set[str]) -> None:
         if not names <= self._own:
             self._own |= names
             self.has_news = not self._own <= set(self._names)
+
+
+def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each loss over the share of the batch that has it; one that has no share, such as the total, as it is."""
+    return {
+        name: loss / losses[name + SHARE].clamp(min=torch.finfo(torch.float32).tiny) if name + SHARE in losses else loss
+        for name, loss in losses.items()
+        if not name.endswith(SHARE)
+    }

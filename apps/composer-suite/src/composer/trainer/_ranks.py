@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from composer.trainer._loss_means import LossMeans
+from composer.trainer._loss_means import LossMeans, over_their_shares
 from composer_dist import get_global_rank, get_world_size
 from composer_dist.averaging import sum_counts
 from composer_dist.strategy import Strategy
@@ -85,11 +85,11 @@ class Ranks:
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
     def mean_losses(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean of each loss over the ranks that have one of its name. Every rank must call this.
+        """Return the mean of each loss over the samples of all ranks that have it. Every rank must call this.
 
         A name that no rank had in the first batch has, when it comes for the first time, the value of this rank alone.
         """
-        return dict(losses) if self.world_size == 1 else self._losses(losses)
+        return over_their_shares(losses) if self.world_size == 1 else self._losses(losses)
 
     def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
         """Return the samples and tokens of a batch on all ranks together, and rank 0's duration of it.

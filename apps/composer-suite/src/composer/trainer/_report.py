@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from composer.trainer._loss_means import over_their_shares
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
 from composer_dist import get_local_world_size, get_world_size
@@ -47,7 +48,8 @@ class Report:
 
     def losses(self, losses: Mapping[str, Any]) -> None:
         """Log the losses of a batch, as they lie on the device: whoever reads a number waits for it, nobody else."""
-        self._state.total_loss_dict = self._ranks.mean_losses(losses) if self._ranks.listen else dict(losses)
+        mean = self._ranks.mean_losses if self._ranks.listen else over_their_shares
+        self._state.total_loss_dict = mean(losses)
         if not self._logger.destinations:
             return
         state = self._state
