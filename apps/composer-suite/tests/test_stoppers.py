@@ -109,6 +109,34 @@ def test_of_a_loss_less_is_better():
     assert epochs_trained(EarlyStopper("Loss", "held-out", "gt"), falling, name="Loss", max_duration="5ep").epoch == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "is_higher", "values"),
+    [
+        ("CrossEntropy", None, [5.0, 4.0, 3.0, 2.0, 1.0]),  # by its name
+        ("MulticlassAccuracy", None, [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ("Accuracy", False, [5.0, 4.0, 3.0, 2.0, 1.0]),  # by the metric, whatever its name
+        ("Loss", True, [0.1, 0.2, 0.3, 0.4, 0.5]),
+    ],
+)
+def test_a_run_that_improves_goes_on(monkeypatch, name, is_higher, values):
+    """A run whose cross entropy fell was stopped as if it had got worse, or at once as good enough."""
+    monkeypatch.setattr(Scripted, "higher_is_better", is_higher)
+    assert epochs_trained(EarlyStopper(name, "held-out"), values, name, max_duration="5ep").epoch == 5
+    assert epochs_trained(EarlyStopper(name, "held-out"), values[::-1], name, max_duration="5ep").epoch == 3
+    assert epochs_trained(ThresholdStopper(name, "held-out", values[3]), values, name, max_duration="6ep").epoch == 5
+
+
+@pytest.mark.parametrize("stopper", [EarlyStopper, lambda *names: ThresholdStopper(*names, 1.0)])
+def test_where_nothing_says_which_values_are_better_a_stopper_warns(stopper):
+    with pytest.warns(UserWarning, match="Neither the metric 'Foo' of 'held-out' nor its name.*comp='greater' or"):
+        assert epochs_trained(stopper("Foo", "held-out"), [0.1], "Foo", max_duration="1ep").epoch == 1
+
+
+@pytest.mark.parametrize("stopper", [EarlyStopper, lambda *names, comp: ThresholdStopper(*names, 9.0, comp=comp)])
+def test_a_stated_comparison_is_taken_as_it_is(stopper):
+    assert epochs_trained(stopper("Foo", "held-out", comp="gt"), [0.1], "Foo", max_duration="1ep").epoch == 1
+
+
 def test_a_stopper_goes_on_from_its_state():
     stopper = EarlyStopper("Quality", "held-out", patience=2)
     epochs_trained(stopper, [0.9, 0.1], max_duration="2ep")

@@ -1,5 +1,6 @@
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -48,6 +49,31 @@ def test_the_best_are_kept_and_so_is_the_newest():
     history = epochs(1, 2, 3, 4, 5, metrics=values)
     assert kept(history, {"best": (METRIC, "max", 2)}) == ["ep2", "ep3", "ep5"]
     assert kept(history, {"best": (METRIC, "min", 2)}) == ["ep1", "ep5"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("metrics/eval/CrossEntropy", "ep2"), ("loss/train/total", "ep2"), ("metrics/eval/MIoU", "ep1")],
+)
+def test_without_a_mode_the_best_are_those_by_the_name_of_the_metric(metric, best):
+    """The largest were kept, of a loss too."""
+    history = epochs(1, 2, 3, metrics=[{metric: value} for value in (0.9, 0.1, 0.5)])
+    assert kept(history, {"best": (metric, None, 1)}) == [best, "ep3"]
+    assert kept(history, RetentionPolicy(metric=metric, num_best=1)) == [best, "ep3"]
+
+
+@pytest.mark.parametrize(("is_higher", "best"), [(True, "ep1"), (False, "ep2")])
+def test_without_a_mode_the_metric_itself_says_which_are_best(is_higher, best):
+    """The largest were kept, whatever the metric says."""
+    metric = SimpleNamespace(higher_is_better=is_higher)
+    history = epochs(1, 2, 3, metrics=[{"metrics/eval/Loss": value} for value in (0.9, 0.1, 0.5)])
+    policy = RetentionPolicy(metric="metrics/eval/Loss", num_best=1).with_mode(metric)
+    assert kept(history, policy) == [best, "ep3"]
+
+
+def test_a_mode_that_nobody_knows_is_asked_for():
+    with pytest.raises(ValueError, match=r"'metrics/eval/Foo' nor its name.*Say 'max' or 'min'"):
+        RetentionPolicy(metric="metrics/eval/Foo", num_best=1).with_mode()
 
 
 def test_of_equally_good_ones_the_oldest_is_kept():

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from composer_checkpoint import (
     CheckpointSaver,
     CompressorNotFound,
     FolderInUseError,
+    RetentionPolicy,
     load_checkpoint,
     load_file,
     read_manifest,
@@ -81,6 +83,29 @@ def test_the_best_by_a_metric_and_every_nth_stay_besides_the_newest(loop, saver,
     run.fit(evaluate)
     # Best: 2 and 4. Every third: 3 and 6. The last: 6.
     assert names(tmp_path / "checkpoints") == ["ba2.pt", "ba3.pt", "ba4.pt", "ba6.pt", "latest-rank0.pt"]
+
+
+def test_the_metric_itself_says_which_are_best(loop, saver, tmp_path):
+    """Without a mode the largest values were the best, whatever the metric says."""
+    state_metric = SimpleNamespace(higher_is_better=False)
+
+    def evaluate(state):
+        state.eval_metric_values = {"Accuracy": torch.tensor([0.5, 0.1, 0.9][int(state.timestamp.batch) % 3])}
+        loader, length = state.dataloader, state.dataloader_len
+        state.set_dataloader(loader, "eval")
+        run.engine.run_event(Event.EVAL_END)
+        state.set_dataloader(loader, "train", length)
+
+    keep = RetentionPolicy(last=1, metric="metrics/eval/Accuracy", num_best=1)
+    run = loop([saver("ba{batch}.pt", save_interval="1ba", keep=keep)])
+    run.state.eval_metrics = {"eval": {"Accuracy": state_metric}}
+    run.fit(evaluate)
+    assert names(tmp_path / "checkpoints") == ["ba1.pt", "ba6.pt", "latest-rank0.pt"]
+
+
+def test_a_mode_that_nobody_knows_is_asked_for_before_anything_is_trained_on(loop, saver):
+    with pytest.raises(ValueError, match=r"'metrics/eval/Foo' nor its name.*'max' or 'min'"):
+        loop([saver(keep={"best": ("metrics/eval/Foo", None, 1)})]).fit()
 
 
 @pytest.mark.parametrize("metric", ["metrics/eval/Acuracy", "metrics/evel/Accuracy"])

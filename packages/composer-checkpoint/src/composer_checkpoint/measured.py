@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["Measured"]
+__all__ = ["Measured", "metric_of"]
 
 log = getLogger(__name__)
 
@@ -53,3 +53,10 @@ class Measured:
                 ", ".join(known) or "none",
             )
         return {metric: float(known[metric]) for metric in metrics & known.keys()}
+
+
+def metric_of(state: "State", logged_name: str | None) -> object:
+    """Return the metric that is logged as `metrics/<label>/<name>`; `None` if there is none."""
+    metrics = {"train": state.train_metrics or {}, **state.eval_metrics}
+    logged = {f"metrics/{label}/{name}": one for label, of_label in metrics.items() for name, one in of_label.items()}
+    return logged.get(str(logged_name))

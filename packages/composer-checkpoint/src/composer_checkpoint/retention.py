@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from composer_events.arguments import to_time
+from composer_events.metric_direction import higher_is_better
 from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]
@@ -32,29 +33,31 @@ class RetentionPolicy:
             elsewhere. Otherwise the newest is kept whatever the rules are.
         every: Keeps the first one at or after each multiple of this length of training.
         metric: Keeps the best by this metric, and those of which it is not known until enough are.
-        mode: Whether a larger (`'max'`) or a smaller (`'min'`) value is better.
+        mode: Whether a larger (`'max'`) or a smaller (`'min'`) value is better. `None` goes by the metric itself, or
+            else by its name.
         num_best: How many of the best to keep.
 
     Raises:
         ValueError: If a number is negative, a length is not positive or has no counter, or `mode` is something else.
+            Where `mode` is `None`, and neither metric nor name says which values are better, when that is needed.
 
     Example:
         >>> RetentionPolicy.from_setting({"last": 2, "every": "10ep"})
-        RetentionPolicy(last=2, every=Time(10, TimeUnit.EPOCH), metric=None, mode='max', num_best=0)
+        RetentionPolicy(last=2, every=Time(10, TimeUnit.EPOCH), metric=None, mode=None, num_best=0)
     """
 
     last: int | None = None
     every: Time[Any] | None = None
     metric: str | None = None
-    mode: Literal["max", "min"] = "max"
+    mode: Literal["max", "min"] | None = None
     num_best: int = 0
 
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("num_best", self.num_best)):
             if count is not None and (type(count) is not int or count < 0):
                 raise ValueError(f"{name}={count!r} is no number of checkpoints: it must be a whole number from 0.")
-        if self.mode not in ("max", "min"):
-            raise ValueError(f"mode={self.mode!r} says not which value is better: it must be 'max' or 'min'.")
+        if self.mode not in ("max", "min", None):
+            raise ValueError(f"mode={self.mode!r} must be 'max' or 'min', whichever values are better, or None.")
         if self.every is not None and (self.every.value <= 0 or self.every.unit is TimeUnit.DURATION):
             raise ValueError(
                 f"every={str(self.every)!r} is no interval between checkpoints to keep: it needs a positive number and "
@@ -67,7 +70,7 @@ class RetentionPolicy:
 
         Args:
             setting: -1 or `None` for all, a number for that many of the newest, or a mapping with some of the keys
-                `last` (a number), `every` (a time string) and `best` (metric, `'max'` or `'min'`, how many).
+                `last` (a number), `every` (a time string) and `best` (metric, `'max'`, `'min'` or `None`, how many).
 
         Raises:
             ValueError: If it is none of these.
@@ -87,6 +90,23 @@ class RetentionPolicy:
         metric, mode, num_best = _best(setting.get("best"))
         every = setting.get("every")
         return cls(setting.get("last"), None if every is None else to_time("every", every), metric, mode, num_best)
+
+    def with_mode(self, metric: object = None) -> "RetentionPolicy":
+        """Return the policy with a mode where it needs one, by its metric or else by the metric's name.
+
+        Raises:
+            ValueError: If neither says which values are better.
+        """
+        if self.metric is None or self.mode is not None:
+            return self
+        is_higher = higher_is_better(self.metric, metric)
+        if is_higher is None:
+            raise ValueError(
+                f"best: neither the metric {self.metric!r} nor its name says whether larger or smaller values are "
+                f"better. Say 'max' or 'min', as in ({self.metric!r}, 'max', {self.num_best}), or give the metric an "
+                f"attribute higher_is_better."
+            )
+        return replace(self, mode="max" if is_higher else "min")
 
     @property
     def keeps_all(self) -> bool:
@@ -117,7 +137,7 @@ def choose_to_delete(
     if policy.every is not None:
         keep |= _first_of_each(history, policy.every)
     if policy.metric is not None:
-        keep |= _best_by(history, policy.metric, policy.mode, policy.num_best)
+        keep |= _best_by(history, policy.metric, policy.with_mode().mode, policy.num_best)
     if policy != RetentionPolicy(last=0):
         keep |= {saved.name for saved in history[-1:]}
     return [saved.name for saved in history if saved.name not in keep]
@@ -133,7 +153,7 @@ def _first_of_each(history: Sequence[SavedCheckpoint], every: Time[Any]) -> set[
     return set(first.values())
 
 
-def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str, num_best: int) -> set[str]:
+def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, num_best: int) -> set[str]:
     """Keep the best; of equals the oldest, so that none is deleted in favour of one that is no better.
 
     While fewer are measured than are to be kept, none is given up that was not.
@@ -145,13 +165,13 @@ def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str, num_bes
     return {saved.name for saved, _ in ranked[:num_best]} | (unmeasured if len(ranked) < num_best else set())
 
 
-def _best(setting: Any) -> tuple[str | None, Literal["max", "min"], int]:
+def _best(setting: Any) -> tuple[str | None, Literal["max", "min"] | None, int]:
     if setting is None:
-        return None, "max", 0
+        return None, None, 0
     match setting:
-        case (str(metric), str(mode), int(num_best)) if num_best != 0:
-            return metric, cast(Literal["max", "min"], mode), num_best
+        case (str(metric), str() | None as mode, int(num_best)) if num_best != 0:
+            return metric, cast(Literal["max", "min"] | None, mode), num_best
     raise ValueError(
-        f"best={setting!r} does not say which checkpoints are best: give the metric, 'max' or 'min', and how many, "
-        f"such as ('metrics/eval/MulticlassAccuracy', 'max', 2)."
+        f"best={setting!r} does not say which checkpoints are best: give the metric, 'max', 'min' or None, and how "
+        f"many, such as ('metrics/eval/MulticlassAccuracy', 'max', 2)."
     )

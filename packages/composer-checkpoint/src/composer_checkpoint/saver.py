@@ -16,7 +16,7 @@ from composer_checkpoint.discover import LINEAGE_KEY
 from composer_checkpoint.held_folder import HeldFolder
 from composer_checkpoint.ignore_keys import IgnoreKeys
 from composer_checkpoint.kept_files import KeptFiles, combine_policies
-from composer_checkpoint.measured import Measured
+from composer_checkpoint.measured import Measured, metric_of
 from composer_checkpoint.names import PartialFilePath, format_name_with_dist
 from composer_checkpoint.remote_retention import KeptRemotely, remote_policy
 from composer_checkpoint.retention import RetentionPolicy
@@ -169,9 +169,9 @@ class CheckpointSaver(Callback):
             self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
             folder = tempfile.mkdtemp(prefix="composer-save-")
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
+        self._kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
         self._uploads = CheckpointUploads(
-            self.remote_uploader, self.overwrite, upload_timeout_in_seconds, kept_remotely
+            self.remote_uploader, self.overwrite, upload_timeout_in_seconds, self._kept_remotely
         )
         self.folder = folder
         self.filename = PartialFilePath(filename, folder)
@@ -207,6 +207,9 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: "State", logger: "Logger") -> None:
         """Take the folder for this process, and refuse one with later checkpoints than where the run is."""
+        for kept in (self._kept, self._kept_remotely):
+            if kept is not None:
+                kept.policy = kept.policy.with_mode(metric_of(state, kept.policy.metric))
         path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
         if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
             self.last_checkpoint_batch = None  # time was set back, and that batch comes a second time

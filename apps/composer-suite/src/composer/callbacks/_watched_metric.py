@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from composer_events.arguments import check_functions, check_texts
+from composer_events.metric_direction import higher_is_better
 
 if TYPE_CHECKING:
     from composer_events.state import State
@@ -22,14 +23,13 @@ _NAMED: Final[dict[str, Comparison]] = {
     "less": torch.less,
     "lt": torch.less,
 }
-_LOWER_IS_BETTER: Final = ("loss", "error", "perplexity")
 
 
 def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison:
     """Return the function that says whether its first argument is better than its second.
 
     Args:
-        comp: The function, its name, or `None` to go by the name of the metric.
+        comp: The function, its name, or `None` to go by the name of the metric, until the metric itself is there.
         monitor: Name of the metric.
 
     Raises:
@@ -38,13 +38,32 @@ def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison
     """
     check_texts(monitor=monitor)
     if comp is None:
-        return torch.less if any(word in monitor.lower() for word in _LOWER_IS_BETTER) else torch.greater
+        return torch.less if higher_is_better(monitor) is False else torch.greater
     if not isinstance(comp, str):
         check_functions(comp=comp)
         return comp
     if comp.lower() not in _NAMED:
         raise ValueError(f"comp={comp!r} must be one of {', '.join(map(repr, _NAMED))}, or a function of two values.")
     return _NAMED[comp.lower()]
+
+
+def comparison_for(state: State, monitor: str, dataloader_label: str) -> Comparison:
+    """Return the function that says which value of a metric is better, by the metric itself or else by its name.
+
+    Warns:
+        UserWarning: If neither says whether larger values are better, which is then assumed, as in Composer.
+    """
+    is_train = dataloader_label == "train"
+    metrics = (state.train_metrics or {}) if is_train else state.eval_metrics.get(dataloader_label, {})
+    is_higher = higher_is_better(monitor, dict(metrics).get(monitor))
+    if is_higher is None:
+        warnings.warn(
+            f"Neither the metric {monitor!r} of {dataloader_label!r} nor its name says whether larger or smaller "
+            f"values are better: larger ones are taken to be. Pass comp='greater' or comp='less', or give the metric "
+            f"an attribute higher_is_better.",
+            stacklevel=3,
+        )
+    return torch.less if is_higher is False else torch.greater
 
 
 def check_watched(state: State, monitor: str, dataloader_label: str) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
+from composer.callbacks._watched_metric import (
+    Comparison,
+    check_watched,
+    choose_comparison,
+    comparison_for,
+    compute_metric,
+)
 from composer_events.arguments import check_numbers, check_texts, to_time
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
@@ -26,7 +32,8 @@ class EarlyStopper(Callback):
         monitor: Name of the metric, such as `'MulticlassAccuracy'`.
         dataloader_label: Whose: `'train'`, or the label of an evaluator.
         comp: Which of two values is better: `'greater'`, `'less'`, or a function of the new and the best value. By
-            default less, where the metric's name has `loss`, `error` or `perplexity` in it, else greater.
+            default as the metric's own `higher_is_better` says, or else its name: see
+            `composer_events.metric_direction`.
         min_delta: By how much more than this it must get better to count.
         patience: How long it may go without getting better: epochs, or a time in epochs (`'3ep'`) or batches
             (`'500ba'`).
@@ -38,6 +45,9 @@ class EarlyStopper(Callback):
         TypeError: If an argument is of another kind.
         ValueError: If `comp` is another word or `patience` has another unit; when training begins, if there is no such
             metric.
+
+    Warns:
+        UserWarning: When training begins, if nothing says which values are better. Larger ones are taken to be.
 
     Example:
         >>> stopper = EarlyStopper('MulticlassAccuracy', 'eval', patience='3ep')
@@ -58,6 +68,7 @@ class EarlyStopper(Callback):
         self.monitor = monitor
         self.dataloader_label = dataloader_label
         self.comp = choose_comparison(comp, monitor)
+        self._goes_by_metric = comp is None
         check_numbers(min_delta=min_delta)
         self.min_delta = abs(min_delta)
         self.patience = to_time("patience", patience, TimeUnit.EPOCH)
@@ -71,6 +82,8 @@ class EarlyStopper(Callback):
         """Look whether there will be such a metric."""
         self.stop_reason = None
         check_watched(state, self.monitor, self.dataloader_label)
+        if self._goes_by_metric:
+            self.comp = comparison_for(state, self.monitor, self.dataloader_label)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of an evaluator."""

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from composer.callbacks._watched_metric import Comparison, check_watched, choose_comparison, compute_metric
+from composer.callbacks._watched_metric import (
+    Comparison,
+    check_watched,
+    choose_comparison,
+    comparison_for,
+    compute_metric,
+)
 from composer_events.arguments import check_flags, check_numbers, check_texts
 from composer_events.callback import Callback
 
@@ -25,7 +31,8 @@ class ThresholdStopper(Callback):
         dataloader_label: Whose: `'train'`, or the label of an evaluator.
         threshold: What is good enough.
         comp: Which of two values is better: `'greater'`, `'less'`, or a function of the value and the threshold. By
-            default less, where the metric's name has `loss`, `error` or `perplexity` in it, else greater.
+            default as the metric's own `higher_is_better` says, or else its name: see
+            `composer_events.metric_direction`.
         stop_on_batch: Whether to look after every batch, and not only after epochs and evaluations.
 
     Attributes:
@@ -34,6 +41,9 @@ class ThresholdStopper(Callback):
     Raises:
         TypeError: If an argument is of another kind.
         ValueError: If `comp` is another word; when training begins, if there is no such metric.
+
+    Warns:
+        UserWarning: When training begins, if nothing says which values are better. Larger ones are taken to be.
 
     Example:
         >>> stopper = ThresholdStopper('MulticlassAccuracy', 'eval', 0.99)
@@ -56,6 +66,7 @@ class ThresholdStopper(Callback):
         self.dataloader_label = dataloader_label
         self.threshold = threshold
         self.comp = choose_comparison(comp, monitor)
+        self._goes_by_metric = comp is None
         self.stop_on_batch = stop_on_batch
         self.stop_reason: str | None = None
 
@@ -63,6 +74,8 @@ class ThresholdStopper(Callback):
         """Look whether there will be such a metric."""
         self.stop_reason = None
         check_watched(state, self.monitor, self.dataloader_label)
+        if self._goes_by_metric:
+            self.comp = comparison_for(state, self.monitor, self.dataloader_label)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of an evaluator."""

@@ -111,7 +111,7 @@ class Trainer:
         save_ignore_keys: What to leave out, as `load_ignore_keys`.
         save_num_checkpoints_to_keep: How many of the newest stay on the disk; -1 for all.
         save_keep: What else stays: `{'last': 3, 'every': '10ep', 'best': ('metrics/eval/MulticlassAccuracy', 'max',
-            2)}`, or some of these.
+            2)}`, or some of these; see `composer_checkpoint.RetentionPolicy.from_setting`.
         save_metrics: Whether checkpoints have the metrics, too.
         save_async: Whether training goes on while a checkpoint is written.
         save_async_policy: What a save does while the one before is being written: `'wait'` for it, or `'skip'`.
