@@ -48,7 +48,7 @@ def describe(
     config: dict[str, Any] = json.loads(inner.config.to_json_string(use_diff=False))
     if not config.get("architectures"):
         config["architectures"] = [_original_class(inner).__name__]
-    described = {"config": _entry(config, _original_class(inner))}
+    described: dict[str, Any] = {"config": _entry(config, _original_class(inner))}
     if (generation := getattr(inner, "generation_config", None)) is not None:
         described["generation_config"] = _entry(json.loads(generation.to_json_string()), type(generation))
     if is_peft_model(model):
