@@ -1,6 +1,6 @@
 """Which of two sets of weights the model holds at each event: the one being trained or an average of it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from composer_events.event import Event
@@ -72,5 +72,8 @@ class ActiveWeights:
 
 def _is_save_due(event: Event, state: "State") -> bool:
     # Whatever saves checkpoints is known by its interval, not by its class: the class lives on a floor above.
-    intervals: Iterable[object] = (getattr(callback, "save_interval", None) for callback in state.callbacks)
-    return any(callable(interval) and interval(state, event) for interval in intervals)
+    for callback in state.callbacks:
+        is_due: object = getattr(callback, "is_save_due", None) or getattr(callback, "save_interval", None)
+        if callable(is_due) and is_due(state, event):
+            return True
+    return False

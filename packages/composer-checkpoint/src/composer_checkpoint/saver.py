@@ -181,6 +181,8 @@ class CheckpointSaver(Callback):
 
         self._history = SaveHistory(self._kept, self._uploads)
         self.last_checkpoint_batch: Time[int] | None = None
+        self._saves_at_end = isinstance(interval, Time) and interval.value > 0
+        self._holds_stop = False
         self.rank_saves_symlinks = False
         self.resumes = False
         self.before_save: Callable[[], object] | None = None
@@ -253,8 +255,10 @@ class CheckpointSaver(Callback):
             self._measured.note(state, ranked_by if self._folder.is_held else set())
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
-        """Wait for what is under way, and give the folder back."""
+        """Save that training was stopped, if it was after the latest save, wait, and give the folder back."""
         try:
+            if self._misses_stop(state):
+                self._save(state, logger)
             self.wait(state, logger)
         finally:
             self._folder.give_back()
@@ -326,9 +330,23 @@ class CheckpointSaver(Callback):
         if self.remote_uploader is not None and self._remote_folder is not None:
             self.remote_uploader.remote_folder = self._remote_folder = with_run(self._remote_folder, run)
 
+    def is_save_due(self, state: "State", event: Event) -> bool:
+        """Return whether it is time to save: by the interval, or since training was stopped after the latest save."""
+        # Before the ranks have agreed, after BATCH_CHECKPOINT, one of them may be the only one that is stopped.
+        is_agreed = event is not _BATCH_CHECKPOINT
+        return self.save_interval(state, event) or (is_agreed and self._misses_stop(state))
+
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
-        if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
+        if not self.is_save_due(state, event):
+            return
+        if self.last_checkpoint_batch != state.timestamp.batch or self._misses_stop(state):
             self.save(state, logger)
+
+    def _misses_stop(self, state: "State") -> bool:
+        """Return whether training was stopped here, and the latest checkpoint does not say so."""
+        if state.stopped_duration is None or state.previous_timestamp is None or self._holds_stop or self.weights_only:
+            return False
+        return self._saves_at_end or self.last_checkpoint_batch is not None
 
     def _save(self, state: "State", logger: "Logger") -> None:
         layout = layout_of(state)
@@ -337,6 +355,12 @@ class CheckpointSaver(Callback):
             return
         if self.before_save is not None:
             self.before_save()
+        if self._async is not None:  # what it writes is listed by the next
+            self._async.wait()
+            self._settle(logger)
+        # A file of the same name does not say that training was stopped.
+        self._uploads.overwrite |= self._misses_stop(state)
+        self._holds_stop = Ranks().all(state.stopped_duration is not None)
         lineage = self._history.lineage()
         job = self._name_save(state)
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0

@@ -12,7 +12,7 @@ from composer_events._model_layout import set_model_state
 from composer_events._optimizer_layout import set_optimizer_state
 from composer_events._ranks import any_rank
 from composer_events._required_algorithms import apply_required_algorithms
-from composer_events._state_dict import named_by_class
+from composer_events._state_dict import STOPPED_KEY, named_by_class
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.passes import DEFAULT_PASSES
 
@@ -122,6 +122,7 @@ def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
 def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
     _load_by_class("timestamp")(state, saved)
     state.timestamp = state.timestamp.copy()  # who has seen the old one takes it for another time
+    state.stopped_duration = saved.get(STOPPED_KEY)
 
 
 def _load_algorithms(state: State, saved: Any) -> None:

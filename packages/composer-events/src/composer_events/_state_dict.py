@@ -16,7 +16,9 @@ from composer_events.iter_helpers import ensure_tuple
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = ["SERIALIZED_ATTRIBUTES", "build_state_dict", "named_by_class"]
+__all__ = ["SERIALIZED_ATTRIBUTES", "STOPPED_KEY", "build_state_dict", "named_by_class"]
+
+STOPPED_KEY = "stopped_duration"  # next to the timestamp, of which it is a part: who leaves out one leaves out both
 
 SERIALIZED_ATTRIBUTES = (
     "model",
@@ -64,6 +66,13 @@ def _collect_by_class(attribute: str) -> Callable[[State], dict[str, Any] | None
     return collect
 
 
+def _collect_timestamp(state: State) -> dict[str, Any] | None:
+    collected = _collect_by_class("timestamp")(state)
+    if collected is not None and state.stopped_duration is not None:
+        collected[STOPPED_KEY] = state.stopped_duration
+    return collected
+
+
 def _collect_algorithms(state: State) -> list[tuple[str, Any]]:
     return [(type(algorithm).__qualname__, algorithm.state_dict()) for algorithm in state.algorithms]
 
@@ -95,7 +104,7 @@ _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
     "algorithms": _collect_algorithms,
     "callbacks": _collect_by_class("callbacks"),
     "scaler": _collect_by_class("scaler"),
-    "timestamp": _collect_by_class("timestamp"),
+    "timestamp": _collect_timestamp,
     "train_metrics": _collect_train_metrics,
     "eval_metrics": _collect_eval_metrics,
     "dataset_state": _collect_dataset_state,

@@ -175,7 +175,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
 
     @property
     def max_duration(self) -> Time[Any] | None:
-        """How long to train. A bare number counts epochs.
+        """How long to train. A bare number counts epochs. Assigning it forgets that training was stopped.
 
         Raises:
             ValueError: If a part of training is assigned, such as `'0.5dur'`.
@@ -191,6 +191,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
                 f"has to say. Give a length such as '10ep', '500ba' or '1000000tok'."
             )
         self._max_duration = duration
+        self.stopped_duration: str | None = None
 
     @property
     def iteration_length(self) -> Time[Any] | None:
@@ -222,12 +223,20 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         unit, length = self._max_duration.unit, self._max_duration.value
         return Time(self.timestamp.get(unit).value / length, TimeUnit.DURATION)
 
-    def stop_training(self) -> None:
-        """End training after the current batch; its events and evaluations still take place."""
-        if self._max_duration is None or self._max_duration.unit is TimeUnit.EPOCH:
-            self.max_duration = self.timestamp.batch
-        else:
-            self.max_duration = self.timestamp.get(self._max_duration.unit)
+    def stop_training(self, *, resumable: bool = False) -> None:
+        """End training after the current batch; its events and evaluations still take place.
+
+        Checkpoints keep that: `stopped_duration` is the `max_duration` that was not reached.
+
+        Args:
+            resumable: Whether a run that is started again goes on all the same, as after the time limit of a job.
+        """
+        duration, stopped = self._max_duration, self.stopped_duration
+        if duration is not None and self.timestamp < duration:
+            stopped = None if resumable else duration.to_timestring()
+        in_batches = duration is None or duration.unit is TimeUnit.EPOCH
+        self.max_duration = self.timestamp.batch if in_batches else self.timestamp.get(duration.unit)
+        self.stopped_duration = stopped
 
     def batch_get_item(self, key: Any) -> Any:
         """Read a part of the batch; see `batch_get`."""

@@ -57,6 +57,7 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
             asked.device_train_microbatch_size, asked.grad_accum, state.device, profiler=state.profiler
         )
         refuse_unrepeatable(microbatching, workings.strategy, is_deepspeed=state.deepspeed_enabled)
+    stopped = None if longer is not None or asked.reset_time else state.stopped_duration
     with plan.undone_if_refused():
         if microbatching is not None:
             plan.microbatching = microbatching
@@ -68,6 +69,7 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
         if longer is not None:
             state.max_duration = state.timestamp.get(longer.unit) + longer
         plan.set_schedule(schedule, begins_now=True)
+    schedules.stay_stopped(state, stopped)
     if asked.reset_time:
         plan.begin_again(batches)
     if asked.spin_dataloaders is not None:

@@ -142,7 +142,7 @@ class Plan:
         state = self._state
         names = ("_batches", "microbatching", "_cut", "_schedule", "steps_every_batch")
         own = {name: getattr(self, name) for name in names}
-        names = ("train_dataloader", "max_duration", "timestamp")
+        names = ("train_dataloader", "max_duration", "stopped_duration", "timestamp")
         names += ("device_train_microbatch_size", "grad_accum", "auto_microbatching")
         shared = {name: getattr(state, name) for name in names} | {"schedulers": list(state.schedulers)}
         data = (state.dataloader, state.dataloader_label, state.dataloader_len)

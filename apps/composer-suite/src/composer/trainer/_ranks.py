@@ -73,11 +73,12 @@ class Ranks:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
-    def any_stops(self, stops: bool) -> bool:
-        """Say whether any rank wants training to end here, if there is anybody who could have asked for it."""
+    def any_stops(self, stops: bool, *, for_good: bool) -> tuple[bool, bool]:
+        """Return whether any rank wants training to end here, and for good, if anybody could have asked for it."""
         if self._is_alone or not self.may_stop:
-            return stops
-        return self._strategy.sum([int(stops)])[0] > 0
+            return stops, for_good
+        stopping, stopping_for_good = self._strategy.sum([int(stops), int(for_good)])
+        return stopping > 0, stopping_for_good > 0
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Every rank must call this."""

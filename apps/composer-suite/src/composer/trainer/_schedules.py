@@ -282,6 +282,28 @@ def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | N
     return duration
 
 
+def stay_stopped(state: State, stopped_duration: str | None) -> None:
+    """Train no further where a checkpoint was loaded whose training was stopped, unless the duration is another now.
+
+    Args:
+        state: About to train.
+        stopped_duration: The `max_duration` that was not reached, as the checkpoint says.
+    """
+    state.stopped_duration = None
+    duration = state.max_duration
+    if duration is None or duration.to_timestring() != stopped_duration:
+        return
+    state.stop_training()
+    if get_global_rank() == 0:
+        _log.warning(
+            "Nothing is trained: the run was stopped after batch %d of max_duration=%r, and so it says in its "
+            "checkpoint. Give another max_duration, or fit(duration=...), to go on. A callback that ends no more than "
+            "a job calls state.stop_training(resumable=True).",
+            state.timestamp.num_batches,
+            stopped_duration,
+        )
+
+
 def check_time_left(state: State) -> None:
     """Refuse to train without a duration, without an end that can be known, or past the end.
 

@@ -96,12 +96,11 @@ class Loop:
 
     def _goes_on(self) -> bool:
         """Say whether training goes on after this batch, on all ranks alike: one of them may have been stopped."""
-        is_over = not self._is_training()
-        if not self.ranks.any_stops(is_over):
-            return True
-        if not is_over:
-            self.state.stop_training()
-        return False
+        state, is_over = self.state, not self._is_training()
+        stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
+        if stops and not is_over:
+            state.stop_training(resumable=not for_good)
+        return not stops
 
     def _batches_of_this_epoch(self) -> Iterator[Any]:
         self.clock.start_batch()
