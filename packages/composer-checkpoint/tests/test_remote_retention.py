@@ -73,15 +73,19 @@ def test_the_best_by_a_metric_stay_in_the_store(loop, bucket):
     assert in_store(bucket) == files(2, 4, 6)  # and the newest, to which the pointer leads
 
 
-def test_a_resumed_run_deletes_what_the_one_before_it_has_put_there_and_nothing_else(loop, bucket, tmp_path):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_resumed_run_deletes_what_the_one_before_it_has_put_there_and_nothing_else(
+    loop, bucket, tmp_path, async_save
+):
+    settings = {"remote_num_checkpoints_to_keep": 2, "async_save": async_save}
     store = FsspecObjectStore(bucket)
     (tmp_path / "notes").write_text("not ours")
     for name in ("run/ba0.pt", "run/notes.txt"):
         store.upload_object(name, tmp_path / "notes")
-    first = loop([saver_to(bucket, remote_num_checkpoints_to_keep=2)], max_duration="4ba")
+    first = loop([saver_to(bucket, **settings)], max_duration="4ba")
     first.fit()
     first.engine.close()
-    second = loop([saver_to(bucket, remote_num_checkpoints_to_keep=2)], max_duration="6ba")
+    second = loop([saver_to(bucket, **settings)], max_duration="6ba")
     load_checkpoint(f"{bucket}/run/latest.pt.symlink", second.state, None, progress_bar=False)
     second.fit()
     assert in_store(bucket) == ["run/ba0.pt", "run/ba5.pt", "run/ba6.pt", "run/latest.pt.symlink", "run/notes.txt"]

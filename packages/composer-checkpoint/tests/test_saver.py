@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from composer_checkpoint import (
     save_file,
     verify,
 )
+from composer_checkpoint import async_save as async_save_module
 from composer_checkpoint.stores import FsspecObjectStore
 from composer_events import Callback, Event, LoggerDestination
 
@@ -390,12 +392,20 @@ def test_a_failed_save_leaves_training_and_the_checkpoint_before_as_they_were(lo
     assert [name for name in names(tmp_path / "checkpoints") if name.startswith("ba2")] == []
 
 
-def test_a_resumed_run_deletes_what_the_one_before_it_has_saved(loop, saver, tmp_path):
-    folder = tmp_path / "checkpoints"
-    first = loop([saver(num_checkpoints_to_keep=2, save_interval="1ba")], max_duration="2ep")
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_resumed_run_deletes_what_the_one_before_it_has_saved(loop, saver, tmp_path, async_save, monkeypatch):
+    """With `async_save`, what was being written when a checkpoint was begun was not in its list, and stayed forever."""
+
+    def save_slowly(*arguments, **settings):
+        time.sleep(0.1)  # longer than a batch takes, so that one save begins during another
+        return save_file(*arguments, **settings)
+
+    monkeypatch.setattr(async_save_module, "save_file", save_slowly)
+    folder, settings = tmp_path / "checkpoints", {"num_checkpoints_to_keep": 2, "async_save": async_save}
+    first = loop([saver(save_interval="1ba", **settings)], max_duration="2ep")
     first.fit()
     assert names(folder) == rank_zero("ep1-ba3", "ep1-ba4")
-    second = loop([saver(num_checkpoints_to_keep=2, save_interval="1ba")], max_duration="3ep")
+    second = loop([saver(save_interval="1ba", **settings)], max_duration="3ep")
     load_checkpoint(folder / "latest-rank0.pt", second.state, second.engine.logger)
     second.state.timestamp = second.state.timestamp.to_next_epoch()
     second.fit()
