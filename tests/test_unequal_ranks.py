@@ -1,14 +1,16 @@
 """Ranks with different numbers of batches train the same epochs, and the one that had more says so."""
 
+import time
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
-from composer import Trainer
+from composer import Callback, Trainer
 from composer.models import ComposerClassifier
-from composer_dist import get_global_rank
+from composer_dist import dist, get_global_rank
 from composer_dist.testing import run_ranks
 
 
@@ -74,3 +76,85 @@ def test_an_epoch_ends_with_the_rank_that_has_fewest_batches_and_the_other_one_w
 def test_ranks_with_as_many_batches_are_not_warned(tmp_path):
     ranks = run_ranks(train, SizedBatches, [3, 3], store=tmp_path / "store")
     assert [rank[3] for rank in ranks] == [[], []]
+
+
+class Numbers(Dataset):
+    """Samples that are their own numbers; on one rank it ends before its length."""
+
+    def __init__(self, length, ending_rank=None):
+        self.length, self.ending_rank = length, ending_rank
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if get_global_rank() == self.ending_rank and index >= 4:
+            raise StopIteration
+        return torch.tensor([float(index)] * 4), index % 3
+
+
+def make_trainer(**settings):
+    model = ComposerClassifier(nn.Linear(4, 3), num_classes=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"max_duration": "2ep", "device": "cpu", "progress_bar": False, "dist_timeout": 60, **settings}
+    return Trainer(model=model, optimizers=optimizer, **settings)
+
+
+def end_one_rank_early(call, num_workers):
+    dataset = Numbers(12, ending_rank=1)
+    loader = DataLoader(dataset, 2, sampler=dist.get_sampler(dataset), num_workers=num_workers)
+    whole = Numbers(12)
+    train_loader = DataLoader(whole, 2, sampler=dist.get_sampler(whole))
+    with make_trainer() as trainer:
+        if call == "fit":
+            trainer.fit(train_dataloader=loader)
+        elif call == "evaluation in fit":
+            trainer.fit(train_dataloader=train_loader, eval_dataloader=loader)
+        else:
+            getattr(trainer, call)(loader)
+
+
+@pytest.mark.parametrize(
+    ("call", "num_workers"), [("fit", 0), ("fit", 2), ("evaluation in fit", 0), ("eval", 0), ("predict", 2)]
+)
+def test_a_stop_iteration_of_one_ranks_dataset_is_an_error_that_names_it(call, num_workers, tmp_path):
+    """That rank began its next epoch among the batches of the others, and at the end each waited for the other."""
+    begin = time.monotonic()
+    with pytest.raises(Exception, match=r"StopIteration of .*Numbers has ended the dataloader on global rank 1") as error:
+        run_ranks(end_one_rank_early, call, num_workers, store=tmp_path / "store")
+    assert "after 1 of its 3 batches" in str(error.value)
+    assert time.monotonic() - begin < 50  # before the ranks give each other up
+
+
+class Samples(Callback):
+    def predict_end(self, state, logger):
+        self.number = int(state.predict_timestamp.sample)
+
+
+def predict(batch_size, microbatch_size, num_batches):
+    """Predict five samples on two ranks, and return the samples whose outputs came, and how many were counted."""
+    dataset, samples = Numbers(5), Samples()
+    loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset))
+    with make_trainer(callbacks=samples) as trainer:
+        linear = trainer.state.model.module if hasattr(trainer.state.model, "module") else trainer.state.model
+        with torch.no_grad():
+            for parameter in linear.parameters():
+                parameter.fill_(0.25 if parameter.ndim == 2 else 0.0)
+        outputs = trainer.predict(loader, num_batches, device_predict_microbatch_size=microbatch_size)
+    return [int(row[0]) for output in outputs for row in output], samples.number
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "microbatch_size", "num_batches", "expected"),
+    [
+        pytest.param(3, None, -1, ([0, 2, 4], [1, 3]), id="among others"),
+        pytest.param(2, None, -1, ([0, 2, 4], [1, 3]), id="in a batch of its own"),
+        pytest.param(3, 2, -1, ([0, 2, 4], [1, 3]), id="in a microbatch of its own"),
+        pytest.param(2, None, 1, ([0, 2], [1, 3]), id="not reached"),
+    ],
+)
+def test_predictions_have_no_sample_that_a_sampler_repeats(batch_size, microbatch_size, num_batches, expected, tmp_path):
+    """The second rank returned sample 0 as well, which the sampler gives it so that both have three."""
+    first, second = run_ranks(predict, batch_size, microbatch_size, num_batches, store=tmp_path / "store")
+    assert (first[0], second[0]) == expected
+    assert first[1] == second[1] == sum(map(len, expected))

@@ -264,12 +264,12 @@ def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
     # DDP's "module." may be in front of all the names, and may also be part of a model's own.
     found = {name: saved.get(name, saved.get(f"module.{name}")) for name in mean.named_parameters_dict}
     missing = [name for name, tensor in found.items() if tensor is None]
+    told = f"SWA's state in the checkpoint does not have {len(missing)} parameters of the model, such as {missing[:3]}"
+    if missing and len(missing) == len(found):
+        raise ValueError(f"{told}: load it into the model that it was saved from.")
     if missing:
-        raise ValueError(
-            f"SWA's state in the checkpoint does not have {len(missing)} parameters of the model, such as "
-            f"{missing[:3]}: load it into the model that it was saved from."
-        )
-    mean.named_parameters_dict = {name: tensor for name, tensor in found.items() if tensor is not None}
+        _log.warning("%s. Their mean starts from the model's own.", told)
+    mean.named_parameters_dict.update({name: tensor for name, tensor in found.items() if tensor is not None})
     mean.move_params_to_device(model)
     return mean
 

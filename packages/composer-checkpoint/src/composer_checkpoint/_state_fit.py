@@ -17,7 +17,7 @@ from composer_time import Timestamp
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["refuse_unfitting_state"]
+__all__ = ["named_optimizers", "refuse_unfitting_state"]
 
 _DICTS = ("optimizers", "timestamp", "dataset_state")
 
@@ -43,7 +43,7 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
     _refuse_impossible_time(saved.get("timestamp") or {}, path)
     # An engine compares on its own, and algorithms that are applied first may change what is optimized.
     if not state.deepspeed_enabled and not algorithms and isinstance(state.model, nn.Module):
-        for name, optimizer in _named(ensure_tuple(state.optimizers)):
+        for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
             theirs = (saved.get("optimizers") or {}).get(name)
             if theirs is not None and isinstance(optimizer, torch.optim.Optimizer):
                 _refuse_another_optimizer(state.model, optimizer, name, theirs, path)
@@ -128,7 +128,7 @@ def _misshapen(path: str, where: str, value: object, expected: str) -> Incompati
     )
 
 
-def _named(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def named_optimizers(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Name each optimizer as checkpoints do: by its class; the second of one class is `Name#1`."""
     names: list[str] = []
     for optimizer in optimizers:

@@ -13,6 +13,7 @@ import torch
 
 from composer_checkpoint._hugging_face_hints import hint_for_file, refuse_hugging_face_folder
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
+from composer_checkpoint._left_out_weights import leave_out_their_state
 from composer_checkpoint._model_fit import refuse_another_model
 from composer_checkpoint._state_fit import refuse_unfitting_state
 from composer_checkpoint.data_position import DataPosition, leave_epoch
@@ -78,7 +79,7 @@ def load_checkpoint(
             this.
         progress_bar: Whether to show the progress of a download.
         ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from the
-            checkpoint's dict.
+            checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left out.
         exclude_algorithms: Class names of algorithms not to apply.
         algorithm_passes: The engine's passes, which order those algorithms.
         verify: Whether hashes are compared.
@@ -109,8 +110,11 @@ def load_checkpoint(
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
         if not load_weights_only:
             _warn_of_missing_parts(state, content["state"])
+        weights = content["state"].get("model")
         content = without_keys(content, ignore_keys, "load_ignore_key")
         saved: dict[str, Any] = content["state"]
+        if isinstance(weights, Mapping) and not load_weights_only:
+            leave_out_their_state(state, weights, saved)
         # The weights of a whole run need not fit exactly where they are in one file.
         strict = strict_model_weights and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
         leaves_out = load_weights_only and not strict_model_weights

@@ -12,7 +12,7 @@ from composer_dist.strategy import Strategy
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["PARTS", "collect_parts", "load_parts", "owner_of"]
+__all__ = ["PARTS", "collect_parts", "load_parts", "name_of_optimizer", "owner_of"]
 
 PARTS = ("model", "optimizers")
 """What a state dict has of them."""
@@ -43,7 +43,7 @@ def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> 
     parts: dict[str, Any] = {"model": strategy.model_state_dict(state.model)}
     if not weights_only:
         parts["optimizers"] = {
-            _name(state, optimizer): map_tree(strategy.optimizer_state_dict(state.model, optimizer), _own_count)
+            name_of_optimizer(state, optimizer): map_tree(strategy.optimizer_state_dict(state.model, optimizer), _own_count)
             for optimizer in state.optimizers
         }
     return parts
@@ -56,7 +56,7 @@ def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, 
     if "optimizers" not in saved:
         return
     for optimizer in state.optimizers:
-        name = _name(state, optimizer)
+        name = name_of_optimizer(state, optimizer)
         if name in saved["optimizers"]:
             strategy.load_optimizer_state_dict(state.model, optimizer, saved["optimizers"][name])
         else:
@@ -70,6 +70,6 @@ def _own_count(_: str, value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _name(state: "State", optimizer: Any) -> str:
+def name_of_optimizer(state: "State", optimizer: Any) -> str:
     """Return the class of the optimizer that the engine has wrapped."""
     return type(getattr(state.model, "basic_optimizer", optimizer)).__qualname__

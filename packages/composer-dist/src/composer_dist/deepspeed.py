@@ -223,6 +223,11 @@ class DeepSpeed:
         """
         return deepspeed_state.scatter_weights(self.engine, state_dict, strict=strict)
 
+    def parameter_names(self, model: "Module") -> list[list[str]]:
+        """Return the names of the parameters in each of the optimizer's groups, in the order that it got them."""
+        names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
+        return [[names.get(id(parameter), "") for parameter in group] for group in self._parameters]
+
     def optimizer_state_dict(self, model: "Module", optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state as the optimizer before `prepare` would have it. Every rank must call this."""
         return deepspeed_state.gather_optimizer(self.engine, self._parameters)

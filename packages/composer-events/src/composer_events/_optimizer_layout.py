@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from composer_events._model_layout import canonical_name, sharded_options, unwrapped
-from composer_events._ranks import any_rank
+from composer_events._ranks import any_rank, gather
 from composer_events._sharding import is_sharded
 
 __all__ = ["get_optimizer_state", "set_optimizer_state"]
@@ -68,18 +68,35 @@ def set_optimizer_state(
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         named: Any = _with_names(saved, _names_of_groups(model, optimizer)) if _is_numbered(saved) else dict(saved)
-        options = sharded_options(state_dict_type, strict=strict, broadcast=broadcast)
+        without = _without_state(model, optimizer, named)
+        if broadcast:
+            without = gather(without)[0]
+        options = sharded_options(state_dict_type, strict=strict and not without, broadcast=broadcast)
         base = getattr(optimizer, "base_optimizer", None)
-        if base is None or base.state is not optimizer.state:
-            set_optimizer_state_dict(model, optimizer, named, options=options)
-            return
+        has_base = base is not None and base.state is optimizer.state
         # Torch lets an optimizer step to have a state, without the closure that one which looks twice, as SAM, needs.
-        set_optimizer_state_dict(model, base, named, options=options)
-        optimizer.load_state_dict(base.state_dict())
+        loaded = base if has_base else optimizer
+        set_optimizer_state_dict(model, loaded, named, options=options)
+        for place in without:  # that step counts as one; they begin with their first
+            loaded.state.pop(_parameters(optimizer)[place], None)
+        if has_base:
+            optimizer.load_state_dict(base.state_dict())
     elif "param_groups" not in saved or _is_numbered(saved):
         optimizer.load_state_dict(dict(saved))
     else:
         optimizer.load_state_dict(_with_numbers(model, optimizer, saved, strict=strict))
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _without_state(model: Any, optimizer: Any, named: Mapping[str, Any]) -> list[int]:
+    """Return the places of the trained parameters that a saved optimizer knows, and has no state of."""
+    known = {name for group in named.get("param_groups", ()) for name in group["params"]} - {*named.get("state", ())}
+    names = [name for group in _names_of_groups(model, optimizer) for name in group]
+    parameters = zip(_parameters(optimizer), names, strict=True)
+    return [place for place, (parameter, name) in enumerate(parameters) if parameter.requires_grad and name in known]
 
 
 def _names_of_groups(model: Any, optimizer: Any) -> list[list[str]]:

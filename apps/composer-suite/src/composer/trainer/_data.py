@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from numbers import Real
 from typing import Any
 
-from composer.trainer._blame import in_stage, name_dataset
+from composer.trainer._blame import in_stage
 from composer.trainer._caller import level_of_user
-from composer.trainer._ranks import Ranks
+from composer.trainer._ranks import Ranks, next_batch
 from composer.trainer._users_functions import transform_batch
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_global_rank, get_local_rank, get_world_size
@@ -18,6 +18,8 @@ from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
 from composer_time import Time, TimeUnit
+
+_NO_BATCH: Any = object()
 
 
 class TrainBatches:
@@ -107,13 +109,9 @@ class TrainBatches:
         if self._is_capped():
             self._show_end()
             return False
-        try:
-            batch = next(self._open)
-        except StopIteration:
+        batch = next_batch(self._open, self.data_spec.dataloader, self._num_read, _NO_BATCH)
+        if batch is _NO_BATCH:
             return False
-        except Exception as error:
-            name_dataset(error, self.data_spec.dataloader)
-            raise
         self._is_untouched = False
         self._latest = transform_batch(self.data_spec, batch)
         return True

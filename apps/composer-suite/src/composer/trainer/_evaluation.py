@@ -11,13 +11,13 @@ import torch
 
 from composer.trainer._autocast import Autocast
 from composer.trainer._batch import cut
-from composer.trainer._blame import in_stage, name_dataset, name_setters
+from composer.trainer._blame import in_stage, name_setters
 from composer.trainer._caller import level_of_user
 from composer.trainer._clock import Clock
 from composer.trainer._fitting import halve, release_memory
 from composer.trainer._out_of_memory import Attempts, Stage
 from composer.trainer._padding import Padding, without_last
-from composer.trainer._ranks import Ranks
+from composer.trainer._ranks import Ranks, next_batch
 from composer.trainer._undo import MetricsUndo
 from composer.trainer._users_functions import transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
@@ -115,17 +115,11 @@ class Evaluation:
         batches = iter(spec.dataloader) if open_batches is None else open_batches(evaluator)
         while True:
             may_read = length is None or state.eval_timestamp.batch < length
-            batch = self._read(batches, spec.dataloader) if may_read else _NO_BATCH
+            num_read = state.eval_timestamp.num_batches
+            batch = next_batch(batches, spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
             yield transform_batch(spec, batch)
-
-    def _read(self, batches: Iterator[Any], dataloader: Any) -> Any:
-        try:
-            return next(batches, _NO_BATCH)
-        except Exception as error:
-            name_dataset(error, dataloader)
-            raise
 
     @in_stage("an evaluation")
     def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:

@@ -13,7 +13,8 @@ from composer.trainer._arguments import check_iterable, check_subset
 from composer.trainer._blame import in_stage
 from composer.trainer._clock import Clock
 from composer.trainer._evaluation import restore_dataloader
-from composer.trainer._ranks import Ranks
+from composer.trainer._padding import Padding, without_last
+from composer.trainer._ranks import Ranks, next_batch
 from composer.trainer._users_functions import split, transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
 from composer_dist.devices import DeviceCPU
@@ -54,7 +55,10 @@ def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: 
 
 
 class Prediction:
-    """Runs the model over batches, with the events of `predict`, and leaves its mode and the data as they were."""
+    """Runs the model over batches, with the events of `predict`, and leaves its mode and the data as they were.
+
+    What a DistributedSampler repeats, so that each rank has as many samples, is not returned.
+    """
 
     def __init__(self, state: State, engine: Engine, strategy: Strategy, autocast: Autocast) -> None:
         self._state = state
@@ -73,12 +77,12 @@ class Prediction:
             with torch.no_grad(), model_eval_mode(state.model):
                 state.set_dataloader(data_spec.dataloader, "predict", subset_num_batches)
                 run_event(Event.PREDICT_START)
-                ranks = Ranks(self._strategy)
+                ranks, padding = Ranks(self._strategy), Padding(data_spec.dataloader)
                 ranks.begin(data_spec, listens=bool(state.callbacks))
                 self._clock.start_batch()
                 for batch in self._batches(data_spec, ranks):
-                    parts = self._predict(batch, data_spec, ranks, microbatch_size, keeps)
-                    outputs += [_join(parts)] if keeps else []
+                    parts = self._predict(batch, data_spec, ranks, padding, microbatch_size, keeps)
+                    outputs += [_join(parts)] if keeps and parts else []
                     run_event(Event.PREDICT_BATCH_END)
                 run_event(Event.PREDICT_END)
         finally:
@@ -93,21 +97,26 @@ class Prediction:
         batches = iter(data_spec.dataloader)
         while True:
             may_read = length is None or state.predict_timestamp.batch < length
-            batch = next(batches, _NO_BATCH) if may_read else _NO_BATCH
+            num_read = state.predict_timestamp.num_batches
+            batch = next_batch(batches, data_spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
             yield transform_batch(data_spec, batch)
 
     @in_stage("a prediction")
     def _predict(
-        self, batch: Any, data_spec: DataSpec, ranks: Ranks, microbatch_size: int | None, keeps: bool
+        self, batch: Any, data_spec: DataSpec, ranks: Ranks, padding: Padding, microbatch_size: int | None, keeps: bool
     ) -> list[Any]:
-        """Return the outputs for a batch, in as many parts as it is cut into."""
+        """Return the outputs for a batch, in as many parts as it is cut into; none of a sample that is repeated."""
         state, run_event = self._state, self._engine.run_event
         num_samples, num_tokens = data_spec.get_num_samples_in_batch(batch), data_spec.get_num_tokens_in_batch(batch)
+        num_repeated, has_repeated = padding.in_batch(num_samples)
         microbatches = [batch] if microbatch_size is None else _cut(batch, data_spec, microbatch_size)
+        parts = [(microbatch, True) for microbatch in microbatches]
+        if has_repeated:
+            parts[-1] = without_last(microbatches[-1], data_spec)
         outputs: list[Any] = []
-        for index, microbatch in enumerate(microbatches):
+        for index, (microbatch, is_counted) in enumerate(parts):
             on_device = transform_microbatch(data_spec, state.device.batch_to_device(microbatch))
             state.batch = self._strategy.prepare_batch(on_device)
             if index == 0:
@@ -116,10 +125,10 @@ class Prediction:
             with self._autocast():
                 state.outputs = state.model(state.batch)
             run_event(Event.PREDICT_AFTER_FORWARD)
-            outputs += [DeviceCPU().batch_to_device(state.outputs)] if keeps else []
+            outputs += [DeviceCPU().batch_to_device(state.outputs)] if keeps and is_counted else []
         samples, tokens, seconds = ranks.total(num_samples, num_tokens, self._clock.end_batch_s())
         state.predict_timestamp = state.predict_timestamp.to_next_batch(
-            samples=samples, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
+            samples=samples - num_repeated, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
         )
         return outputs
 

@@ -4,13 +4,14 @@ A rank that is alone asks nobody. Ranks whose dataloaders keep step by construct
 asking, so they exchange nothing either, unless somebody reads the losses or the clock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from composer.trainer._blame import name_dataset
 from composer.trainer._loss_means import LossMeans, over_their_shares
 from composer_dist import get_global_rank, get_world_size
 from composer_dist.averaging import sum_counts
@@ -145,6 +146,29 @@ class Ranks:
 def sum_over_everybody(values: Sequence[int]) -> Sequence[int]:
     """Return the sum of each number over all ranks, also those that share a batch. Every rank must call this."""
     return values if get_world_size() == 1 else sum_counts(values)
+
+
+def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: Any) -> Any:
+    """Return the next batch of a dataloader, or `default` at its end.
+
+    Raises:
+        RuntimeError: If a dataset has ended it with a `StopIteration`, on a rank that the others expect to go on.
+    """
+    try:
+        return next(batches)
+    except StopIteration as end:
+        if get_world_size() > 1 and keeps_length(dataloader) and num_read < len(dataloader):
+            dataset = type(dataloader.dataset)
+            raise RuntimeError(
+                f"A StopIteration of {dataset.__module__}.{dataset.__qualname__} has ended the dataloader on global "
+                f"rank {get_global_rank()} after {num_read} of its {len(dataloader)} batches, which the other ranks go "
+                "on to read. A dataset that is asked for samples by number raises another exception if it has no such "
+                "sample, and its __len__ says how many there are."
+            ) from end
+        return default
+    except Exception as error:
+        name_dataset(error, dataloader)
+        raise
 
 
 def keeps_length(dataloader: Any) -> bool:

@@ -363,7 +363,9 @@ class Trainer:
             device_predict_microbatch_size: How many samples go through the model at once. By default whole batches.
 
         Returns:
-            What the model returned for each batch of this rank, on the CPU; nothing without `return_outputs`.
+            What the model returned for each batch of this rank, on the CPU; nothing without `return_outputs`. What a
+            DistributedSampler repeats, so that every rank has as many samples, is left out, with the batch that holds
+            nothing else.
 
         Raises:
             ValueError, TypeError: If an argument cannot be used.
