@@ -96,7 +96,7 @@ def test_a_run_that_was_stopped_on_any_event_trains_no_further_when_it_is_starte
     wrong = {}
     for number, (event, interval, is_first) in enumerate(cell for cell in CELLS if cell[0] == event):
         folder = str(tmp_path / str(number))
-        saver = lambda: CheckpointSaver(folder, "ba{batch}.pt", save_interval=interval)  # noqa: B023, E731
+        saver = lambda: CheckpointSaver(folder, "ba{batch}.pt", save_interval=interval)  # noqa: B023
         stopper = StopAt(event, STOPS[event])
         found = [start(folder, [saver(), stopper] if is_first else [stopper, saver()]), start(folder, [saver()])]
         if found != [(STOP_AT, STOP_AT), (0, STOP_AT)]:
@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_on_any_event_trains_no_further_when_it_is_starte
 
 def test_an_early_stopper_has_the_last_word_however_often_the_run_is_started(tmp_path):
     """The epochs of each start were 4, 5, 6, ..., since the stopper of each gave training another one."""
-    callbacks = lambda: [EarlyStopper("MulticlassAccuracy", "eval", min_delta=10.0)]  # noqa: E731
+    callbacks = lambda: [EarlyStopper("MulticlassAccuracy", "eval", min_delta=10.0)]
     found = [start(str(tmp_path), callbacks(), save_interval="1ep") for _ in range(4)]
     # Nothing gets better than the first evaluation, and one epoch is given for it.
     assert found == [(3 * BATCHES_PER_EPOCH, 3 * BATCHES_PER_EPOCH)] + [(0, 3 * BATCHES_PER_EPOCH)] * 3

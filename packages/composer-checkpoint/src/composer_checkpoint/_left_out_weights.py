@@ -70,7 +70,7 @@ def _names_of_numbers(state: "State", optimizer_name: str, saved: Mapping[str, A
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     if not any(isinstance(number, int) for number in numbers):
         return {}
-    strategy = owner_of(state)
+    strategy: Any = owner_of(state)  # DeepSpeed's, which alone has an order of its own
     if strategy is not None:
         named = {name_of_optimizer(state, each): strategy.parameter_names(state.model) for each in state.optimizers}
     else:

@@ -43,7 +43,9 @@ def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> 
     parts: dict[str, Any] = {"model": strategy.model_state_dict(state.model)}
     if not weights_only:
         parts["optimizers"] = {
-            name_of_optimizer(state, optimizer): map_tree(strategy.optimizer_state_dict(state.model, optimizer), _own_count)
+            name_of_optimizer(state, optimizer): map_tree(
+                strategy.optimizer_state_dict(state.model, optimizer), _own_count
+            )
             for optimizer in state.optimizers
         }
     return parts

@@ -95,7 +95,7 @@ class Trainer:
             or a sharded checkpoint.
         load_progress_bar: Whether to show the progress of a download.
         load_ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from
-            the checkpoint's dict.
+            the checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left out.
         load_exclude_algorithms: Class names of algorithms not to apply, although the saved weights depend on them.
         load_trusted: Let the checkpoint run code of its own while it is loaded. Only for files of old releases, from
             whom you trust.
@@ -116,7 +116,8 @@ class Trainer:
         save_async: Whether training goes on while a checkpoint is written.
         save_async_policy: What a save does while the one before is being written: `'wait'` for it, or `'skip'`.
         autoresume: Go on from the newest whole checkpoint in `save_folder`, if there is any, whatever `load_path` says.
-            Needs a `run_name`.
+            Needs a `run_name`. Of a run that was stopped, as by `EarlyStopper`, `fit` trains no more, unless
+            `max_duration` is another one.
         device: `'cpu'`, `'gpu'`, ... or a `Device`; by default the best of this machine.
         precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
         precision_config: Settings of an 8-bit precision.
