@@ -283,6 +283,22 @@ def test_stopping_ends_training_where_it_is(max_duration, expected):
     assert state.get_elapsed_duration() == Time(1.0, "dur")
 
 
+def test_a_checkpoint_keeps_a_stop_until_there_is_another_duration():
+    """Training went on whenever a stopped run was loaded."""
+    state, loaded = make_state(max_duration="5ep"), make_state(max_duration="5ep")
+    state.serialized_attributes = loaded.serialized_attributes = ["timestamp"]
+    for _ in range(2):  # a stopper may decide so once more, of what is over
+        state.stop_training()
+        assert state.stopped_duration == "5ep"
+    loaded.load_state_dict(state.state_dict())
+    assert loaded.stopped_duration == "5ep"
+    loaded.max_duration = "6ep"
+    assert loaded.stopped_duration is None
+    assert loaded.state_dict()["timestamp"].keys() == {"Timestamp"}
+    loaded.stop_training(resumable=True)
+    assert loaded.stopped_duration is None
+
+
 def test_stopping_before_the_first_batch_leaves_nothing_to_do():
     state = make_state(max_duration="5ep")
     state.stop_training()

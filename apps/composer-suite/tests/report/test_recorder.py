@@ -350,6 +350,15 @@ def test_a_run_that_was_stopped_says_so_and_why(tmp_path):
     assert (whole["status"], whole["reason"]) == ("finished", None)
 
 
+def test_a_stopped_run_that_is_started_again_says_still_why_it_has_ended(tmp_path):
+    """It trains nothing, and was told to have finished."""
+    settings = {"save_folder": str(tmp_path / "checkpoints"), "autoresume": True}
+    train(tmp_path, callbacks=StopsAt(3), **settings)
+    train(tmp_path, **settings)
+    status = read_run(tmp_path / "run").status
+    assert (status["status"], status["reason"]) == ("stopped early", "training has ended at 3ba, and was to be 2ep long")
+
+
 def test_what_ended_a_run_is_told_also_where_somebody_caught_it(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=StopsAt(3, ArithmeticError("out of numbers")))
     with pytest.raises(ArithmeticError):

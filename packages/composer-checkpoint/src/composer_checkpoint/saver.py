@@ -358,8 +358,8 @@ class CheckpointSaver(Callback):
         if self._async is not None:  # what it writes is listed by the next
             self._async.wait()
             self._settle(logger)
-        # A file of the same name does not say that training was stopped.
-        self._uploads.overwrite |= self._misses_stop(state)
+        if self._misses_stop(state) and self.last_checkpoint_batch == state.timestamp.batch:
+            self._uploads.overwrite = True  # the one of before the stop may have the same name
         self._holds_stop = Ranks().all(state.stopped_duration is not None)
         lineage = self._history.lineage()
         job = self._name_save(state)

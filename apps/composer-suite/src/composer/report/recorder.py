@@ -248,7 +248,10 @@ class RunRecorder(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Bring the files up to date."""
-        self._is_fitting, self._has_fit_failed, self._plan = True, False, Plan(state)
+        self._is_fitting, self._has_fit_failed = True, False
+        # A run that was stopped before trains nothing, and ends as it has ended then.
+        has_time = state.max_duration is None or state.timestamp < state.max_duration
+        self._plan = Plan(state) if has_time else None
         self._reason = self._failure = self._cause = None
         self._settings |= fit_settings(state)
         self._flush("running")
