@@ -72,7 +72,7 @@ def set_optimizer_state(
         if broadcast:
             without = gather(without)[0]
         options = sharded_options(state_dict_type, strict=strict and not without, broadcast=broadcast)
-        base = getattr(optimizer, "base_optimizer", None)
+        base: Any = getattr(optimizer, "base_optimizer", None)
         has_base = base is not None and base.state is optimizer.state
         # Torch lets an optimizer step to have a state, without the closure that one which looks twice, as SAM, needs.
         loaded = base if has_base else optimizer

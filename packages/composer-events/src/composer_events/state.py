@@ -234,8 +234,8 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         duration, stopped = self._max_duration, self.stopped_duration
         if duration is not None and self.timestamp < duration:
             stopped = None if resumable else duration.to_timestring()
-        in_batches = duration is None or duration.unit is TimeUnit.EPOCH
-        self.max_duration = self.timestamp.batch if in_batches else self.timestamp.get(duration.unit)
+        unit = TimeUnit.EPOCH if duration is None else duration.unit
+        self.max_duration = self.timestamp.get(TimeUnit.BATCH if unit is TimeUnit.EPOCH else unit)
         self.stopped_duration = stopped
 
     def batch_get_item(self, key: Any) -> Any:
