@@ -356,7 +356,8 @@ def test_a_stopped_run_that_is_started_again_says_still_why_it_has_ended(tmp_pat
     train(tmp_path, callbacks=StopsAt(3), **settings)
     train(tmp_path, **settings)
     status = read_run(tmp_path / "run").status
-    assert (status["status"], status["reason"]) == ("stopped early", "training has ended at 3ba, and was to be 2ep long")
+    assert status["status"] == "stopped early"
+    assert status["reason"] == "training has ended at 3ba, and was to be 2ep long"
 
 
 def test_what_ended_a_run_is_told_also_where_somebody_caught_it(tmp_path):

@@ -72,15 +72,15 @@ def set_optimizer_state(
         if broadcast:
             without = gather(without)[0]
         options = sharded_options(state_dict_type, strict=strict and not without, broadcast=broadcast)
-        base: Any = getattr(optimizer, "base_optimizer", None)
+        base = getattr(optimizer, "base_optimizer", None)
         has_base = base is not None and base.state is optimizer.state
         # Torch lets an optimizer step to have a state, without the closure that one which looks twice, as SAM, needs.
-        loaded = base if has_base else optimizer
+        loaded: Any = base if has_base else optimizer
         set_optimizer_state_dict(model, loaded, named, options=options)
         for place in without:  # that step counts as one; they begin with their first
             loaded.state.pop(_parameters(optimizer)[place], None)
         if has_base:
-            optimizer.load_state_dict(base.state_dict())
+            optimizer.load_state_dict(loaded.state_dict())
     elif "param_groups" not in saved or _is_numbered(saved):
         optimizer.load_state_dict(dict(saved))
     else:
