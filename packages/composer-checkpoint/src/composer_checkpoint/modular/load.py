@@ -276,7 +276,8 @@ def _as_state(content: Any, path: str) -> dict[str, Any]:
         )
     saved = dict(content)
     if "timestamp" in saved:
-        saved["timestamp"] = {"Timestamp": saved["timestamp"]}
+        stopped = {name: saved.pop(name) for name in ("stopped_duration",) if name in saved}
+        saved["timestamp"] = {"Timestamp": saved["timestamp"], **stopped}
     if isinstance(saved.get("callbacks"), list):
         saved["callbacks"] = _by_class(saved["callbacks"])
     return saved

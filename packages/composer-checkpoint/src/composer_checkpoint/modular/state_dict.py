@@ -160,12 +160,13 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
 
     Returns:
         `timestamp`, `rank_zero_seed`, `run_name`, `rng` with each rank's random state, and, unless they are empty,
-            `dataset_state`, `schedulers` and `scaler` by class, `callbacks` and `algorithms` as pairs of class and
-            state.
+            `stopped_duration`, `dataset_state`, `schedulers` and `scaler` by class, `callbacks` and `algorithms` as
+            pairs of class and state.
     """
     resumption: dict[str, Any] = {
         "dataset_state": _dataset_state(state),
         "timestamp": state.timestamp.state_dict(),
+        "stopped_duration": state.stopped_duration or {},
         "schedulers": dict(named_by_class(state.schedulers)),
         "callbacks": [(type(callback).__qualname__, callback.state_dict()) for callback in state.callbacks],
         "algorithms": [(type(algorithm).__qualname__, algorithm.state_dict()) for algorithm in state.algorithms],
