@@ -213,6 +213,7 @@ class CheckpointSaver(Callback):
             if kept is not None:
                 kept.policy = kept.policy.with_mode(metric_of(state, kept.policy.metric))
         path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
+        self._holds_stop = False
         if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
             self.last_checkpoint_batch = None  # time was set back, and that batch comes a second time
         template, remote_template = (template_of_run(state, name) for name in (self.filename, self.remote_file_name))
