@@ -1,16 +1,24 @@
 """Where a run stands in its data, so that a resumed one reads the very same batches."""
 
 import inspect
-import random
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from composer_checkpoint.seeded_batches import SeededBatches, can_be_seeded, derive_seed, open_seeded
+from composer_checkpoint._drawless import draws_nothing
+from composer_checkpoint._held_state import HeldState, holds_generators, set_epoch_everywhere
+from composer_checkpoint.seeded_batches import (
+    SeededBatches,
+    can_be_seeded,
+    derive_seed,
+    open_seeded,
+    open_streamed,
+    reads_in_workers,
+)
 from composer_dist.env import get_global_rank, get_world_size
 from composer_dist.reproducibility import load_rng_state
 
@@ -39,7 +47,10 @@ SEED_KEY = "seed"
 """Under `EPOCH_START_KEY`: what the batches of the epoch are drawn from, where nothing else matters."""
 
 
-_AT_SAVE = "generators_at_save"  # in each entry under `EPOCH_START_KEY`: where the dataloader's own ones were
+# In each entry under `EPOCH_START_KEY`: what the parts of the dataloader held when the epoch began, and at the save,
+_HELD, _AT_SAVE = "held", "held_at_save"
+_ORDER = "order"  # with, there, a hash of the order of the epoch so far,
+_IN_WORKERS = "in_workers"  # and what datasets in worker processes hold.
 _ATTRIBUTE = "data_position"
 
 
@@ -77,15 +88,19 @@ class DataPosition:
         self.spin = spin
         self._start: dict[str, Any] | None = None  # of the epoch that is open
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded, and not yet put back
-        self._at_save: Sequence[torch.Tensor] = ()  # of the dataloader's own generators, for the epoch that is open
+        self._at_save: Mapping[str, Any] = {}  # what the loaded checkpoint says about parts of the dataloader
         self._loader_state: Any = None
         self._is_resumed = False
+        self._held: HeldState | None = None
+        self._begun: tuple[Any, int, list[object]] | None = None  # of which epoch the parts have the number
         self._seeded: SeededBatches | None = None  # kept, since its workers may persist
 
     @classmethod
     def attach(cls, state: "State", spin: bool = True) -> "DataPosition":
         """Return a new one that whoever has the state finds."""
         position = vars(state)[_ATTRIBUTE] = cls(spin)
+        if state.train_dataloader is not None:
+            position.watch(state.train_dataloader)
         return position
 
     @staticmethod
@@ -101,18 +116,54 @@ class DataPosition:
             state: What it loaded.
         """
         rank = get_global_rank()
-        self._rng, self._is_resumed = rng or None, True
+        self._rng, self._is_resumed, self._begun = rng or None, True, None
         self._start = _epoch_start(rng or [{}], rank)
-        self._at_save = (self._start or {}).get(_AT_SAVE, ())
+        self._at_save = (self._start or {}).pop(_AT_SAVE, {})
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
         # Those of another number of ranks say nothing about this rank's share.
         self._loader_state = waiting[rank] if len(waiting) == get_world_size() else None
+
+    def watch(self, loader: Any) -> HeldState:
+        """Note what a dataloader holds before anyone acts on it: what changes from then on is kept in checkpoints."""
+        if self._held is None or self._held.loader is not loader:
+            self._held = HeldState(loader)
+        return self._held
 
     def restore_between_epochs(self, state: "State") -> None:
         """Put the generators where they were, if a checkpoint was loaded that was written between two epochs."""
         if self._rng is not None and state.timestamp.batch_in_epoch == 0:
             load_rng_state(self._rng)
             self._rng = None
+
+    def begin(self, state: "State", dataloader: Iterable[Any] | None = None) -> None:
+        """Let every part of the dataloader that has `set_epoch` have the number of the current epoch.
+
+        `open` does so if this was not called before. A loop calls it before its EPOCH_START, so that listeners that
+        set another number have the last word; a resumption puts that back.
+
+        Args:
+            state: The training state.
+            dataloader: What is to be read; the state's train dataloader when `None`.
+        """
+        loader = state.train_dataloader if dataloader is None else dataloader
+        epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
+        self.restore_between_epochs(state)
+        held, saved, returns = self.watch(loader), (self._start or {}).get(_HELD, {}), False
+        if self._is_resumed and self._start is not None and (self.spin or num_read == 0):
+            knows_place = self._loader_state is not None or bool(state.dataset_resumption.get("train"))
+            if knows_place or (num_read == 0 and keeps_own_state(loader)):
+                held.restore(saved, only_generators=True)
+            else:
+                self._warm_up(loader, epoch, saved, self._start.get(SEED_KEY, state.rank_zero_seed))
+                returns = True
+        if returns and num_read == 0:
+            held.restore(saved)
+        parts = set_epoch_everywhere(loader, epoch)
+        if returns and num_read > 0:
+            held.restore(saved)
+        if returns:
+            self._warn_of(loader, epoch, held.missing(saved) if num_read > 0 else ())
+        self._begun = loader, epoch, parts
 
     def open(self, state: "State", dataloader: Iterable[Any] | None = None) -> Iterator[Any]:
         """Return the rest of the current epoch, whose number and first batch the state's timestamp says.
@@ -123,23 +174,30 @@ class DataPosition:
         """
         loader = state.train_dataloader if dataloader is None else dataloader
         epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
-        self.restore_between_epochs(state)
+        if self._begun is None or self._begun[0] is not loader or self._begun[1] != epoch:
+            self.begin(state, loader)
+        (_, _, parts), self._begun = cast("tuple[Any, int, list[object]]", self._begun), None
+        set_epoch_everywhere(loader, epoch, parts)  # those that a listener has put there meanwhile
         rng, self._rng = self._rng, None
         is_resumed, self._is_resumed = self._is_resumed, False
         if not is_resumed:
-            self._at_save = ()
+            self._at_save = {}
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
-        if is_resumed and (num_read == 0 or knows_place or is_spun):
-            self._begin_again(loader, epoch if is_spun and num_read else 0)
+        if is_resumed and is_spun and num_read > 0 and self._start is None:
+            # Composer's checkpoints do not say; without dropout and augmentation, this draws what training has drawn.
+            for earlier in range(epoch):
+                set_epoch_everywhere(loader, earlier)
+                next(iter(loader), None)
+            set_epoch_everywhere(loader, epoch)
         if num_read == 0 or not is_resumed:
-            is_seeded = can_be_seeded(loader) or _has_place(loader)
-            beside = {SEED_KEY: state.rank_zero_seed}
-            self._start = _generators_state(loader, beside) if is_seeded else _capture(loader)
-        set_epoch(loader, epoch)
+            self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
         batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
-        if rng is not None and (knows_place or is_spun):
-            load_rng_state(rng)
+        if is_resumed and num_read > 0 and (knows_place or is_spun):
+            if getattr(loader, "num_workers", None) == 0:  # so that this process has loaded what it has trained on
+                self.watch(loader).restore(self._at_save, loads=True, only_generators=knows_place)
+            if rng is not None:
+                load_rng_state(rng)
         return batches
 
     def _read(self, loader: Any, epoch: int, place: int, num_left_out: int) -> Iterator[Any]:
@@ -151,18 +209,93 @@ class DataPosition:
             place: The number of the batch that the loader, which knows its place, gives next.
             num_left_out: How many batches to leave out from there.
         """
-        seed = (self._start or {}).get(SEED_KEY)
-        if seed is not None and can_be_seeded(loader):
-            if self._seeded is None or self._seeded.loader is not loader:
-                self._seeded = SeededBatches(loader, get_global_rank())
-            return self._seeded.open(seed, epoch, num_left_out)
-        if seed is not None:
-            batches = open_seeded(loader, derive_seed(seed, epoch, get_global_rank()), place)
-        else:
+        start = self._start or {}
+        seed = start.get(SEED_KEY)
+        if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
+            lead = replays = False
+            if num_left_out > 0:
+                replays = reads_in_workers(loader) or self._must_replay(loader)
+                lead = not draws_nothing(loader.dataset, loader.collate_fn)
+                # Where the first epoch is over, what is made in it was made by `_warm_up`.
+                lead = lead and (epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers))
+            return self._seeded_of(loader).open(
+                seed,
+                epoch,
+                num_left_out,
+                lead=max(1, loader.num_workers) if lead else 0,
+                replays=replays,
+                order=self._at_save.get(_ORDER),
+            )
+        if seed is None:
             batches = iter(loader)
+        elif _has_place(loader):
+            batches = open_seeded(loader, derive_seed(seed, epoch, get_global_rank()), count(place))
+        else:
+            batches = open_streamed(loader, derive_seed(seed, epoch, get_global_rank()))
         for _ in range(num_left_out):
             next(batches, None)
         return batches
+
+    def _seeded_of(self, loader: Any) -> SeededBatches:
+        if self._seeded is None or self._seeded.loader is not loader:
+            self._seeded = SeededBatches(loader, get_global_rank(), sets_epoch=True)
+        return self._seeded
+
+    def _must_replay(self, loader: Any) -> bool:
+        """Return whether batches that were trained on must be loaded again, to draw what they have drawn.
+
+        Of what this process loads, checkpoints say where its generators were.
+        """
+        if loader.num_workers > 0:
+            return self._at_save.get(_IN_WORKERS, (False,))[0] or holds_generators(loader.dataset, loader.collate_fn)
+        return self.watch(loader).shares_generators()
+
+    def _warm_up(self, loader: Any, epoch: int, saved: Mapping[str, Any], seed: int) -> None:
+        """Load the first batch of epoch 0, for what a dataset makes as it does, and put all else back.
+
+        A process of before had done so, and workers that persist had, in each epoch. In epoch 0, `open` does it.
+        """
+        num_workers, batches = getattr(loader, "num_workers", 0), max(1, getattr(loader, "num_workers", 0))
+        persists = num_workers > 0 and loader.persistent_workers
+        if epoch == 0 or isinstance(loader, Iterator | list | tuple) or (num_workers > 0 and not persists):
+            return
+        held, is_map = self.watch(loader), can_be_seeded(loader)
+        if is_map and draws_nothing(loader.dataset, loader.collate_fn) and not held.missing(saved):
+            return
+        before = held.capture(whole=True)
+        for earlier in range(1 if is_map or not persists else epoch):
+            set_epoch_everywhere(loader, earlier)
+            if is_map or reads_in_workers(loader):
+                first = self._seeded_of(loader).open(seed, earlier)
+            else:
+                first = open_streamed(loader, derive_seed(seed, earlier, get_global_rank()))
+            for _ in islice(first, batches):
+                pass
+        held.restore(before)
+
+    def _warn_of(self, loader: Any, epoch: int, missing: Sequence[str]) -> None:
+        """Warn of what neither a checkpoint nor reading again brings back."""
+        told = [f"train_dataloader.{name}, which there is not any more" for name in missing]
+        if getattr(loader, "num_workers", 0) > 0 and isinstance(loader, DataLoader):
+            generators, values = self._at_save.get(_IN_WORKERS, (False, False))
+            generators = generators or holds_generators(loader.dataset, loader.collate_fn)
+            whose = (
+                f"train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn has in worker processes"
+            )
+            if values:
+                told.append(f"the numbers, flags and texts, which change as batches are loaded, that {whose}")
+            elif generators and epoch > 0 and loader.persistent_workers:
+                told.append(f"the generators, which go on from epoch to epoch, that {whose}")
+        elif isinstance(loader, Iterator) and not hasattr(loader, "__dict__") and epoch > 0:
+            told.append(f"train_dataloader, a {type(loader).__name__}, which does not begin again in each epoch")
+        if told:
+            warnings.warn(
+                f"The resumed run may read other samples than if it had not been stopped, since it cannot bring back "
+                f"{' and '.join(told)}. Draw from the generators of the process (torch.rand, random.random), or from "
+                "set_epoch(epoch) and the number of the sample; or give the dataloader, dataset or sampler "
+                "state_dict() and load_state_dict(state), and load in the process of training (num_workers=0).",
+                stacklevel=2,
+            )
 
     def skip_to_end(self, dataloader: Iterable[Any]) -> None:
         """Leave an epoch that was resumed at its end, of which nothing is left to read, as if it had been read.
@@ -172,11 +305,11 @@ class DataPosition:
         Args:
             dataloader: What the epoch was opened with.
         """
-        _restore_generators(dataloader, self._at_save)
+        self.watch(dataloader).restore(self._at_save)
 
     def forget(self) -> None:
         """Act as if no checkpoint had been loaded, for a run that begins again from zero."""
-        self._rng = self._loader_state = self._start = None
+        self._rng = self._loader_state = self._start = self._begun = None
         self._is_resumed = False
 
     def close(self) -> None:
@@ -186,10 +319,13 @@ class DataPosition:
 
     def state_dict(self, state: "State") -> dict[str, Any]:
         """Return what this rank needs to go on from here: what the batches of the open epoch depend on."""
-        if state.timestamp.batch_in_epoch > 0:
-            at_save = _generators_state(state.train_dataloader)["generators"]
-            return {**(self._start or {}), **({_AT_SAVE: at_save} if at_save else {})}
-        return _generators_state(state.train_dataloader) if _generators(state.train_dataloader) else {}
+        held, num_read = self.watch(state.train_dataloader).capture(), int(state.timestamp.batch_in_epoch)
+        if num_read == 0:
+            return {SEED_KEY: state.rank_zero_seed, _HELD: held}
+        at_save: dict[str, Any] = dict(held)
+        if self._seeded is not None and self._seeded.loader is state.train_dataloader:
+            at_save |= {_ORDER: self._seeded.order_of(num_read), _IN_WORKERS: self._seeded.in_workers()}
+        return {**(self._start or {}), _AT_SAVE: at_save}
 
     def _hand_over(self, loader: Any) -> bool:
         """Let a dataloader with a state of its own take its place, and say whether it did."""
@@ -198,16 +334,6 @@ class DataPosition:
             return False
         loader.load_state_dict(loaded)
         return True
-
-    def _begin_again(self, loader: Any, num_epochs: int) -> None:
-        """Put the generators where they were when the epoch began, as far as that is known."""
-        if self._start is not None:
-            _restore(loader, self._start)
-            return
-        # Composer's checkpoints do not say; without dropout and augmentation, this draws what training has drawn.
-        for earlier in range(num_epochs):
-            set_epoch(loader, earlier)
-            next(iter(loader), None)
 
 
 def keeps_own_state(dataloader: Any) -> bool:
@@ -265,10 +391,16 @@ def leave_epoch(state: "State", dataset_state: Any) -> None:
 def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] | None:
     """Return what the batches of a rank depended on when the open epoch began."""
     if rank < len(rng):
-        return rng[rank].get(EPOCH_START_KEY)
-    # The saved run did not have this rank. The seed is that of all; generators are not, lest two ranks draw the same.
+        start = rng[rank].get(EPOCH_START_KEY)
+        if len(rng) != get_world_size() and start and _AT_SAVE in start:  # a share of another size
+            start = {**start, _AT_SAVE: {name: value for name, value in start[_AT_SAVE].items() if name != _ORDER}}
+        return None if start is None else dict(start)
+    # The saved run did not have this rank. The seed and numbers such as of the epoch are those of all; generators are
+    # not, lest two ranks draw the same.
     first = rng[0].get(EPOCH_START_KEY) or {}
-    return {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
+    found = {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
+    values = first.get(_HELD, {}).get("values")
+    return {**found, _HELD: {"values": values}} if values else found
 
 
 def _has_place(dataloader: Any) -> bool:
@@ -280,44 +412,9 @@ def _has_state(holder: Any) -> bool:
 
 
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
-    """Tell the DistributedSampler of a dataloader, if it has one, which epoch to shuffle for."""
+    """Set the epoch of an evaluation's or a prediction's DistributedSampler, and of nothing that training may share."""
     if isinstance(dataloader, DataLoader):
         for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler):
                 sampler.set_epoch(epoch)
                 return
-
-
-def _capture(loader: Any) -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.random.get_rng_state(),
-        **_generators_state(loader),
-    }
-
-
-def _generators_state(loader: Any, beside: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {**(beside or {}), "generators": [generator.get_state() for generator in _generators(loader)]}
-
-
-def _restore(loader: Any, start: Mapping[str, Any]) -> None:
-    _restore_generators(loader, start.get("generators", ()))
-    if "torch" in start:
-        version, internal, gauss = start["python"]
-        random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(tuple(start["numpy"]))
-        torch.random.set_rng_state(start["torch"])
-
-
-def _restore_generators(loader: Any, states: Iterable[torch.Tensor]) -> None:
-    for generator, generator_state in zip(_generators(loader), states, strict=False):
-        generator.set_state(generator_state)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a dataloader and its samplers draw from instead of the process's own."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())

@@ -3,11 +3,13 @@
 import copy
 import hashlib
 import random
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any
+from itertools import chain, count, islice
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,13 +23,22 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._drawless import draws_nothing
-from composer_checkpoint._own_generators import holds_generators
+from composer_checkpoint._held_state import changes_between, holds_generators, set_epoch_everywhere
 
-__all__ = ["SeededBatches", "can_be_seeded", "derive_seed", "open_seeded", "seeded"]
+__all__ = [
+    "SeededBatches",
+    "can_be_seeded",
+    "derive_seed",
+    "open_seeded",
+    "open_streamed",
+    "reads_in_workers",
+    "seeded",
+]
 
 _DRAW_FIRST = (
     BatchSampler,
@@ -38,6 +49,7 @@ _DRAW_FIRST = (
     DistributedSampler,
 )
 _END = object()
+_NUM_LOOKS = 3  # at the dataset of a worker: at the start, and after each of the first two batches
 _spares: list[Any] = []  # bit generators of NumPy's, which take longer to make than a small batch to load
 
 
@@ -91,17 +103,43 @@ def can_be_seeded(loader: object) -> bool:
     )
 
 
-def open_seeded(loader: Iterable[Any], epoch_seed: int, first: int = 0) -> Iterator[Any]:
+def reads_in_workers(loader: object) -> bool:
+    """Return whether a dataloader is torch's own, and workers that persist keep copies of its iterable dataset."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.dataset, IterDataPipe)
+        and loader.persistent_workers
+    )
+
+
+def open_seeded(loader: Iterable[Any], epoch_seed: int, numbers: Iterable[int]) -> Iterator[Any]:
     """Return the batches of any dataloader; what this process draws for them follows from a seed and their number.
 
     Args:
         loader: Begins where it likes.
         epoch_seed: The seed.
-        first: The number of the batch that comes first.
+        numbers: Those of the batches, from the first one that comes.
     """
     with seeded(epoch_seed):
         batches = iter(loader)
-    return _each_seeded(batches, epoch_seed, first)
+    return _each_seeded(batches, epoch_seed, numbers)
+
+
+def open_streamed(loader: Iterable[Any], epoch_seed: int) -> Iterator[Any]:
+    """Return the batches of any dataloader; what this process draws for them are numbers of their own.
+
+    Those follow from the seed, whatever is drawn between two batches, and from what the dataloader itself seeds.
+
+    Args:
+        loader: Read from its start.
+        epoch_seed: The seed.
+    """
+    stream = _Stream(epoch_seed)
+    with stream:
+        batches = iter(loader)
+    return _each_within(stream, batches)
 
 
 class SeededBatches:
@@ -113,32 +151,62 @@ class SeededBatches:
     draws from a generator of its own does so as always.
 
     Args:
-        loader: One that `can_be_seeded`. It is not changed.
+        loader: One that `can_be_seeded`, or that `reads_in_workers`. It is not changed.
         rank: Tells this rank's augmentation from that of the others.
+        sets_epoch: Whether workers that persist call `set_epoch` of their copies of the dataset as epochs begin.
     """
 
-    def __init__(self, loader: DataLoader[Any], rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], rank: int, *, sets_epoch: bool = False) -> None:
         self.loader = loader
         self._rank = rank
+        self._sets_epoch = sets_epoch
         self._sampler: _SeededSampler | None = None
         self._view: DataLoader[Any] | None = None
+        # Of the workers: the epoch, its seed, and whether they were seen to hold generators, and to change values.
+        self._shared = torch.zeros(4, dtype=torch.int64)
+        if loader.num_workers > 0:
+            self._shared.share_memory_()
 
-    def open(self, seed: int, epoch: int, first: int = 0) -> Iterator[Any]:
+    def open(
+        self, seed: int, epoch: int, first: int = 0, *, lead: int = 0, replays: bool = False, order: int | None = None
+    ) -> Iterator[Any]:
         """Return the batches of an epoch from the one with the number `first` on.
 
-        Before the first one they are not loaded, unless the dataset holds generators of its own, which only loading
-        brings forward.
+        Args:
+            seed: Of the run.
+            epoch: The number of the epoch.
+            first: The number of the first batch that is wanted. Those before are not loaded.
+            lead: Load and drop as many batches from the start of the epoch, for what a dataset makes as it loads its
+                first one, and go on in the worker process that would have loaded the next one.
+            replays: Whether to load and drop all batches before `first`.
+            order: What `order_of(first)` was when the epoch was read before, to warn if it is another.
         """
         epoch_seed = derive_seed(seed, epoch, self._rank)
-        replays = first > 0 and holds_generators(self.loader.dataset, self.loader.collate_fn)
-        view, sampler = self._prepare()
-        sampler.begin(epoch_seed, 0 if replays else first)
+        start = 0 if replays else first - (first % (self.loader.num_workers or 1) if lead else 0)
+        if start <= lead:
+            start = lead = 0
+        view, sampler = self._prepare(epoch)
+        sampler.begin(epoch_seed, start, lead, first, order)
+        self._shared[:2] = torch.tensor([epoch if self._sets_epoch else -1, epoch_seed])
         if self.loader.num_workers == 0 and not draws_nothing(self.loader.dataset, self.loader.collate_fn):
-            batches = open_seeded(view, epoch_seed, 0 if replays else first)
+            batches = open_seeded(view, epoch_seed, chain(range(lead), count(start)))
         else:
             with seeded(epoch_seed):
                 batches = iter(view)
-        return islice(batches, first, None) if replays else batches
+        if self.loader.num_workers == 0:
+            sampler.skip()
+        for _ in range(lead + first - start):
+            next(batches, None)
+        return batches
+
+    def order_of(self, num_batches: int) -> int | None:
+        """Return a hash of which samples the first batches of the open epoch are of, or `None` if it is not known."""
+        return None if self._sampler is None else self._sampler.orders.get(num_batches)
+
+    def in_workers(self) -> tuple[bool, bool]:
+        """Return whether datasets in worker processes hold generators, and whether they change values as they load."""
+        generators, values = self._shared[2:].tolist()
+        return bool(generators), bool(values)
 
     def close(self) -> None:
         """End the workers that persist. Epochs may be opened again, with new ones."""
@@ -148,19 +216,22 @@ class SeededBatches:
             # torch has no public way to end them, and those that it finds in garbage it waits for in vain.
             batches._shutdown_workers()
 
-    def _prepare(self) -> tuple["DataLoader[Any]", "_SeededSampler"]:
+    def _prepare(self, epoch: int) -> tuple["DataLoader[Any]", "_SeededSampler"]:
         """Return a copy of the loader that goes through a sampler of ours, or the one whose workers wait."""
         if self._view is None or self._sampler is None or not self.loader.persistent_workers:
             batch_sampler = self.loader.batch_sampler
             is_batched = batch_sampler is not None
-            self._sampler = _SeededSampler(self.loader.sampler if batch_sampler is None else batch_sampler)
+            num_ahead = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+            self._sampler = _SeededSampler(self.loader.sampler if batch_sampler is None else batch_sampler, num_ahead)
             self._view = copy.copy(self.loader)
             # In its dict, since a DataLoader refuses to be given these once it is made. Its iterators ask for nothing
             # else; the workers of `_iterator`, if there are any, belong to the loader itself.
-            own: dict[str, Any] = {"_iterator": None, "batch_sampler" if is_batched else "sampler": self._sampler}
+            own: dict[str, Any] = {"_iterator": None}
+            if not reads_in_workers(self.loader):
+                own["batch_sampler" if is_batched else "sampler"] = self._sampler
             if self.loader.num_workers > 0:
                 self._sampler.is_numbered = True
-                own["dataset"] = _SeededDataset(self.loader.dataset)
+                own["dataset"] = _SeededDataset(self.loader.dataset, self.loader.collate_fn, self._shared, epoch)
             vars(self._view).update(own)
         return self._view, self._sampler
 
@@ -174,61 +245,125 @@ class _Numbered:
 
 
 class _SeededSampler:
-    """Passes on what another sampler says, from a given batch on, and draws what that draws from a seed."""
+    """Passes on what another sampler says, from a given batch on, and draws what that draws from a seed.
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
+    Attributes:
+        is_numbered: Whether each batch comes with its seed.
+        orders: By their number, a hash of the latest batches and of all before them.
+    """
+
+    def __init__(self, sampler: Iterable[Any], num_ahead: int) -> None:
         self._sampler = sampler
-        self._epoch_seed = 0
-        self._first = 0
+        self._num_ahead = num_ahead
+        self._epoch_seed = self._start = self._lead = self._first = 0
+        self._order: int | None = None
+        self._indices: Iterator[Any] = iter(())
+        self._head: list[Any] | None = None
         self.is_numbered = False
+        self.orders: dict[int, int] = {}
         # Those of torch draw when they begin, or from a generator of their own.
-        self._draws_first = type(sampler) in _DRAW_FIRST and type(getattr(sampler, "sampler", sampler)) in _DRAW_FIRST
+        inner: Any = getattr(sampler, "sampler", sampler)
+        self._draws_first = type(sampler) in _DRAW_FIRST and type(inner) in _DRAW_FIRST
+        self._goes_on = isinstance(sampler, Iterator) or isinstance(inner, Iterator)
 
-    def begin(self, epoch_seed: int, first: int) -> None:
-        self._epoch_seed, self._first = epoch_seed, first
+    def begin(self, epoch_seed: int, start: int, lead: int, first: int, order: int | None) -> None:
+        self._epoch_seed, self._start, self._lead, self._first, self._order = epoch_seed, start, lead, first, order
 
     def __len__(self) -> int:
         return len(self._sampler)  # pyright: ignore[reportArgumentType]  # as long as the one that it stands for
 
     def __iter__(self) -> Iterator[Any]:
-        epoch_seed, first = self._epoch_seed, self._first
-        wanted = islice(self._draw(epoch_seed), first, None)
+        self._indices, self._head = self._draw(self._epoch_seed), None
         if not self.is_numbered:
-            return wanted
-        return (_Numbered(derive_seed(epoch_seed, number), index) for number, index in enumerate(wanted, first))
+            return self._pass_on() if self._start else self._indices
+        seed, numbers = self._epoch_seed, chain(range(self._lead), count(self._start))
+        return (_Numbered(derive_seed(seed, number), index) for number, index in zip(numbers, self._pass_on()))  # noqa: B905
+
+    def skip(self) -> None:
+        """Draw what comes before the batches that are passed on."""
+        if self._head is None:
+            self._head = list(islice(self._indices, self._start))[: self._lead]
+
+    def _pass_on(self) -> Iterator[Any]:
+        self.skip()
+        yield from self._head or ()
+        yield from self._indices
 
     def _draw(self, epoch_seed: int) -> Iterator[Any]:
         """Yield all that the other sampler says, without a look at each where nothing is drawn any more."""
-        indices: Iterator[Any] = iter(())
-        for number in count():
-            with seeded(derive_seed(epoch_seed, "order", number)):
-                if number == 0:
-                    indices = iter(self._sampler)
-                index = next(indices, _END)
+        with seeded(derive_seed(epoch_seed, "order", 0)):
+            indices = iter(self._sampler)
+            index = next(indices, _END)
+        if self._draws_first:
+            yield from () if index is _END else chain([index], indices)
+            return
+        self.orders = {0: 0}
+        # A sampler that counts its epochs may do so behind its last batch, which no worker then asks it for.
+        length = None if self._goes_on or not hasattr(self._sampler, "__len__") else len(self)
+        following = None
+        for number in count(1):
             if index is _END:
-                return
+                break
+            if number == length:
+                following = self._next(indices, epoch_seed, number)
+            self._note_order(number, index)
             yield index
-            if self._draws_first:
-                yield from indices
-                return
+            index = self._next(indices, epoch_seed, number) if number != length else following
+        self._check_order(self._first)
+
+    def _next(self, indices: Iterator[Any], epoch_seed: int, number: int) -> Any:
+        with seeded(derive_seed(epoch_seed, "order", number)):
+            return next(indices, _END)
+
+    def _note_order(self, number: int, index: Any) -> None:
+        self.orders[number] = zlib.crc32(repr(index).encode(), self.orders[number - 1])
+        self.orders.pop(number - self._num_ahead - 3, None)
+        self._check_order(number)
+
+    def _check_order(self, number: int) -> None:
+        """Warn if the batches before the first one that is wanted are others than before."""
+        if self._order is None or number != self._first:
+            return
+        before, self._order = self._order, None
+        if self.orders.get(number) != before:
+            warnings.warn(
+                f"The sampler of train_dataloader, a {type(self._sampler).__name__}, has chosen other samples for the "
+                f"{number} batches that the epoch began with than before the run was stopped: some samples are read "
+                "twice and some not at all. Give it state_dict() and load_state_dict(state) for what its order depends "
+                "on, or let its order follow from set_epoch(epoch).",
+                stacklevel=2,
+            )
 
 
 class _SeededDataset:
-    """A dataset as workers see it: what it draws for a batch follows from the batch's seed."""
+    """A dataset as workers see it: what it draws for a batch follows from the batch's seed.
 
-    def __init__(self, dataset: Any) -> None:
-        object.__setattr__(self, "_dataset", dataset)
+    Args:
+        dataset: The dataset.
+        collate_fn: What is kept in the worker with it.
+        shared: What `SeededBatches` and its workers tell each other.
+        epoch: For which it was prepared.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any, shared: torch.Tensor, epoch: int) -> None:
+        vars(self).update(_dataset=dataset, _seeded_parts=(dataset, collate_fn), _seeded_shared=shared)
+        vars(self).update(_seeded_epoch=epoch, _seeded_looks=[])
 
     def __getitems__(self, batch: _Numbered) -> Any:
-        _seed_process(batch.seed)
+        self._seeded_begin(batch.seed)
         together: Callable[[Any], Any] | None = getattr(self._dataset, "__getitems__", None)
         return together(batch.index) if together else [self._dataset[index] for index in batch.index]
 
     def __getitem__(self, item: Any) -> Any:
         if not isinstance(item, _Numbered):
             return self._dataset[item]
-        _seed_process(item.seed)
+        self._seeded_begin(item.seed)
         return self._dataset[item.index]
+
+    def __iter__(self) -> Iterator[Any]:
+        worker: Any = get_worker_info()
+        self._seeded_begin(derive_seed(int(self._seeded_shared[1]), worker.id))
+        return iter(self._dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -241,12 +376,63 @@ class _SeededDataset:
         setattr(self._dataset, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _SeededDataset, (self._dataset,)
+        return _SeededDataset, (*self._seeded_parts, self._seeded_shared, self._seeded_epoch)
+
+    def _seeded_begin(self, seed: int) -> None:
+        """Bring what persists from epoch to epoch to the current one, and seed the process."""
+        epoch = int(self._seeded_shared[0])
+        if epoch not in (-1, self._seeded_epoch):
+            set_epoch_everywhere(self._seeded_parts, epoch)
+            vars(self)["_seeded_epoch"] = epoch
+        if len(self._seeded_looks) < _NUM_LOOKS:
+            self._seeded_look()
+        _seed_process(seed)
+
+    def _seeded_look(self) -> None:
+        """Find out what the first batches leave behind; the very first one may make what stays."""
+        looks, parts = self._seeded_looks, self._seeded_parts
+        looks.append(changes_between(*parts))
+        if len(looks) == _NUM_LOOKS:
+            self._seeded_shared[2] |= int(holds_generators(*parts))
+            self._seeded_shared[3] |= int(looks[-1] != looks[-2])
 
 
-def _each_seeded(batches: Iterator[Any], epoch_seed: int, first: int) -> Iterator[Any]:
+class _Stream:
+    """Random numbers of Python, NumPy and torch on the CPU that go on where they were left, apart from all others."""
+
+    def __init__(self, seed: int) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy: Any = np.random.MT19937(seed)
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+
+    def __enter__(self) -> None:
+        self._exchange()
+
+    def __exit__(self, *error: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        python, ours, legacy = random.getstate(), torch.default_generator.get_state(), cast("Any", np.random)
+        numpy = legacy.get_bit_generator()
+        random.setstate(self._python)
+        legacy.set_bit_generator(self._numpy)
+        torch.default_generator.set_state(self._torch)
+        self._python, self._numpy, self._torch = python, numpy, ours
+
+
+def _each_within(stream: _Stream, batches: Iterator[Any]) -> Iterator[Any]:
+    """Load each batch in this process with the stream's numbers."""
+    while True:
+        with stream:
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+def _each_seeded(batches: Iterator[Any], epoch_seed: int, numbers: Iterable[int]) -> Iterator[Any]:
     """Load each batch in this process with its own seed."""
-    for number in count(first):
+    for number in numbers:
         with seeded(derive_seed(epoch_seed, number)):
             batch = next(batches, _END)
         if batch is _END:

@@ -42,6 +42,7 @@ class TrainBatches:
         self._engine = engine
         self._ranks = ranks
         self._position = position
+        position.watch(data_spec.dataloader)
         self._open: Iterator[Any] | None = None  # the epoch being read
         self._num_read = 0  # batches taken from it
         self._is_untouched = True  # nothing was read since it was opened, be it here or at its end
@@ -80,6 +81,11 @@ class TrainBatches:
         if dataset_counts_samples(self.data_spec.dataloader) and get_local_rank() == 0:
             tidy_shared_memory()
         self._position.restore_between_epochs(self._state)
+
+    @in_stage("the dataloader")
+    def begin_epoch(self) -> None:
+        """Let the data have the number of the epoch, before listeners of EPOCH_START may choose another one."""
+        self._position.begin(self._state, self.data_spec.dataloader)
 
     def restart(self) -> None:
         """Forget the open epoch, since the timestamp was set back."""

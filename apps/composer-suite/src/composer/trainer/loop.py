@@ -49,6 +49,7 @@ class Loop:
             if state.timestamp.epoch_in_iteration == 0 and state.timestamp.batch_in_epoch == 0:
                 run_event(Event.ITERATION_START)
             if state.timestamp.batch_in_epoch == 0:
+                self.batches.begin_epoch()
                 run_event(Event.EPOCH_START)
                 self.report.epoch()
 
