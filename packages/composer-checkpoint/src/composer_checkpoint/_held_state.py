@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from composer_checkpoint._encoding import encode
 from composer_checkpoint._more_than_data import refuse_more_than_data
 
-__all__ = ["HeldState", "changes_between", "holds_generators", "set_epoch_everywhere"]
+__all__ = ["HeldState", "changing_state", "holds_generators", "set_epoch_everywhere"]
 
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _LEAVES = (str, bytes, int, float, bool, type(None), type, ModuleType, BuiltinFunctionType, np.ndarray, torch.Tensor)
@@ -35,6 +35,7 @@ _PLAIN = (int, float, bool, str, type(None))
 _FOREIGN = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"__main__"})  # whose classes hold no generators
 _MAX_OBJECTS = 5_000
 _MAX_ITEMS = 64  # a dataset may list millions of samples, which are all alike, and has few transforms
+_MAX_CHARACTERS = 1_000
 _MISSING = object()
 
 
@@ -58,10 +59,12 @@ class HeldState:
 
     Args:
         loader: As the run begins with it, before any listener acts on it.
+        only_generators: Whether the dataloader takes care of all else, since it knows its place.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, only_generators: bool = False) -> None:
         self.loader = loader
+        self._only_generators = only_generators
         self._first = {part.name: _plain_values(part.value) for part in _parts(loader)}
         self._warned = set[str]()
 
@@ -75,6 +78,7 @@ class HeldState:
         for part in _parts(self.loader):
             if isinstance(part.value, _KINDS):
                 found["generators"][part.name] = _generator_state(part.value)
+            if isinstance(part.value, _KINDS) or self._only_generators:
                 continue
             values = _plain_values(part.value)
             first = {} if whole else self._first.get(part.name, {})
@@ -92,16 +96,15 @@ class HeldState:
                     found["objects"][part.name] = {"state": state, "values": values}
         return {kind: entries for kind, entries in found.items() if entries}
 
-    def restore(self, saved: Mapping[str, Any], *, loads: bool | None = None, only_generators: bool = False) -> None:
+    def restore(self, saved: Mapping[str, Any], *, loads: bool | None = None) -> None:
         """Put back what `capture` returned.
 
         Args:
             saved: What to put back, as far as the dataloader has these parts.
             loads: Whether to do so for what loads samples, or for the others, alone.
-            only_generators: Whether to leave the rest alone.
         """
         parts = [part for part in _parts(self.loader) if loads is None or part.loads == loads]
-        for part in parts if not only_generators else ():
+        for part in parts if not self._only_generators else ():
             if part.name in saved.get("objects", {}):
                 _load(part.value, **saved["objects"][part.name])
             _set_values(part.value, saved.get("values", {}).get(part.name, {}))
@@ -166,9 +169,11 @@ def holds_generators(*holders: object) -> bool:
     return any(isinstance(part.value, _KINDS) for part in _parts(holders))
 
 
-def changes_between(*holders: object) -> dict[str, Any]:
-    """Return the numbers, flags and texts that objects hold, to compare them with those of later."""
-    return {part.name: _plain_values(part.value) for part in _parts(holders)}
+def changing_state(*holders: object) -> dict[str, Any]:
+    """Return the numbers, flags, texts and states that objects hold, to compare them with those of later."""
+    parts = _parts(holders)
+    states = {part.name: repr(part.value.state_dict()) for part in parts if _has_own_state(part.value)}
+    return {"states": states, **{part.name: _plain_values(part.value) for part in parts}}
 
 
 def _parts(loader: Any) -> list[_Part]:
@@ -280,6 +285,7 @@ def _plain_values(value: Any) -> dict[Any, Any]:
         key: inner.item() if isinstance(inner, np.generic) else inner
         for key, inner in found.items()
         if type(inner) in _PLAIN or isinstance(inner, np.number | np.bool_)
+        if not isinstance(inner, str) or len(inner) <= _MAX_CHARACTERS
         if type(key) in (str, int) and key != "training"
     }
 
@@ -290,16 +296,19 @@ def _is_same(value: object, other: object) -> bool:
 
 def _set_values(value: Any, saved: Mapping[Any, Any]) -> None:
     """Set what an object holds, unless there is something now that is no number, flag or text."""
+    is_container = isinstance(value, dict | list | deque)
     for key, wanted in saved.items():
-        items: Any = value if isinstance(value, dict | list | deque) else _attributes(value)
-        is_there = key in items if isinstance(items, dict) else isinstance(key, int) and key < len(items)
-        if is_there and type(items[key]) not in _PLAIN and not isinstance(items[key], np.generic):
+        items: Any = dict(enumerate(value)) if isinstance(value, list | deque) else value
+        items = items if is_container else _attributes(value)
+        if key in items and type(items[key]) not in _PLAIN and not isinstance(items[key], np.generic):
             continue
-        if isinstance(value, dict) or (items is value and is_there):
-            items[key] = wanted
-        elif hasattr(value, "__dict__") and not (key not in vars(value) and hasattr(type(value), key)):
+        if isinstance(value, dict) or (is_container and key in items):
+            value[key] = wanted
+        elif is_container:
+            continue
+        elif hasattr(value, "__dict__") and (key in vars(value) or not hasattr(type(value), key)):
             vars(value)[key] = wanted  # without a setter, which may refuse it, as a DataLoader's does
-        elif items is not value and hasattr(type(value), key):
+        elif hasattr(type(value), key):
             object.__setattr__(value, key, wanted)
 
 

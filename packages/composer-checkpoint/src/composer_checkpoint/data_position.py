@@ -50,7 +50,7 @@ SEED_KEY = "seed"
 # In each entry under `EPOCH_START_KEY`: what the parts of the dataloader held when the epoch began, and at the save,
 _HELD, _AT_SAVE = "held", "held_at_save"
 _ORDER = "order"  # with, there, a hash of the order of the epoch so far,
-_IN_WORKERS = "in_workers"  # and what datasets in worker processes hold.
+_IN_WORKERS = "changes_workers"  # and whether loading changes what worker processes hold.
 _ATTRIBUTE = "data_position"
 
 
@@ -60,11 +60,11 @@ class DataPosition:
     The order and the augmentation of a DataLoader's batches over a map-style dataset follow from the run's seed, the
     epoch, the rank and the number of the batch, so that the batches that were trained on are not even loaded; see
     `SeededBatches`. Dataloaders and datasets that have `state_dict` and `load_state_dict` go to their place by
-    themselves; what they draw in this process is drawn from the same seed. Of everything else, what the batches
-    depend on is kept for each rank: an epoch is opened again with the random numbers that it began with, what was
-    trained on is read and dropped, and the generators are put where they were.
+    themselves; what they draw in this process is drawn from the same seed. Everything else is read from the start of
+    the epoch, with random numbers of its own, and what was trained on is dropped.
 
-    What the persistent workers of an iterable dataset draw follows from all epochs before, and is not repeated.
+    Generators, states and numbers that samplers, datasets and dataloaders hold are kept for each rank, as they were
+    when the epoch began and at the save; see `HeldState`. One warning names what cannot be brought back.
 
     A loop of one's own attaches one to its state before it loads, so that `CheckpointSaver` and `load_checkpoint` find
     it, and begins each epoch with `open`.
@@ -126,7 +126,7 @@ class DataPosition:
     def watch(self, loader: Any) -> HeldState:
         """Note what a dataloader holds before anyone acts on it: what changes from then on is kept in checkpoints."""
         if self._held is None or self._held.loader is not loader:
-            self._held = HeldState(loader)
+            self._held = HeldState(loader, only_generators=_has_place(loader))
         return self._held
 
     def restore_between_epochs(self, state: "State") -> None:
@@ -149,11 +149,10 @@ class DataPosition:
         epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
         self.restore_between_epochs(state)
         held, saved, returns = self.watch(loader), (self._start or {}).get(_HELD, {}), False
-        if self._is_resumed and self._start is not None and (self.spin or num_read == 0):
-            knows_place = self._loader_state is not None or bool(state.dataset_resumption.get("train"))
-            if knows_place or (num_read == 0 and keeps_own_state(loader)):
-                held.restore(saved, only_generators=True)
-            else:
+        if self._is_resumed and self._start is not None:
+            if _has_place(loader):
+                held.restore(saved)
+            elif self.spin or num_read == 0:
                 self._warm_up(loader, epoch, saved, self._start.get(SEED_KEY, state.rank_zero_seed))
                 returns = True
         if returns and num_read == 0:
@@ -195,7 +194,7 @@ class DataPosition:
         batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
         if is_resumed and num_read > 0 and (knows_place or is_spun):
             if getattr(loader, "num_workers", None) == 0:  # so that this process has loaded what it has trained on
-                self.watch(loader).restore(self._at_save, loads=True, only_generators=knows_place)
+                self.watch(loader).restore(self._at_save, loads=True)
             if rng is not None:
                 load_rng_state(rng)
         return batches
@@ -212,20 +211,13 @@ class DataPosition:
         start = self._start or {}
         seed = start.get(SEED_KEY)
         if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
-            lead = replays = False
-            if num_left_out > 0:
-                replays = reads_in_workers(loader) or self._must_replay(loader)
-                lead = not draws_nothing(loader.dataset, loader.collate_fn)
-                # Where the first epoch is over, what is made in it was made by `_warm_up`.
-                lead = lead and (epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers))
-            return self._seeded_of(loader).open(
-                seed,
-                epoch,
-                num_left_out,
-                lead=max(1, loader.num_workers) if lead else 0,
-                replays=replays,
-                order=self._at_save.get(_ORDER),
-            )
+            replays, lead = num_left_out > 0 and self._must_replay(loader), None
+            if num_left_out > 0 and not draws_nothing(loader.dataset, loader.collate_fn):
+                # Where the first epoch is over, what stays after it was made by `_warm_up`.
+                begins = epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers)
+                lead = max(1, loader.num_workers) if begins else 0
+            batches = self._seeded_of(loader)
+            return batches.open(seed, epoch, num_left_out, lead, replays=replays, order=self._at_save.get(_ORDER))
         if seed is None:
             batches = iter(loader)
         elif _has_place(loader):
@@ -247,8 +239,11 @@ class DataPosition:
         Of what this process loads, checkpoints say where its generators were.
         """
         if loader.num_workers > 0:
-            return self._at_save.get(_IN_WORKERS, (False,))[0] or holds_generators(loader.dataset, loader.collate_fn)
+            return reads_in_workers(loader) or self._loading_changes_workers(loader)
         return self.watch(loader).shares_generators()
+
+    def _loading_changes_workers(self, loader: Any) -> bool:
+        return self._at_save.get(_IN_WORKERS, False) or holds_generators(loader.dataset, loader.collate_fn)
 
     def _warm_up(self, loader: Any, epoch: int, saved: Mapping[str, Any], seed: int) -> None:
         """Load the first batch of epoch 0, for what a dataset makes as it does, and put all else back.
@@ -276,16 +271,12 @@ class DataPosition:
     def _warn_of(self, loader: Any, epoch: int, missing: Sequence[str]) -> None:
         """Warn of what neither a checkpoint nor reading again brings back."""
         told = [f"train_dataloader.{name}, which there is not any more" for name in missing]
-        if getattr(loader, "num_workers", 0) > 0 and isinstance(loader, DataLoader):
-            generators, values = self._at_save.get(_IN_WORKERS, (False, False))
-            generators = generators or holds_generators(loader.dataset, loader.collate_fn)
-            whose = (
-                f"train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn has in worker processes"
-            )
-            if values:
-                told.append(f"the numbers, flags and texts, which change as batches are loaded, that {whose}")
-            elif generators and epoch > 0 and loader.persistent_workers:
-                told.append(f"the generators, which go on from epoch to epoch, that {whose}")
+        if isinstance(loader, DataLoader):
+            if epoch > 0 and loader.persistent_workers and self._loading_changes_workers(loader):
+                told.append(
+                    f"what train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn holds in worker "
+                    "processes that persist, and goes on from in each epoch"
+                )
         elif isinstance(loader, Iterator) and not hasattr(loader, "__dict__") and epoch > 0:
             told.append(f"train_dataloader, a {type(loader).__name__}, which does not begin again in each epoch")
         if told:
@@ -293,7 +284,7 @@ class DataPosition:
                 f"The resumed run may read other samples than if it had not been stopped, since it cannot bring back "
                 f"{' and '.join(told)}. Draw from the generators of the process (torch.rand, random.random), or from "
                 "set_epoch(epoch) and the number of the sample; or give the dataloader, dataset or sampler "
-                "state_dict() and load_state_dict(state), and load in the process of training (num_workers=0).",
+                "state_dict() and load_state_dict(state), and load without workers that persist.",
                 stacklevel=2,
             )
 
@@ -320,12 +311,13 @@ class DataPosition:
     def state_dict(self, state: "State") -> dict[str, Any]:
         """Return what this rank needs to go on from here: what the batches of the open epoch depend on."""
         held, num_read = self.watch(state.train_dataloader).capture(), int(state.timestamp.batch_in_epoch)
-        if num_read == 0:
-            return {SEED_KEY: state.rank_zero_seed, _HELD: held}
-        at_save: dict[str, Any] = dict(held)
+        found: dict[str, Any] = {}
         if self._seeded is not None and self._seeded.loader is state.train_dataloader:
-            at_save |= {_ORDER: self._seeded.order_of(num_read), _IN_WORKERS: self._seeded.in_workers()}
-        return {**(self._start or {}), _AT_SAVE: at_save}
+            order = {} if num_read == 0 else {_ORDER: self._seeded.order_of(num_read)}
+            found = {_IN_WORKERS: self._seeded.changes_workers(), **order}
+        if num_read == 0:
+            return {SEED_KEY: state.rank_zero_seed, _HELD: held, _AT_SAVE: found}
+        return {**(self._start or {}), _AT_SAVE: {**held, **found}}
 
     def _hand_over(self, loader: Any) -> bool:
         """Let a dataloader with a state of its own take its place, and say whether it did."""

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._drawless import draws_nothing
-from composer_checkpoint._held_state import changes_between, holds_generators, set_epoch_everywhere
+from composer_checkpoint._held_state import changing_state, holds_generators, set_epoch_everywhere
 
 __all__ = [
     "SeededBatches",
@@ -49,7 +49,7 @@ _DRAW_FIRST = (
     DistributedSampler,
 )
 _END = object()
-_NUM_LOOKS = 3  # at the dataset of a worker: at the start, and after each of the first two batches
+_NUM_LOOKS = 2  # at the dataset of a worker, after each of the first batches
 _spares: list[Any] = []  # bit generators of NumPy's, which take longer to make than a small batch to load
 
 
@@ -162,13 +162,20 @@ class SeededBatches:
         self._sets_epoch = sets_epoch
         self._sampler: _SeededSampler | None = None
         self._view: DataLoader[Any] | None = None
-        # Of the workers: the epoch, its seed, and whether they were seen to hold generators, and to change values.
-        self._shared = torch.zeros(4, dtype=torch.int64)
+        # With the workers: the epoch, its seed, and whether loading was seen to change what they hold.
+        self._shared = torch.zeros(3, dtype=torch.int64)
         if loader.num_workers > 0:
             self._shared.share_memory_()
 
     def open(
-        self, seed: int, epoch: int, first: int = 0, *, lead: int = 0, replays: bool = False, order: int | None = None
+        self,
+        seed: int,
+        epoch: int,
+        first: int = 0,
+        lead: int | None = None,
+        *,
+        replays: bool = False,
+        order: int | None = None,
     ) -> Iterator[Any]:
         """Return the batches of an epoch from the one with the number `first` on.
 
@@ -177,12 +184,13 @@ class SeededBatches:
             epoch: The number of the epoch.
             first: The number of the first batch that is wanted. Those before are not loaded.
             lead: Load and drop as many batches from the start of the epoch, for what a dataset makes as it loads its
-                first one, and go on in the worker process that would have loaded the next one.
+                first one, and go on in the worker that would have loaded the next one; any worker will do when `None`.
             replays: Whether to load and drop all batches before `first`.
             order: What `order_of(first)` was when the epoch was read before, to warn if it is another.
         """
         epoch_seed = derive_seed(seed, epoch, self._rank)
-        start = 0 if replays else first - (first % (self.loader.num_workers or 1) if lead else 0)
+        start = 0 if replays else first - (0 if lead is None else first % (self.loader.num_workers or 1))
+        lead = lead or 0
         if start <= lead:
             start = lead = 0
         view, sampler = self._prepare(epoch)
@@ -203,10 +211,9 @@ class SeededBatches:
         """Return a hash of which samples the first batches of the open epoch are of, or `None` if it is not known."""
         return None if self._sampler is None else self._sampler.orders.get(num_batches)
 
-    def in_workers(self) -> tuple[bool, bool]:
-        """Return whether datasets in worker processes hold generators, and whether they change values as they load."""
-        generators, values = self._shared[2:].tolist()
-        return bool(generators), bool(values)
+    def changes_workers(self) -> bool:
+        """Return whether what worker processes have loaded has changed what they hold."""
+        return bool(self._shared[2])
 
     def close(self) -> None:
         """End the workers that persist. Epochs may be opened again, with new ones."""
@@ -299,7 +306,7 @@ class _SeededSampler:
             return
         self.orders = {0: 0}
         # A sampler that counts its epochs may do so behind its last batch, which no worker then asks it for.
-        length = None if self._goes_on or not hasattr(self._sampler, "__len__") else len(self)
+        length = None if self._goes_on else _length_of(self._sampler)
         following = None
         for number in count(1):
             if index is _END:
@@ -316,7 +323,9 @@ class _SeededSampler:
             return next(indices, _END)
 
     def _note_order(self, number: int, index: Any) -> None:
-        self.orders[number] = zlib.crc32(repr(index).encode(), self.orders[number - 1])
+        text = repr(index)
+        text = "" if " at 0x" in text else text  # which is another one in each process
+        self.orders[number] = zlib.crc32(text.encode(), self.orders[number - 1])
         self.orders.pop(number - self._num_ahead - 3, None)
         self._check_order(number)
 
@@ -333,6 +342,13 @@ class _SeededSampler:
                 "on, or let its order follow from set_epoch(epoch).",
                 stacklevel=2,
             )
+
+
+def _length_of(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except Exception:  # whatever it raises that has none, or asks another one for it
+        return None
 
 
 class _SeededDataset:
@@ -352,18 +368,26 @@ class _SeededDataset:
     def __getitems__(self, batch: _Numbered) -> Any:
         self._seeded_begin(batch.seed)
         together: Callable[[Any], Any] | None = getattr(self._dataset, "__getitems__", None)
-        return together(batch.index) if together else [self._dataset[index] for index in batch.index]
+        samples = together(batch.index) if together else [self._dataset[index] for index in batch.index]
+        self._seeded_look()
+        return samples
 
     def __getitem__(self, item: Any) -> Any:
         if not isinstance(item, _Numbered):
             return self._dataset[item]
         self._seeded_begin(item.seed)
-        return self._dataset[item.index]
+        sample = self._dataset[item.index]
+        self._seeded_look()
+        return sample
 
     def __iter__(self) -> Iterator[Any]:
         worker: Any = get_worker_info()
         self._seeded_begin(derive_seed(int(self._seeded_shared[1]), worker.id))
-        return iter(self._dataset)
+        samples = iter(self._dataset)
+        for sample in islice(samples, _NUM_LOOKS - len(self._seeded_looks)):
+            self._seeded_look()
+            yield sample
+        yield from samples
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -384,17 +408,15 @@ class _SeededDataset:
         if epoch not in (-1, self._seeded_epoch):
             set_epoch_everywhere(self._seeded_parts, epoch)
             vars(self)["_seeded_epoch"] = epoch
-        if len(self._seeded_looks) < _NUM_LOOKS:
-            self._seeded_look()
         _seed_process(seed)
 
     def _seeded_look(self) -> None:
-        """Find out what the first batches leave behind; the very first one may make what stays."""
+        """Find out whether loading goes on from what it has left behind; the first time, it may make what stays."""
         looks, parts = self._seeded_looks, self._seeded_parts
-        looks.append(changes_between(*parts))
-        if len(looks) == _NUM_LOOKS:
-            self._seeded_shared[2] |= int(holds_generators(*parts))
-            self._seeded_shared[3] |= int(looks[-1] != looks[-2])
+        if len(looks) < _NUM_LOOKS:
+            looks.append(changing_state(*parts))
+            if len(looks) == _NUM_LOOKS and (looks[-1] != looks[-2] or holds_generators(*parts)):
+                self._seeded_shared[2] = True
 
 
 class _Stream:
