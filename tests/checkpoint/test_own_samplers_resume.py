@@ -129,6 +129,8 @@ def train(way, **settings):
         device="cpu",
         progress_bar=False,
         max_duration=f"{NUM_EPOCHS}ep",
+        train_subset_num_batches=NUM_SAMPLES // BATCH_SIZE,  # which no iterable dataset says
+        device_train_microbatch_size=BATCH_SIZE,
         seed=5,
         run_name="plum",
         **settings,

@@ -253,7 +253,8 @@ def test_what_was_trained_on_is_not_loaded_again(tmp_path):
     load_checkpoint(tmp_path / "ba8.pt", state, None)
     for batch, seen in run_epochs(state).items():
         torch.testing.assert_close(seen, expected[batch], rtol=0, atol=0)
-    assert len(dataset.asked) == NUM_SAMPLES * NUM_EPOCHS - 8 * BATCH_SIZE
+    # But the first batch of all, which may make what the dataset holds from then on.
+    assert len(dataset.asked) == NUM_SAMPLES * NUM_EPOCHS - 8 * BATCH_SIZE + BATCH_SIZE
 
 
 class OwnGenerator(Counted):

@@ -297,6 +297,7 @@ def _is_same(value: object, other: object) -> bool:
 def _set_values(value: Any, saved: Mapping[Any, Any]) -> None:
     """Set what an object holds, unless there is something now that is no number, flag or text."""
     is_container = isinstance(value, dict | list | deque)
+    key: Any
     for key, wanted in saved.items():
         items: Any = dict(enumerate(value)) if isinstance(value, list | deque) else value
         items = items if is_container else _attributes(value)

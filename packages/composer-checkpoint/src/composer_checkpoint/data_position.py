@@ -15,6 +15,7 @@ from composer_checkpoint.seeded_batches import (
     SeededBatches,
     can_be_seeded,
     derive_seed,
+    has_own_order,
     open_seeded,
     open_streamed,
     reads_in_workers,
@@ -153,7 +154,7 @@ class DataPosition:
             if _has_place(loader):
                 held.restore(saved)
             elif self.spin or num_read == 0:
-                self._warm_up(loader, epoch, saved, self._start.get(SEED_KEY, state.rank_zero_seed))
+                self._warm_up(loader, epoch, self._start.get(SEED_KEY, state.rank_zero_seed))
                 returns = True
         if returns and num_read == 0:
             held.restore(saved)
@@ -245,18 +246,24 @@ class DataPosition:
     def _loading_changes_workers(self, loader: Any) -> bool:
         return self._at_save.get(_IN_WORKERS, False) or holds_generators(loader.dataset, loader.collate_fn)
 
-    def _warm_up(self, loader: Any, epoch: int, saved: Mapping[str, Any], seed: int) -> None:
+    def _warm_up(self, loader: Any, epoch: int, seed: int) -> None:
         """Load the first batch of epoch 0, for what a dataset makes as it does, and put all else back.
 
         A process of before had done so, and workers that persist had, in each epoch. In epoch 0, `open` does it.
         """
         num_workers, batches = getattr(loader, "num_workers", 0), max(1, getattr(loader, "num_workers", 0))
         persists = num_workers > 0 and loader.persistent_workers
-        if epoch == 0 or isinstance(loader, Iterator | list | tuple) or (num_workers > 0 and not persists):
+        is_map = can_be_seeded(loader)
+        is_own = is_map and has_own_order(loader)  # which this process draws
+        if (
+            epoch == 0
+            or isinstance(loader, Iterator | list | tuple)
+            or (num_workers > 0 and not persists and not is_own)
+        ):
             return
-        held, is_map = self.watch(loader), can_be_seeded(loader)
-        if is_map and draws_nothing(loader.dataset, loader.collate_fn) and not held.missing(saved):
+        if is_map and not is_own and draws_nothing(loader.dataset, loader.collate_fn):
             return
+        held = self.watch(loader)
         before = held.capture(whole=True)
         for earlier in range(1 if is_map or not persists else epoch):
             set_epoch_everywhere(loader, earlier)

@@ -34,6 +34,7 @@ __all__ = [
     "SeededBatches",
     "can_be_seeded",
     "derive_seed",
+    "has_own_order",
     "open_seeded",
     "open_streamed",
     "reads_in_workers",
@@ -112,6 +113,11 @@ def reads_in_workers(loader: object) -> bool:
         and not isinstance(loader.dataset, IterDataPipe)
         and loader.persistent_workers
     )
+
+
+def has_own_order(loader: DataLoader[Any]) -> bool:
+    """Return whether a dataloader's samplers are others than torch's own."""
+    return not _draws_first(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
 
 def open_seeded(loader: Iterable[Any], epoch_seed: int, numbers: Iterable[int]) -> Iterator[Any]:
@@ -268,9 +274,8 @@ class _SeededSampler:
         self._head: list[Any] | None = None
         self.is_numbered = False
         self.orders: dict[int, int] = {}
-        # Those of torch draw when they begin, or from a generator of their own.
+        self._draws_first = _draws_first(sampler)
         inner: Any = getattr(sampler, "sampler", sampler)
-        self._draws_first = type(sampler) in _DRAW_FIRST and type(inner) in _DRAW_FIRST
         self._goes_on = isinstance(sampler, Iterator) or isinstance(inner, Iterator)
 
     def begin(self, epoch_seed: int, start: int, lead: int, first: int, order: int | None) -> None:
@@ -342,6 +347,11 @@ class _SeededSampler:
                 "on, or let its order follow from set_epoch(epoch).",
                 stacklevel=2,
             )
+
+
+def _draws_first(sampler: Any) -> bool:
+    """Return whether a sampler is torch's own, which draws when it begins, or from a generator of its own."""
+    return type(sampler) in _DRAW_FIRST and type(getattr(sampler, "sampler", sampler)) in _DRAW_FIRST
 
 
 def _length_of(sampler: Any) -> int | None:
