@@ -1,8 +1,9 @@
 """What each algorithm goes together with: microbatches, ranks, precisions, checkpoints, sharding and compilation.
 
-The table in `docs/composition.md` is the result of these runs, row by row.
+The two tables in `docs/composition.md` are the result of these runs, row by row.
 """
 
+import gc
 import inspect
 import re
 import warnings
@@ -17,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composer import Trainer, algorithms, functional
+from composer import Callback, State, Trainer, algorithms, functional
 from composer.loggers import LoggerDestination
 from composer.models import ComposerClassifier, ComposerModel
-from composer_dist import dist
+from composer_dist import dist, reproducibility
 from composer_dist.testing import run_ranks
 
 CLASSES, SAMPLES, BATCH = 3, 16, 8
@@ -30,8 +31,16 @@ ROUNDING = 128 * torch.finfo(torch.float32).eps
 # bfloat16 has three digits, of which a few are lost on the way through the layers and the steps: weights end within a
 # tenth of the way that they have gone.
 OF_THE_WAY = 0.1
-SAME, EXACT, TRAINS, DIFFERS, NONE = "same", "exact", "trains", "differs", "-"
+SAME, EXACT, TRAINS, DIFFERS, NONE, REFUSED = "same", "exact", "trains", "differs", "-", "refused"
 COLUMNS = ("microbatches", "two ranks", "sharded", "amp_bf16", "compiled", "resumed", "replayed", "optimizer")
+ROUNDING_OF_SIX = ROUNDING / 4 * 6
+SECTION, SAVED = "Under each strategy", "ep1.pt"
+STRATEGIES = {
+    "DDP": {},
+    "FSDP2": {"parallelism_config": {"fsdp": {}}},
+    **{f"DeepSpeed {stage}": {"deepspeed_config": {"zero_optimization": {"stage": stage}}} for stage in range(4)},
+}
+DEEPSPEED = tuple(STRATEGIES)[2:]
 
 
 class Stage(nn.Sequential):
@@ -197,9 +206,35 @@ ROWS = {
         partial(functional.apply_stochastic_depth, target_layer_name="ResNetBottleneck"),
         reasons={**PER_MICROBATCH, "sharded": "shared draws"},
     ),
-    "SWA": Row(partial(algorithms.SWA, "0.3dur", "0.9dur", "1ba")),
+    "SWA": Row(partial(algorithms.SWA, "0.3dur", "0.8dur", "1ba")),
     "WeightStandardization": Row(algorithms.WeightStandardization, "conv", functional.apply_weight_standardization),
 }
+
+
+# Under each strategy. The blocks that one process drops are those that all ranks drop if they share a seed.
+METHODS = {
+    **ROWS,
+    "GradientClipping('value')": Row(partial(algorithms.GradientClipping, "value", 0.01)),
+    "GradientClipping('adaptive')": Row(partial(algorithms.GradientClipping, "adaptive", 0.01)),
+    "StochasticDepth": Row(
+        partial(algorithms.StochasticDepth, "ResNetBottleneck", drop_rate=0.5, use_same_gpu_seed=True),
+        "residual",
+        reasons=PER_BATCH,
+    ),
+    "StochasticDepth('sample')": Row(
+        partial(algorithms.StochasticDepth, "ResNetBottleneck", "sample", 0.5), "residual", reasons=PER_BATCH
+    ),
+}
+# What does not train as one process does: all else has to. SAM under DDP is what the first table has for two ranks.
+NOT_SAME = {
+    **{name: {"DeepSpeed 3": REFUSED} for name in ("EMA", "LayerFreezing", "StochasticDepth", "SWA")},
+    **{
+        name: dict.fromkeys(DEEPSPEED, REFUSED)
+        for name in ("GradientClipping('value')", "GradientClipping('adaptive')", "SAM")
+    },
+}
+if "two ranks" in ROWS["SAM"].reasons:
+    NOT_SAME["SAM"]["DDP"] = ROWS["SAM"].reasons["two ranks"]
 
 
 class EventsOfAlgorithms(LoggerDestination):
@@ -222,7 +257,7 @@ def make_trainer(row, **more):
             data, BATCH // dist.get_world_size(), sampler=dist.get_sampler(data, shuffle=False)
         ),
         "max_duration": "2ep",
-        "optimizers": torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1),
         "precision": row.precision,
         "device": "cpu",
         "progress_bar": False,
@@ -245,6 +280,35 @@ def train(row, **more):
         return weights_of(trainer)
 
 
+class SameDraws(Callback):
+    """Lets all ranks go on with the generators of the first."""
+
+    def fit_start(self, state, logger):
+        (own, *_) = reproducibility.get_rng_state()
+        reproducibility.load_rng_state([own] * dist.get_world_size())
+
+
+def train_like_one_process(row, strategy="DDP", **more):
+    """Return the weights at the end of a run of six steps, and those of an average, which an evaluation would see.
+
+    Where a method draws for each rank, or looks at the examples of a rank together, all ranks get the same batch and
+    make the same draws, as one process does that has the batch alone. Of all other methods each rank gets its part.
+    """
+    if row.reasons.get("two ranks") in ("own draws", "other ghosts"):
+        data = MODELS[row.model][1]()
+        sampler = dist.get_sampler(data, shuffle=False, num_replicas=1, rank=0)
+        more |= {"train_dataloader": DataLoader(data, BATCH, sampler=sampler), "callbacks": SameDraws()}
+    with make_trainer(row, max_duration="3ep", **STRATEGIES[strategy], **more) as trainer:
+        trainer.fit()
+        found = {}
+        for algorithm in trainer.state.algorithms:
+            if isinstance(algorithm, algorithms.EMA):
+                algorithm.ema_model.swap_params(trainer.state.model)
+                found = {f"average of {name}": value for name, value in weights_of(trainer).items()}
+                algorithm.ema_model.swap_params(trainer.state.model)
+        return found | weights_of(trainer)
+
+
 def distance(weights, others):
     assert list(weights) == list(others)
     return max((weights[name].double() - others[name].double()).abs().max().item() for name in weights)
@@ -252,6 +316,17 @@ def distance(weights, others):
 
 def flat(weights):
     return torch.cat([value.double().flatten() for value in weights.values()])
+
+
+def is_near(weights, others, start):
+    far, way = (flat(others) - flat(one) for one in (weights, start))
+    return far.norm() <= OF_THE_WAY * way.norm()
+
+
+def compare(row, weights, others, start, rounding=ROUNDING):
+    is_low = row.precision != "fp32"
+    is_same = is_near(weights, others, start) if is_low else distance(weights, others) <= rounding
+    return SAME if is_same else DIFFERS
 
 
 class Cells:
@@ -280,7 +355,7 @@ class Cells:
             self.whole if precision == self.row.precision else train(self.row, precision=precision)
             for precision in ("fp32", "amp_bf16")
         )
-        return TRAINS if self._is_near(low, exact) else DIFFERS
+        return TRAINS if is_near(low, exact, self.start) else DIFFERS
 
     def compiled(self):
         torch.compiler.reset()  # what was compiled for other models counts among what may be compiled anew
@@ -301,14 +376,7 @@ class Cells:
         return EXACT if distance(before, after) == 0 else DIFFERS
 
     def _same(self, weights, others=None):
-        others = self.whole if others is None else others
-        is_low = self.row.precision != "fp32"
-        is_same = self._is_near(weights, others) if is_low else distance(weights, others) <= ROUNDING
-        return SAME if is_same else DIFFERS
-
-    def _is_near(self, weights, others):
-        far, way = (flat(others) - flat(one) for one in (weights, self.start))
-        return far.norm() <= OF_THE_WAY * way.norm()
+        return compare(self.row, weights, self.whole if others is None else others, self.start)
 
     def _exact(self, weights):
         return EXACT if distance(weights, self.whole) == 0 else DIFFERS
@@ -346,10 +414,15 @@ def of_two_ranks(tmp_path_factory):
     return first
 
 
+def documented_rows(root, section):
+    text = (root / "docs" / "composition.md").read_text()
+    lines = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0].splitlines()
+    return {re.split(" *\\| *", line)[1]: line for line in lines if line.startswith("| ")}
+
+
 @pytest.fixture(scope="module")
 def documented(root):
-    lines = (root / "docs" / "composition.md").read_text().splitlines()
-    return {re.split(" *\\| *", line)[1]: line for line in lines if line.startswith("| ")}
+    return documented_rows(root, "The table")
 
 
 @pytest.mark.slow
@@ -366,7 +439,76 @@ def test_the_documented_row_is_what_was_seen(name, of_two_ranks, documented, tmp
     assert cells.events.seen <= set(map(str, row.make().acts_on))
 
 
-def test_the_table_has_every_algorithm(documented):
+def test_the_tables_have_every_algorithm(documented, root):
     classes = {name for name in algorithms.__all__ if not re.search("Transform|2d$|^AGC$", name)}
     assert {name.split("(")[0] for name in ROWS} == classes
     assert [name for name in documented if name in ROWS] == list(ROWS)
+    assert documented_rows(root, SECTION).keys() == {"algorithm", *METHODS}
+
+
+def train_under_each_strategy(folder):
+    """Return, of each method under each strategy, what a whole run and resumed ones end with, or why it is refused."""
+    warnings.simplefilter("ignore")
+    gc.freeze()  # stage 3 collects garbage for each model, and need not look at all that was imported
+    State.seed = property(lambda state: state.rank_zero_seed)  # of the algorithms that draw by the rank's seed
+    return {(name, kind): run_cell(name, kind, folder) for name in METHODS for kind in STRATEGIES}
+
+
+def run_cell(name, strategy, folder):
+    row, own = METHODS[name], f"{folder}/{name}/{strategy}"
+    if NOT_SAME.get(name, {}).get(strategy) == REFUSED:
+        with pytest.raises((ValueError, NotImplementedError)) as refusal:
+            make_trainer(row, **STRATEGIES[strategy])
+        return str(refusal.value)
+    try:
+        return {
+            "trained": train_like_one_process(row, strategy, save_folder=own, save_interval="1ep", save_filename=SAVED),
+            "resumed": train_like_one_process(row, strategy, load_path=f"{own}/{SAVED}"),
+            "resumed from one process": train_like_one_process(row, strategy, load_path=f"{folder}/{name}/one/{SAVED}"),
+        }
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def under_strategies(tmp_path_factory):
+    """Return the folder of checkpoints, what one process ends with, and what each of two ranks under each strategy."""
+    folder = tmp_path_factory.mktemp("strategies")
+    with warnings.catch_warnings(action="ignore"):
+        alone = {
+            name: train_like_one_process(
+                row, save_folder=f"{folder}/{name}/one", save_interval="1ep", save_filename=SAVED
+            )
+            for name, row in METHODS.items()
+        }
+    ranks = run_ranks(train_under_each_strategy, str(folder), store=folder / "store", timeout_s=900)
+    return folder, alone, ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.filterwarnings("ignore")
+def test_each_strategy_trains_as_one_process_and_goes_on_there_and_elsewhere(name, under_strategies, root):
+    """SWA's mean was thrown away under DeepSpeed 1 and 2, frozen and dropped layers moved on, averages did not load."""
+    row, (folder, alone, ranks) = METHODS[name], under_strategies
+    expected = {strategy: NOT_SAME.get(name, {}).get(strategy, SAME) for strategy in STRATEGIES}
+    with make_trainer(row) as trainer:
+        start = weights_of(trainer)
+    for strategy, outcome in expected.items():
+        cells = [rank[name, strategy] for rank in ranks]
+        if outcome == REFUSED:
+            for text in cells:
+                assert re.search(rf"{name.split('(')[0]}.*(DeepSpeed|deepspeed_config)", text), text
+                assert re.search("([Uu]se|[Tt]rain with)", text), text
+            continue
+        assert isinstance(cells[0], dict), f"{strategy}: {cells[0]}"
+        moved = train_like_one_process(row, load_path=f"{folder}/{name}/{strategy}/{SAVED}")
+        seen = {**cells[0], "resumed by one process": moved}
+        assert not any(distance(cells[0][run], cells[1][run]) for run in cells[0]), f"{strategy}: the ranks differ"
+        of_runs = {run: compare(row, weights, alone[name], start, ROUNDING_OF_SIX) for run, weights in seen.items()}
+        if outcome != SAME:
+            assert of_runs["trained"] == DIFFERS, f"{strategy}: there is nothing to give a reason for"
+            assert distance(seen["resumed"], seen["trained"]) == 0
+        else:
+            assert set(of_runs.values()) == {SAME}, f"{strategy}: {of_runs}"
+    assert f"| {name} | {' | '.join(expected.values())} |" == documented_rows(root, SECTION)[name]

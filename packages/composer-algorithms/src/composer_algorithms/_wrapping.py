@@ -1,21 +1,21 @@
 """Look through whatever wraps a model: at its tensors under the names that the bare model gives them."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from composer_dist.wrapping import canonical_name
+from composer_dist.wrapping import canonical_name, is_model_deepspeed
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP, DataParallel and torch.compile, in whichever order they were put around it."""
+    """Return the module inside DDP, DataParallel, DeepSpeed's engine and torch.compile, in whichever order."""
     while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
+        if isinstance(model, (DistributedDataParallel, DataParallel)) or is_model_deepspeed(model):
+            model = model.get_submodule("module")
         elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
             model = compiled
         else:
@@ -23,8 +23,27 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Return the model's parameters by canonical name, tied ones once or under each of their names."""
-    return _by_canonical_name(unwrap(model).named_parameters(remove_duplicate=remove_duplicate))
+    """Return the model's parameters by canonical name, tied ones once or under each of their names.
+
+    Of DeepSpeed's engine they are those that its optimizer moves, whole. Every rank must call this; they may be copies,
+    so changes take effect with `write_parameters`.
+    """
+    named = unwrap(model).named_parameters(remove_duplicate=remove_duplicate)
+    if is_model_deepspeed(model):
+        from composer_dist.deepspeed_state import gather_weights  # few train with it
+
+        weights = gather_weights(model)
+        named = [(name, weights[name].requires_grad_(parameter.requires_grad)) for name, parameter in named]
+    return _by_canonical_name(named)
+
+
+def write_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put changed tensors of `canonical_parameters` into the model where they may be copies: DeepSpeed's engine."""
+    if is_model_deepspeed(model):
+        from composer_dist.deepspeed_state import scatter_weights
+
+        names = {canonical_name(name): name for name in unwrap(model).state_dict()}
+        scatter_weights(model, {names[name]: value for name, value in values.items()}, strict=False)
 
 
 def canonical_buffers(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:

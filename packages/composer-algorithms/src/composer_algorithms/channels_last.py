@@ -75,7 +75,7 @@ class ChannelsLast(Algorithm):
     """Compute convolutions with their channels last: on `INIT`, `state.model` is changed in place.
 
     It acts after all algorithms that make or replace convolutions. It keeps no state, and checkpoints of models with
-    and without it are the same. The parameters of a model that will be sharded keep their format, because FSDP takes
+    and without it are the same. The parameters of a model for FSDP or DeepSpeed keep their format, because these take
     no other: there each convolution converts its input, which decides about the format as well.
 
     Example:
@@ -98,10 +98,10 @@ class ChannelsLast(Algorithm):
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Convert the model."""
-        if state.fsdp_config is None:
-            apply_channels_last(state.model)
-        else:
+        if state.fsdp_config is not None or state.deepspeed_enabled:
             _convert_inputs(state.model)
+        else:
+            apply_channels_last(state.model)
 
     def __repr__(self) -> str:
         return "ChannelsLast()"

@@ -278,8 +278,8 @@ class SAM(Algorithm):
         """Wrap the optimizers that are not wrapped yet."""
         if state.deepspeed_enabled:
             raise ValueError(
-                f"{self!r} cannot be used under DeepSpeed, whose engine steps without a closure: leave out one of the "
-                f"two."
+                f"{self!r} cannot be used under DeepSpeed, whose engine steps without a closure: train with DDP or "
+                f"parallelism_config={{'fsdp': {{}}}} instead, or leave SAM out."
             )
         state.optimizers = [
             optimizer if _is_wrapped(optimizer) else self._wrap(optimizer, state) for optimizer in state.optimizers

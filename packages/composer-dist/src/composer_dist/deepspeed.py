@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from composer_dist import deepspeed_state
 from composer_dist.averaging import average_values, sum_counts
+from composer_dist.deepspeed_unused import UnusedParameters
 from composer_dist.devices import Device, DeviceCPU, map_tensors
 from composer_dist.initialize import initialize_dist
 from composer_dist.strategy import TNumber
@@ -40,6 +41,9 @@ class DeepSpeed:
     Args:
         device: This rank's device.
         config: What `parse_deepspeed_config` returned. It is copied.
+        find_unused_parameters: Whether some parameters may be without gradient in some steps. They then stay as they
+            are, as under `DDP`; otherwise momentum and weight decay move them. At stages 1 and 2 every rank must use
+            the same parameters. Without effect at stage 3.
 
     Raises:
         ImportError: If the package `deepspeed` is not installed.
@@ -53,7 +57,7 @@ class DeepSpeed:
     has_own_precision = True
     prepares_before_load = True
 
-    def __init__(self, device: Device, config: Mapping[str, Any]) -> None:
+    def __init__(self, device: Device, config: Mapping[str, Any], *, find_unused_parameters: bool = False) -> None:
         _check_installed()
         if isinstance(device, DeviceCPU) and config.get("fp16", {}).get("enabled", False):
             raise ValueError(
@@ -63,8 +67,10 @@ class DeepSpeed:
         self.device = device
         # Left out it is 1.0 in DeepSpeed 0.19, and gradients would be clipped that no other strategy clips.
         self._config: dict[str, Any] = {"gradient_clipping": 0.0, **copy.deepcopy(dict(config))}
+        self.find_unused_parameters = find_unused_parameters
         self._engine: Any = None
         self._parameters: deepspeed_state.ParameterGroups = []
+        self._unused: UnusedParameters | None = None
 
     @property
     def world_size(self) -> int:
@@ -108,6 +114,8 @@ class DeepSpeed:
             self._engine, wrapped, _, _ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=copy.deepcopy(self._config)
             )
+        if self.find_unused_parameters and not self.meets_in_forward:
+            self._unused = UnusedParameters(self._engine, [each for group in self._parameters for each in group])
         _destroy_group_at_exit()
         return self._engine, [wrapped]
 
@@ -193,7 +201,12 @@ class DeepSpeed:
         if scaler is not None:
             raise ValueError("scaler was given, but DeepSpeed's engine scales losses itself. Leave the scaler out.")
         result = None if closure is None else closure()
-        self.engine.step()
+        if self._unused is None:
+            self.engine.step()
+        else:
+            self._unused.begin_step()
+            self.engine.step()
+            self._unused.end_step()
         return result
 
     def zero_grad(self, optimizer: Optimizer) -> None:

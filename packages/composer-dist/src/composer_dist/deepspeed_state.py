@@ -9,18 +9,25 @@ What each stage keeps where:
 | 3 | a slice of each parameter | of the rank's slices of all parameters of a group, laid end to end, in float32 |
 
 DeepSpeed's public functions (`deepspeed.utils.safe_get_full_fp32_param` and its siblings) gather and set one parameter
-at a time at stages 1 to 3. Two things are reached past them, in `_Zero` and `_Whole`: where the state is before the
-first step, and the float32 copies of stage 0.
+at a time at stages 1 to 3. Three things are reached past them, in `_Zero` and `_Whole`: where the state is before the
+first step, the float32 copies of stage 0, and where in a flat tensor a parameter is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as tdist
 from torch.nn import Parameter
 
-__all__ = ["ParameterGroups", "gather_optimizer", "gather_weights", "scatter_optimizer", "scatter_weights"]
+__all__ = [
+    "ParameterGroups",
+    "find_in_optimizer",
+    "gather_optimizer",
+    "gather_weights",
+    "scatter_optimizer",
+    "scatter_weights",
+]
 
 ParameterGroups = list[list[Parameter]]
 """The parameters of an optimizer's groups, in the order that it got them."""
@@ -120,6 +127,17 @@ def scatter_optimizer(engine: Any, groups: ParameterGroups, state_dict: Mapping[
                     masters.set_state(parameter, key, value)
 
 
+def find_in_optimizer(engine: Any, parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, torch.Tensor, slice]]:
+    """Return each parameter with the tensor that this rank's optimizer moves for it, and where in that it is.
+
+    At stages 0 to 2. Parameters of which this rank moves nothing are left out.
+    """
+    masters = _masters(engine)
+    for parameter in parameters:
+        if (place := masters.place(parameter)) is not None:
+            yield parameter, *place
+
+
 def _is_parameter(own: Mapping[str, Any], name: str) -> bool:
     return isinstance(own.get(name), Parameter)
 
@@ -158,6 +176,8 @@ class _Masters(Protocol):
     def weight(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
     def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None: ...
+
+    def place(self, parameter: Parameter) -> tuple[torch.Tensor, slice] | None: ...
 
     def keys(self, parameter: Parameter) -> list[str]: ...
 
@@ -200,6 +220,9 @@ class _Whole:
 
     def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None:
         self._master(parameter).copy_(value)
+
+    def place(self, parameter: Parameter) -> tuple[torch.Tensor, slice] | None:
+        return self._master(parameter), slice(None)
 
     def keys(self, parameter: Parameter) -> list[str]:
         return list(self._optimizer.state.get(self._master(parameter), {}))
@@ -264,6 +287,13 @@ class _Zero:
             self._functions.safe_set_local_fp32_param(parameter, _slice(parameter, value))
         else:
             self._functions.safe_set_full_fp32_param(parameter, _like(parameter, value))
+
+    def place(self, parameter: Parameter) -> tuple[torch.Tensor, slice] | None:
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        address = mapping.get_hp_fragment_address()
+        return self._flat(parameter), slice(address.start, address.start + address.numel)
 
     def keys(self, parameter: Parameter) -> list[str]:
         return list(self._optimizer.state.get(self._flat(parameter), {})) if self._is_moved(parameter) else []

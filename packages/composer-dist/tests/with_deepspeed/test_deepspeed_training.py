@@ -22,6 +22,7 @@ BATCH_SIZE = 4  # on each rank
 # How each rank cuts its batches, where the configuration says two microbatches of two samples.
 CUTS = {"even": [2, 2], "uneven": [3, 1], "too few": [4], "too many": [1, 1, 1, 1]}
 MAX_NORM = 0.05
+PRECISIONS = ("fp32", "amp_bf16")
 
 pytestmark = pytest.mark.slow
 
@@ -165,8 +166,48 @@ def trained_in_bfloat16(stage):
     return losses, dtypes, batch, before, state_of(strategy, model, optimizer)
 
 
+class Branch(torch.nn.Module):
+    """A model of which some steps leave a part out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.maybe, self.last = (torch.nn.Linear(5, size) for size in (5, 5, 1))
+        self.uses_all = True
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.last(self.maybe(hidden) if self.uses_all else hidden).squeeze(-1)
+
+
+USES_ALL = (False, True, False, True)
+
+
+def optimizer_of_branch(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def trained_with_a_part_left_out(stage, precision):
+    """Return weights and momentum of the model before the first step and after each."""
+    run = {"batch_size": BATCH_SIZE, "microbatch_size": 2, "world_size": WORLD_SIZE, "precision": precision}
+    config = parse_deepspeed_config({"zero_optimization": {"stage": stage}}, **run)
+    strategy, module = DeepSpeed(get_device("cpu"), config, find_unused_parameters=True), Branch()
+    model, (optimizer,) = strategy.prepare(module, [optimizer_of_branch(module)])
+    states = [state_of(strategy, model, optimizer)]
+    for batch, uses_all in zip(batches(4), USES_ALL, strict=True):
+        # Where nothing is sharded, it is enough that one of the ranks has a gradient.
+        module.uses_all = uses_all and (stage > 0 or dist.get_global_rank() == 0)
+        train(strategy, model, optimizer, [batch])
+        states.append(state_of(strategy, model, optimizer))
+    return states
+
+
 def all_stages():
-    return {stage: trained(stage) for stage in STAGES}, {stage: trained_in_bfloat16(stage) for stage in STAGES}
+    return (
+        {stage: trained(stage) for stage in STAGES},
+        {stage: trained_in_bfloat16(stage) for stage in STAGES},
+        {(stage, kind): trained_with_a_part_left_out(stage, kind) for stage in (0, 1, 2) for kind in PRECISIONS},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +227,7 @@ def plain():
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_batch_trains_alike_however_ranks_and_microbatches_share_it(ranks, plain, stage, cut):
     _, _, losses = plain
-    for fp32, _ in ranks:
+    for fp32, _, _ in ranks:
         torch.testing.assert_close(fp32[stage][cut], losses, rtol=1e-6, atol=0)
 
 
@@ -200,7 +241,7 @@ def test_the_engine_clips_the_norm_of_the_whole_gradient(ranks, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_state_is_that_of_a_model_that_was_never_wrapped(ranks, plain, stage):
     model, optimizer, _ = plain
-    for fp32, _ in ranks:
+    for fp32, _, _ in ranks:
         weights, state = fp32[stage]["state"]
         assert list(weights) == list(model.state_dict())
         # The sums are in another order, which Adam's division by small numbers makes larger.
@@ -215,7 +256,7 @@ def test_the_state_is_that_of_a_model_that_was_never_wrapped(ranks, plain, stage
 def test_a_new_engine_goes_on_where_the_state_was_taken(ranks, plain, stage):
     model, optimizer, _ = plain
     losses = train_plainly(model, optimizer, batches(2, seed=3))
-    for fp32, _ in ranks:
+    for fp32, _, _ in ranks:
         torch.testing.assert_close(fp32[stage]["loaded"], fp32[stage]["state"], rtol=0, atol=0)
         torch.testing.assert_close(fp32[stage]["resumed"], losses, rtol=1e-5, atol=0)
         assert fp32[stage]["rewound"] == fp32[stage]["resumed"]
@@ -223,7 +264,7 @@ def test_a_new_engine_goes_on_where_the_state_was_taken(ranks, plain, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_names_that_do_not_fit_are_returned_or_refused_on_every_rank(ranks, stage):
-    for fp32, _ in ranks:
+    for fp32, _, _ in ranks:
         assert fp32[stage]["odd names"] == (["last.bias"], ["extra"])
         odd, misshapen = fp32[stage]["refusals"]
         assert "Missing key" in odd
@@ -239,7 +280,7 @@ def test_the_engine_is_recognized_and_the_strategy_is_one(ranks, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16_computes_in_halves_and_keeps_float32(ranks, plain, stage):
-    for _, bf16 in ranks:
+    for _, bf16, _ in ranks:
         losses, dtypes, batch, before, after = bf16[stage]
         assert set(dtypes.values()) == {torch.bfloat16}
         assert batch["x"].dtype is torch.bfloat16
@@ -311,3 +352,36 @@ def test_what_the_engine_cannot_do_is_refused(alone):
         strategy.clip_grad_norm(model.parameters(), 1.0)
     with pytest.raises(ValueError, match="scales losses itself"):
         strategy.step(None, scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_step_gives_no_gradient_stays_with_its_momentum(ranks, stage, precision):
+    """Momentum and weight decay moved it on, where torch's optimizers pass over what has no gradient."""
+    for rank in ranks:
+        states = rank[2][stage, precision]
+        for (weights, state), (later_weights, later_state), uses_all in zip(states, states[1:], USES_ALL, strict=False):
+            for index, name in enumerate(("maybe.weight", "maybe.bias"), 2):
+                assert torch.equal(weights[name], later_weights[name]) is not uses_all, name
+                momentum, later = (each["state"].get(index, {}).get("momentum_buffer") for each in (state, later_state))
+                if not uses_all and later is not None:
+                    assert torch.equal(later, torch.zeros_like(later) if momentum is None else momentum)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_part_that_is_left_out_trains_as_in_one_process(ranks, stage):
+    model = Branch()
+    optimizer = optimizer_of_branch(model)
+    for batch, uses_all in zip(batches(4), USES_ALL, strict=True):
+        optimizer.zero_grad()
+        losses = []
+        for part, rank in zip(batch.chunk(WORLD_SIZE), range(WORLD_SIZE), strict=True):
+            model.uses_all = uses_all and (stage > 0 or rank == 0)
+            losses.append(loss_of(model, part))
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    for rank in ranks:
+        # Four steps, each of fewer than 16 sums of up to 8 terms of size 1, taken in another order.
+        bound = 4 * 16 * 8 * torch.finfo(torch.float32).eps
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(rank[2][stage, "fp32"][-1][0][name], value, rtol=bound, atol=bound)

@@ -68,6 +68,7 @@ def choose_strategy(
     """
     if sharding is not None:
         return make_strategy(sharding, device, algorithms, sync_strategy, comm_hook)
+    find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
     if deepspeed_config is not None:
         if sync_strategy is not None or comm_hook is not None:
             raise ValueError(
@@ -76,10 +77,9 @@ def choose_strategy(
             )
         from composer_dist.deepspeed import DeepSpeed  # its package is asked for only here
 
-        return DeepSpeed(device, deepspeed_config)
+        return DeepSpeed(device, deepspeed_config, find_unused_parameters=find_unused)
     if get_world_size() > 1:
         _refuse_second_derivatives(algorithms)
-    find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
     # Made for a single rank as well, so that a wrong name is an error wherever the script runs.
     ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
     return ddp if get_world_size() > 1 else SingleDevice(device)
@@ -119,7 +119,7 @@ def complete_deepspeed_config(
             f"deepspeed_config={config!r} is no dict of DeepSpeed's settings. Give one, such as "
             "{'zero_optimization': {'stage': 2}}, or {} for the defaults."
         )
-    _refuse_averages(config, algorithms)
+    _refuse_methods(config, algorithms)
     if find_spec("deepspeed") is None:
         raise MissingConditionalImportError("deepspeed", "deepspeed", distribution="composer-suite")
     check_deepspeed_fits(
@@ -136,15 +136,24 @@ def complete_deepspeed_config(
     )
 
 
-def _refuse_averages(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) -> None:
-    """Refuse methods that average the weights where no rank has whole weights."""
+def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) -> None:
+    """Refuse methods that need of the weights or the gradients what DeepSpeed does not have at this stage."""
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     for algorithm in algorithms:
-        if stage == 3 and type(algorithm).__name__ in ("EMA", "SWA"):
+        name, because = type(algorithm).__name__, ""
+        if stage == 3 and name in ("EMA", "SWA"):
+            because = "averages whole weights, of which no rank has any. Use stage 2"
+        elif stage == 3 and name in ("LayerFreezing", "StochasticDepth") and algorithm.find_unused_parameters:
+            because = (
+                "leaves weights without a gradient, to which DeepSpeed applies their latest one again. Use stage 2"
+            )
+        elif stage in (1, 2) and name == "StochasticDepth" and getattr(algorithm, "use_same_gpu_seed", None) is False:
+            because = "drops other blocks on each rank with use_same_gpu_seed=False. Leave that out"
+        if because:
             raise ValueError(
-                f"{type(algorithm).__name__} averages whole weights, of which no rank has any under "
-                "deepspeed_config['zero_optimization']['stage']=3. Use stage 2, or leave the algorithm out."
+                f"{name} does not go with deepspeed_config['zero_optimization']['stage']={stage}: it {because}, train "
+                "with parallelism_config={'fsdp': {}} instead of DeepSpeed, or leave the algorithm out."
             )
 
 

@@ -1,7 +1,7 @@
 """A second set of a model's parameters and buffers, and its exchange with the set in the model."""
 
 import weakref
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from composer_algorithms._wrapping import (
     is_dtensor,
     is_sharded_by_fsdp,
     place_like,
+    write_parameters,
 )
 from composer_algorithms.ema._plan import AveragingPlan, Fingerprint
+from composer_dist.wrapping import is_model_deepspeed
 
 __all__ = ["EMAParameters"]
 
@@ -63,7 +65,8 @@ class EMAParameters:
         """Exchange this set with the one in `model`.
 
         Where possible the tensors trade their storages, which copies nothing. Values are copied where a storage is
-        shared or managed by somebody else (FSDP shards, the flat weights of cuDNN's RNNs) or device or dtype differ.
+        shared or managed by somebody else (FSDP shards, DeepSpeed's engine, the flat weights of cuDNN's RNNs) or device
+        or dtype differ.
         Expanded buffers, whose elements share memory, are traded like the rest.
 
         Args:
@@ -74,8 +77,10 @@ class EMAParameters:
             ValueError: If a parameter of this set is not in the model.
         """
         with get_model_context_manager(model):
-            may_trade = not has_flat_parameters(model)  # FSDP1 writes back to the storages that it knows
-            for tensors, name, stored, current in self._pairs(model):
+            # FSDP1 and DeepSpeed write back to the storages that they know.
+            may_trade = not (has_flat_parameters(model) or is_model_deepspeed(model))
+            pairs = list(self._pairs(model))
+            for tensors, name, stored, current in pairs:
                 if may_trade and _can_trade_storages(stored, current):
                     # Through .data the Parameter stays the same object, which optimizers and DDP hold on to.
                     stored.data, current.data = current.data, stored.data
@@ -83,6 +88,7 @@ class EMAParameters:
                     tensors[name] = current.detach().clone()
                     give_own_memory(current)
                     current.copy_(place_like(stored, current))
+            self._write_back(model, pairs)
 
     @torch.no_grad()
     def transfer_ema_params(self, model: nn.Module) -> None:
@@ -95,9 +101,11 @@ class EMAParameters:
             ValueError: If a parameter of this set is not in the model.
         """
         with get_model_context_manager(model):
-            for _, _, stored, current in self._pairs(model):
+            pairs = list(self._pairs(model))
+            for _, _, stored, current in pairs:
                 give_own_memory(current)
                 current.copy_(place_like(stored, current))
+            self._write_back(model, pairs)
 
     @torch.no_grad()
     def move_params_to_device(self, destination_model: nn.Module) -> None:
@@ -122,11 +130,12 @@ class EMAParameters:
     def keep_plan(self, plan: AveragingPlan, model: nn.Module) -> None:
         """Keep a plan for the next steps towards this model, if it will serve them.
 
-        What FSDP shards changes its tensors with every forward pass, and expanded tensors may be traded into the set.
+        What FSDP shards changes its tensors with every forward pass, what DeepSpeed trains may be gathered as copies,
+        and expanded tensors may be traded into the set.
         """
         tensors = (*self.named_parameters_dict.values(), *self.named_buffers_dict.values(), *model.buffers())
         self._plan = (None, None)
-        if not (is_sharded_by_fsdp(model) or any(map(is_expanded, tensors))):
+        if not (is_sharded_by_fsdp(model) or is_model_deepspeed(model) or any(map(is_expanded, tensors))):
             self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
             weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # it holds the model's tensors
 
@@ -141,6 +150,10 @@ class EMAParameters:
             for name, stored in tensors.items():
                 if name in current:  # a buffer may have gone: some models make them as they need them
                     yield tensors, name, stored, current[name]
+
+    def _write_back(self, model: nn.Module, pairs: Iterable[tuple[dict[str, Tensor], str, Tensor, Tensor]]) -> None:
+        own = self.named_parameters_dict
+        write_parameters(model, {name: current for tensors, name, _, current in pairs if tensors is own})
 
 
 def _forget_plan(average: "weakref.ref[EMAParameters]") -> None:
