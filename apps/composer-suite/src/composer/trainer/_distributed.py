@@ -145,9 +145,7 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
         if stage == 3 and name in ("EMA", "SWA"):
             because = "averages whole weights, of which no rank has any. Use stage 2"
         elif stage == 3 and name in ("LayerFreezing", "StochasticDepth") and algorithm.find_unused_parameters:
-            because = (
-                "leaves weights without a gradient, to which DeepSpeed applies their latest one again. Use stage 2"
-            )
+            because = "leaves weights without a gradient, and they are moved all the same. Use stage 2"
         elif stage in (1, 2) and name == "StochasticDepth" and getattr(algorithm, "use_same_gpu_seed", None) is False:
             because = "drops other blocks on each rank with use_same_gpu_seed=False. Leave that out"
         if because:
