@@ -225,6 +225,11 @@ METHODS = {
         "residual",
         reasons=PER_BATCH,
     ),
+    "StochasticDepth(use_same_gpu_seed=False)": Row(
+        partial(algorithms.StochasticDepth, "ResNetBottleneck", drop_rate=0.5, use_same_gpu_seed=False),
+        "residual",
+        reasons=PER_BATCH,
+    ),
     "StochasticDepth('sample')": Row(
         partial(algorithms.StochasticDepth, "ResNetBottleneck", "sample", 0.5), "residual", reasons=PER_BATCH
     ),
@@ -239,6 +244,7 @@ NOT_SAME = {
         name: dict.fromkeys(DEEPSPEED, REFUSED)
         for name in ("GradientClipping('value')", "GradientClipping('adaptive')", "SAM")
     },
+    "StochasticDepth(use_same_gpu_seed=False)": dict.fromkeys(DEEPSPEED[1:], REFUSED),
 }
 if "two ranks" in ROWS["SAM"].reasons:
     NOT_SAME["SAM"]["DDP"] = ROWS["SAM"].reasons["two ranks"]
@@ -487,7 +493,7 @@ def under_strategies(tmp_path_factory):
             name: train_like_one_process(row, save_folder=f"{folder}/{name}/one", **SAVING)
             for name, row in METHODS.items()
         }
-    ranks = run_ranks(train_under_each_strategy, str(folder), store=folder / "store", timeout_s=900)
+    ranks = run_ranks(train_under_each_strategy, str(folder), store=folder / "store", timeout_s=1500)
     return folder, alone, ranks
 
 
