@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from composer import Callback, State, Trainer, algorithms, functional
 from composer.loggers import LoggerDestination
 from composer.models import ComposerClassifier, ComposerModel
+from composer_checkpoint.seeded_batches import SeededBatches
 from composer_dist import dist, reproducibility
 from composer_dist.testing import run_ranks
 
@@ -296,7 +297,7 @@ def train(row, **more):
 class SameDraws(Callback):
     """Lets all ranks go on with the generators of the first."""
 
-    def fit_start(self, state, logger):
+    def epoch_start(self, state, logger):
         (own, *_) = reproducibility.get_rng_state()
         reproducibility.load_rng_state([own] * dist.get_world_size())
 
@@ -460,11 +461,18 @@ def test_the_tables_have_every_algorithm(documented, root):
     assert documented_rows(root, SECTION).keys() == {"algorithm", *METHODS}
 
 
+def draw_as_the_first_rank():
+    """Let this process's algorithms and datasets, which draw by the seed and the rank, do it as on the first rank."""
+    State.seed = property(lambda state: state.rank_zero_seed)
+    make = SeededBatches.__init__
+    SeededBatches.__init__ = lambda self, loader, rank: make(self, loader, 0)
+
+
 def train_under_each_strategy(folder):
     """Return, of each method under each strategy, what a whole run and resumed ones end with, or why it is refused."""
     warnings.simplefilter("ignore")
     gc.freeze()  # stage 3 collects garbage for each model, and need not look at all that was imported
-    State.seed = property(lambda state: state.rank_zero_seed)  # of the algorithms that draw by the rank's seed
+    draw_as_the_first_rank()
     return {(name, kind): run_cell(name, kind, folder) for name in METHODS for kind in STRATEGIES}
 
 

@@ -111,7 +111,7 @@ class SeqLengthWarmup(Algorithm):
     `min_seq_length` in steps of `step_size` and reaches `max_seq_length` when `duration` of training is done. It logs
     `seq_length_warmup/curr_seq_len` and `/curr_bs`. Before the first step it runs one microbatch of the maximal length
     forward and backward, so that the device's memory is laid out for what is to come, and too little of it shows at
-    once; its gradients and random draws are undone.
+    once; its gradients and random draws are undone. DeepSpeed's engine has no such pass outside of a step.
 
     The model has to have an attribute `model`, as `HuggingFaceModel` does, and batches have to be mappings.
 
@@ -184,7 +184,7 @@ class SeqLengthWarmup(Algorithm):
             self._is_checked = True
             return
         length = self.seq_length(self._warmup_done(state))
-        if not self._activated:
+        if not self._activated and not state.deepspeed_enabled:
             run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
             self._activated = True
         state.batch = self._with_length(state.batch, length)

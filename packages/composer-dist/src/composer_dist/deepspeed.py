@@ -114,6 +114,7 @@ class DeepSpeed:
             self._engine, wrapped, _, _ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=copy.deepcopy(self._config)
             )
+        deepspeed_state.forget_trial_step(self._engine)
         if self.find_unused_parameters and not self.meets_in_forward:
             self._unused = UnusedParameters(self._engine, [each for group in self._parameters for each in group])
         _destroy_group_at_exit()

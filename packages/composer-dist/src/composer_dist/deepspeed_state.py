@@ -23,6 +23,7 @@ from torch.nn import Parameter
 __all__ = [
     "ParameterGroups",
     "find_in_optimizer",
+    "forget_trial_step",
     "gather_optimizer",
     "gather_weights",
     "scatter_optimizer",
@@ -138,6 +139,16 @@ def find_in_optimizer(engine: Any, parameters: Iterable[Parameter]) -> Iterator[
             yield parameter, *place
 
 
+def forget_trial_step(engine: Any) -> None:
+    """Undo the step without gradients by which an engine at stage 0 in half precision makes its optimizer's state.
+
+    Weight decay has moved the float32 copies in it, and has begun the momentum.
+    """
+    masters = _masters(engine)
+    if isinstance(masters, _Whole):
+        masters.begin_again()
+
+
 def _is_parameter(own: Mapping[str, Any], name: str) -> bool:
     return isinstance(own.get(name), Parameter)
 
@@ -214,6 +225,12 @@ class _Whole:
     def _master(self, tensor: Any) -> torch.Tensor:
         copy = self._copies.get(tensor)
         return tensor if copy is None else copy
+
+    def begin_again(self) -> None:
+        if self._copies:
+            self._optimizer.state.clear()
+        for half, copy in self._copies.items():
+            copy.data.copy_(half.data)
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._master(tensor).detach()
