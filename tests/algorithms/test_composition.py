@@ -245,7 +245,7 @@ NOT_SAME = {
         name: dict.fromkeys(DEEPSPEED, REFUSED)
         for name in ("GradientClipping('value')", "GradientClipping('adaptive')", "SAM")
     },
-    "StochasticDepth(use_same_gpu_seed=False)": dict.fromkeys(DEEPSPEED[1:], REFUSED),
+    "StochasticDepth(use_same_gpu_seed=False)": dict.fromkeys(("FSDP2", *DEEPSPEED[1:]), REFUSED),
 }
 if "two ranks" in ROWS["SAM"].reasons:
     NOT_SAME["SAM"]["DDP"] = ROWS["SAM"].reasons["two ranks"]
@@ -519,8 +519,8 @@ def test_each_strategy_trains_as_one_process_and_goes_on_there_and_elsewhere(nam
         cells = [rank[name, strategy] for rank in ranks]
         if outcome == REFUSED:
             for text in cells:
-                assert re.search(rf"{re.match('[A-Za-z]+', name)[0]}.*(DeepSpeed|deepspeed_config)", text), text
-                assert re.search("([Uu]se|[Tt]rain with)", text), text
+                assert re.search(rf"{re.match('[A-Za-z]+', name)[0]}.*(DeepSpeed|deepspeed_config|FSDP)", text), text
+                assert re.search("([Uu]se|[Tt]rain with|[Ll]eave)", text), text
             continue
         assert isinstance(cells[0], dict), f"{strategy}: {cells[0]}"
         moved = train_like_one_process(row, load_path=f"{folder}/{name}/{strategy}/{SAVED}")

@@ -140,18 +140,18 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
     """Refuse methods that need of the weights or the gradients what DeepSpeed does not have at this stage."""
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if stage != 3:
+        return
     for algorithm in algorithms:
         name, because = type(algorithm).__name__, ""
-        if stage == 3 and name in ("EMA", "SWA"):
-            because = "averages whole weights, of which no rank has any. Use stage 2"
-        elif stage == 3 and name in ("LayerFreezing", "StochasticDepth") and algorithm.find_unused_parameters:
-            because = "leaves weights without a gradient, and they are moved all the same. Use stage 2"
-        elif stage in (1, 2) and name == "StochasticDepth" and getattr(algorithm, "use_same_gpu_seed", None) is False:
-            because = "drops other blocks on each rank with use_same_gpu_seed=False. Leave that out"
+        if name in ("EMA", "SWA"):
+            because = "averages whole weights, of which no rank has any"
+        elif name in ("LayerFreezing", "StochasticDepth") and algorithm.find_unused_parameters:
+            because = "leaves weights without a gradient, and they are moved all the same"
         if because:
             raise ValueError(
-                f"{name} does not go with deepspeed_config['zero_optimization']['stage']={stage}: it {because}, train "
-                "with parallelism_config={'fsdp': {}} instead of DeepSpeed, or leave the algorithm out."
+                f"{name} does not go with deepspeed_config['zero_optimization']['stage']=3: it {because}. Use stage 2, "
+                "train with parallelism_config={'fsdp': {}} instead of DeepSpeed, or leave the algorithm out."
             )
 
 

@@ -11,6 +11,7 @@ from composer_algorithms._modules import check_is_module
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 from composer_algorithms.stochastic_depth._draws import BlockDraws
 from composer_algorithms.stochastic_depth.layers import Rescale, check_drop_rate, check_rescale, layer_mapping
+from composer_dist import dist
 from composer_events.event import Event
 from composer_time import Time, TimeUnit, ensure_time
 
@@ -111,7 +112,8 @@ class StochasticDepth(InitSurgery):
         rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
 
     Raises:
-        ValueError: If a name is unknown, `drop_rate` lies outside [0, 1], or there is a warm-up with `'sample'`.
+        ValueError: If a name is unknown, `drop_rate` lies outside [0, 1], or there is a warm-up with `'sample'`; on
+            `INIT`, if several ranks of a sharded model are to drop different blocks.
 
     Example:
         >>> StochasticDepth("ResNetBottleneck", drop_rate=0.1)  # doctest: +ELLIPSIS
@@ -192,6 +194,8 @@ class StochasticDepth(InitSurgery):
 
     def _convert_blocks(self, state: "State", logger: "Logger | None") -> None:
         is_sharded = state.fsdp_config is not None or state.deepspeed_enabled
+        if self.use_same_gpu_seed is False and self.find_unused_parameters:
+            _refuse_own_draws(state)
         if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
             self._draws.seed = state.rank_zero_seed
         settings = (self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution)
@@ -222,6 +226,16 @@ class StochasticDepth(InitSurgery):
                 f"is None): set state.max_duration, or give drop_warmup in batches ('500ba') or epochs ('2ep')."
             )
         return float(elapsed / self.drop_warmup)
+
+
+def _refuse_own_draws(state: "State") -> None:
+    stage = ((state.deepspeed_config or {}).get("zero_optimization") or {}).get("stage", 0)
+    if dist.get_world_size() > 1 and (state.fsdp_config is not None or stage):
+        by = f"DeepSpeed's stage {stage}" if stage else "FSDP"
+        raise ValueError(
+            f"StochasticDepth(use_same_gpu_seed=False) lets each rank drop other blocks, but under {by} the ranks "
+            f"exchange the gradients of the same ones. Leave use_same_gpu_seed out, or use stochastic_method='sample'."
+        )
 
 
 def _warmup_time(drop_warmup: Any) -> Time[Any]:
