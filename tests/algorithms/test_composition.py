@@ -310,7 +310,7 @@ def train_like_one_process(row, strategy="DDP", **more):
         data = MODELS[row.model][1]()
         sampler = dist.get_sampler(data, shuffle=False, num_replicas=1, rank=0)
         more |= {"train_dataloader": DataLoader(data, BATCH, sampler=sampler), "callbacks": SameDraws()}
-    with make_trainer(row, max_duration="3ep", **STRATEGIES[strategy], **more) as trainer:
+    with make_trainer(row, max_duration="6ba", **STRATEGIES[strategy], **more) as trainer:
         trainer.fit()
         found = {}
         for algorithm in trainer.state.algorithms:
