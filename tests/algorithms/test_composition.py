@@ -463,7 +463,7 @@ def draw_as_the_first_rank():
     """Let this process's algorithms and datasets, which draw by the seed and the rank, do it as on the first rank."""
     State.seed = property(lambda state: state.rank_zero_seed)
     make = SeededBatches.__init__
-    SeededBatches.__init__ = lambda self, loader, rank: make(self, loader, 0)
+    SeededBatches.__init__ = lambda self, loader, rank, **more: make(self, loader, 0, **more)
 
 
 def train_under_each_strategy(folder):

@@ -198,9 +198,9 @@ class DDP(SingleDevice):
     def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
         """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
 
-        The ranks meet at its begin, where rank 0 sends its buffers, and at its end, where the gradients are averaged
-        as with `forced_sync`. In between each computes for itself, so that the averaging does not overlap with the
-        backward pass.
+        The ranks meet at its begin, where rank 0 sends its buffers, if there are any, and at its end, where the
+        gradients are averaged as with `forced_sync`. In between each computes for itself, so that the averaging does
+        not overlap with the backward pass.
 
         Raises:
             ValueError: If there is a communication hook, which such an averaging goes past.
@@ -216,8 +216,10 @@ class DDP(SingleDevice):
             check()
             return
         sends_buffers = model.require_forward_param_sync
-        if sends_buffers:  # before the forward pass, in which DDP would do it, but a rank may be missing
-            broadcast_tensors(model.module.buffers(), model.process_group)
+        buffers = list(model.module.buffers())
+        if sends_buffers and buffers:  # before the forward pass, in which DDP would do it, but a rank may be missing
+            check()  # one may have given up already, between two evaluations of one step
+            broadcast_tensors(buffers, model.process_group)
         model.require_forward_param_sync = False
         self._postpones = True
         try:
