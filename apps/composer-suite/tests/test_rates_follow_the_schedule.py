@@ -354,7 +354,7 @@ def test_the_rate_of_swa_is_not_the_schedulers_where_a_run_resumes(start, save, 
     whole.fit()
     path = save(LinearScheduler(), "15ba", StopAt(Event.EPOCH_END), algorithms=swa())
     trainer, seen = start(LinearScheduler(), "15ba", load_path=path, algorithms=swa())
-    trainer.fit()
+    trainer.fit(duration="10ba")  # a stopped run does not go on by itself
     assert len(seen) == 10
     assert seen == expected[5:]
 
