@@ -1,5 +1,6 @@
 """What is not finite on one rank only is found on all ranks alike, and no rank's weights move."""
 
+import contextlib
 import itertools
 import math
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composer import Trainer
 from composer.algorithms import SAM
 from composer.core import Callback
+from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer.trainer.divergence import DivergenceError
 from composer_dist import dist
@@ -33,6 +35,82 @@ def make_batches(rank, num_batches=NUM_BATCHES):
     ]
 
 
+class Batches(list):
+    batch_size = BATCH
+
+
+class IgnoredLabels:
+    """The mean of no labels on rank 1, in one batch: 0/0, with gradients of 0."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, outputs, targets):
+        is_ignored = dist.get_global_rank() == 1 and self.num_calls == BAD
+        self.num_calls += 1
+        return nn.functional.cross_entropy(outputs, torch.full_like(targets, -100) if is_ignored else targets)
+
+
+STRATEGIES = {
+    "DDP": {},
+    "FSDP": {"parallelism_config": {"fsdp": {}}},
+    **{
+        f"DeepSpeed {stage}": {
+            "deepspeed_config": {"train_batch_size": 2 * BATCH, "zero_optimization": {"stage": stage}}
+        }
+        for stage in range(4)
+    },
+}
+
+
+def train_by(settings, make_loss):
+    network, logged, batches = make_network(), InMemoryLogger(), Batches(make_batches(dist.get_global_rank()))
+    with Trainer(
+        model=ComposerModel.from_module(network, make_loss()),
+        train_dataloader=batches,
+        max_duration="1ep",
+        optimizers=torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9),
+        device_train_microbatch_size=BATCH,
+        device="cpu",
+        progress_bar=False,
+        loggers=logged,
+        **settings,
+    ) as trainer:
+        with contextlib.suppress(DivergenceError):
+            trainer.fit()
+        weights = trainer.strategy.model_state_dict(trainer.state.model)
+        losses = [float(loss) for _, loss in logged.data["loss/train/total"]]
+        divergences = [divergence.batch for divergence in trainer.divergences]
+        return [weight.detach().clone() for weight in weights.values()], losses, divergences
+
+
+def train_with_either_fault(settings):
+    return train_by(settings, IgnoredLabels), train_by(settings, lambda: Fault("loss", 1))[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_rank_whose_labels_are_all_ignored_trains_on_as_one_process_does(tmp_path, settings):
+    """A DivergenceError ended the run on all ranks, although the gradients of such a batch are 0."""
+    if "deepspeed_config" in settings:
+        pytest.importorskip("deepspeed")
+    expected, means = make_network(), []
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5, momentum=0.9)
+    for index, parts in enumerate(zip(make_batches(0), make_batches(1), strict=True)):
+        optimizer.zero_grad()
+        kept = parts[:1] if index == BAD else parts
+        losses = [nn.functional.cross_entropy(expected(inputs), targets) for inputs, targets in kept]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        means.append(float(sum(losses).detach()) / len(losses))
+    results = run_ranks(train_with_either_fault, settings, store=tmp_path / "store")
+    for (weights, losses, divergences), of_nan in results:
+        assert (divergences, of_nan) == ([], [BAD])
+        assert losses == pytest.approx(means, rel=1e-5)  # a few float32 roundings, by six steps
+        for own, other in zip(weights, expected.parameters(), strict=True):
+            torch.testing.assert_close(own, other.detach(), rtol=1e-5, atol=1e-6)
+
+
 class Fault:
     """A loss that goes wrong on rank 1, in the first microbatch of one batch, in one of several ways."""
 
@@ -46,7 +124,7 @@ class Fault:
         if not is_bad:
             return loss
         if self.kind == "loss":
-            return loss + math.inf  # whose gradients are finite
+            return loss * math.nan
         return loss + (outputs - outputs.detach()).sum().sqrt()  # the slope of the root at 0
 
 

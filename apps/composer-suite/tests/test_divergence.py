@@ -1,4 +1,4 @@
-"""A batch whose loss or gradient is not finite is found before the optimizer steps. The reference is a plain loop."""
+"""A batch whose gradient is not finite is found before the optimizer steps. The reference is a plain loop."""
 
 import copy
 import logging
@@ -11,6 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from composer import Trainer
 from composer.algorithms import GradientClipping
+from composer.core import DataSpec
+from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer.trainer.divergence import DivergenceError, OnDivergence
 
@@ -103,19 +105,81 @@ def test_one_bad_microbatch_is_enough(train):
 
 
 @pytest.mark.parametrize("microbatch_size", [BATCH, 2])
-def test_an_infinite_loss_counts_though_its_gradients_are_finite(train, microbatch_size):
-    def loss(outputs, targets):
-        is_bad = torch.isinf(outputs.new_tensor(math.inf if len(calls) * microbatch_size >= 2 * BATCH else 0.0))
-        calls.append(None)
-        return nn.functional.cross_entropy(outputs, targets) + torch.where(is_bad, math.inf, 0.0)
+def test_training_goes_on_with_an_infinite_loss_whose_gradients_are_finite(train, microbatch_size, caplog):
+    """A DivergenceError ended the run."""
 
-    calls = []
-    batches = make_batches()
-    _, network, error = train(batches, loss=loss, device_train_microbatch_size=microbatch_size)
-    assert error.divergence.batch == 2
-    assert error.divergence.loss == math.inf
-    _, expected, _ = train(batches[:2], device_train_microbatch_size=microbatch_size)
+    def loss(outputs, targets):
+        calls.append(None)
+        is_bad = len(calls) * microbatch_size in (3 * BATCH, 4 * BATCH)
+        return nn.functional.cross_entropy(outputs, targets) + (math.inf if is_bad else 0.0)
+
+    calls, batches = [], make_batches()
+    trainer, network, error = train(batches, loss=loss, device_train_microbatch_size=microbatch_size)
+    assert (error, trainer.divergences) == (None, [])
+    _, expected, _ = train(batches, device_train_microbatch_size=microbatch_size)
     assert_same_weights(network, expected)
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 2, "once at the first batch, and the count at the end"
+    assert "loss of batch 2 is not finite" in said[0]
+    assert "accumulate_train_batch_on_tokens" in said[0]
+    assert "2 batches" in said[1]
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("microbatch_size", [BATCH, 2, 1])
+def test_a_microbatch_whose_labels_are_all_ignored_changes_nothing(train, microbatch_size, by_tokens):
+    """A DivergenceError ended the run, although the gradients of such a microbatch are 0."""
+
+    def count(batch):
+        return {"total": len(batch[1]), "loss_generating": int((batch[1] != -100).sum())}
+
+    batches = make_batches()
+    batches[2] = (batches[2][0], torch.tensor([-100, -100, 1, 0]))
+    batches[4] = (batches[4][0], torch.full((BATCH,), -100))
+    logged = InMemoryLogger()
+    data = DataSpec(batches, get_num_tokens_in_batch=count)
+    settings = {"device_train_microbatch_size": microbatch_size, "accumulate_train_batch_on_tokens": by_tokens}
+    _, network, error = train(data, loggers=logged, **settings)
+    assert error is None
+
+    expected, means = make_network(), []
+    optimizer = optimizer_for(expected)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        weight = total = 0.0
+        num_tokens = int((targets != -100).sum())
+        for start in range(0, BATCH, microbatch_size):
+            part = slice(start, start + microbatch_size)
+            kept = int((targets[part] != -100).sum())
+            loss = nn.functional.cross_entropy(expected(inputs[part]), targets[part])
+            share = (kept / num_tokens if num_tokens else 0.0) if by_tokens else microbatch_size / BATCH
+            if kept:
+                (loss * share).backward()
+                weight, total = weight + share, total + loss.item() * share
+        if not num_tokens:
+            expected(inputs).sum().mul(0).backward()
+        optimizer.step()
+        means.append(total / weight if weight else (0.0 if by_tokens else math.nan))
+    for own, other in zip(network.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)  # a few float32 roundings of values below 1
+    seen = [float(loss) for _, loss in logged.data["loss/train/total"]]
+    assert seen == pytest.approx(means, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("microbatch_size", [2, 1])
+def test_a_part_of_the_loss_that_is_not_finite_is_left_out_of_its_mean(train, microbatch_size):
+    """The part was logged as NaN."""
+
+    def loss(outputs, targets):
+        calls.append(None)
+        is_bad = (len(calls) - 1) * microbatch_size % BATCH == 0
+        return {"one": outputs.sum() * 0 + 1, "two": outputs.sum() * 0 + (math.nan if is_bad else 2.0)}
+
+    calls, logged = [], InMemoryLogger()
+    _, _, error = train(make_batches(), loss=loss, loggers=logged, device_train_microbatch_size=microbatch_size)
+    assert error is None
+    seen = {name: {float(value) for _, value in logged.data[f"loss/train/{name}"]} for name in ("one", "two", "total")}
+    assert seen == {"one": {1.0}, "two": {2.0}, "total": {3.0}}
 
 
 def test_a_gradient_counts_though_the_loss_is_finite(train):
@@ -272,32 +336,33 @@ def test_what_an_optimizer_keeps_is_looked_at_before_it_is_saved(train, tmp_path
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_clipping_by_value_does_not_hide_an_infinite_gradient(train):
-    def overflow(gradient):
-        calls.append(None)
-        return gradient + (math.inf if len(calls) == 3 else 0.0)
+@pytest.mark.parametrize(
+    ("kind", "clip", "factor"),
+    [("value", nn.utils.clip_grad_value_, math.inf), ("norm", nn.utils.clip_grad_norm_, 1e25)],
+)
+def test_what_clipping_makes_finite_is_no_divergence(train, kind, clip, factor):
+    """A DivergenceError ended the run, where a plain loop that clips trains through with finite weights."""
 
-    calls, network = [], make_network()
-    network[2].bias.register_hook(overflow)
-    clipping = GradientClipping(clipping_type="value", clipping_threshold=0.5)
-    _, network, error = train(make_batches(), network, algorithms=[clipping])
-    assert error.divergence.batch == 2
-    _, expected, _ = train(make_batches()[:2], algorithms=[clipping])
-    assert_same_weights(network, expected)
+    def make():
+        """Make a network whose last bias has a huge gradient in the third batch, of a norm that overflows."""
+        calls, network = [], make_network()
+        network[2].bias.register_hook(lambda gradient: calls.append(None) or gradient + (len(calls) == 3 and factor))
+        return network
 
-
-def test_clipping_by_norm_does_not_hide_a_norm_that_overflows(train):
-    def loss(outputs, targets):
-        calls.append(None)
-        return nn.functional.cross_entropy(outputs, targets) + (outputs.sum() * 1e25 if len(calls) == 3 else 0.0)
-
-    calls = []
-    clipping = GradientClipping(clipping_type="norm", clipping_threshold=1.0)
-    _, network, error = train(make_batches(), loss=loss, algorithms=[clipping])
-    assert error.divergence.batch == 2
-    calls.clear()
-    _, expected, _ = train(make_batches()[:2], loss=loss, algorithms=[clipping])
-    assert_same_weights(network, expected)
+    batches = make_batches()
+    clipping = GradientClipping(clipping_type=kind, clipping_threshold=0.5)
+    _, network, error = train(batches, make(), algorithms=[clipping])
+    assert error is None
+    expected = make()
+    optimizer = optimizer_for(expected)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(inputs), targets).backward()
+        clip(expected.parameters(), 0.5)
+        optimizer.step()
+    for own, other in zip(network.parameters(), expected.parameters(), strict=True):
+        assert torch.isfinite(other).all()
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
 
 
 def test_who_wants_no_guard_gets_what_a_plain_loop_gives(train):

@@ -178,6 +178,17 @@ class DeepSpeed:
         # The weight is in the loss, so the engine does not divide by its number of microbatches once more.
         self.engine.backward(loss, scale_wrt_gas=False)
 
+    def has_finite_gradients(self) -> bool:
+        """Return whether the gradients of a batch are finite, before its step. Every rank must call this.
+
+        It gathers one whole gradient after another, so call it only where there is a reason to.
+        """
+        get = _start(self.device).utils.safe_get_full_grad
+        parameters = (parameter for group in self._parameters for parameter in group if parameter.requires_grad)
+        gradients = (get(parameter) for parameter in parameters)
+        bad = [gradient is not None and not bool(torch.isfinite(gradient).all()) for gradient in gradients]
+        return not any(bad)
+
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
     ) -> torch.Tensor:

@@ -13,7 +13,7 @@ from composer.trainer._autocast import Autocast
 from composer.trainer._blame import in_stage, name_setters
 from composer.trainer._fitting import Fitting
 from composer.trainer._guard import Guard
-from composer.trainer._loss_means import SHARE, TOTAL
+from composer.trainer._loss_means import TOTAL, add_finite, mean_total
 from composer.trainer._microbatching import refuse_uncounted, size_for, warn_of_padding
 from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
@@ -91,12 +91,10 @@ class BatchTrainer:
             def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
                 seen = losses if loss_dict is None else loss_dict  # the optimizer says which look is logged
                 self._compute_gradients(seen, sync=ddp_sync)
-                if ddp_sync:
-                    total = {TOTAL: seen[TOTAL]}
-                    seen.update(self._strategy.mean(total))  # who looks at the loss decides alike on every rank
-                    if self._guard.refuses(optimizer, seen):
-                        return None
-                return seen[TOTAL]
+                if not ddp_sync:
+                    return seen[TOTAL]
+                loss = mean_total(seen, self._strategy)  # who looks at the loss decides alike on every rank
+                return None if self._guard.refuses(optimizer, seen) else loss
 
             with self._guard.closures(optimizer):
                 self._fitting.step(optimizer, None, partial(self._step, optimizer, closure, scaler=scaler))
@@ -141,18 +139,16 @@ class BatchTrainer:
         batch = state.batch
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
+        averages = len(microbatches) > 1 or self._ranks.world_size > 1
         with self._fitting.meeting(sync=sync):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
                 with self._strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
-                    self._train_microbatch(share, losses)
+                    self._train_microbatch(share, losses, averages=averages)
         state.batch = batch
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizers[0])  # listeners see the gradients in their true size
-        if sync and state.algorithms:
-            self._guard.see_gradients(self._optimizers[0])
-
         self._engine.run_event(Event.AFTER_TRAIN_BATCH)
 
     @in_stage("the cutting into microbatches")
@@ -190,7 +186,7 @@ class BatchTrainer:
             return [1.0], is_aligned
         return [weight / whole if whole else 0.0 for weight in weights], is_aligned
 
-    def _train_microbatch(self, share: float, losses: dict[str, Tensor]) -> None:
+    def _train_microbatch(self, share: float, losses: dict[str, Tensor], *, averages: bool) -> None:
         state, run_event = self._state, self._engine.run_event
         self._metrics.keep(state.batch)
 
@@ -208,14 +204,12 @@ class BatchTrainer:
             named = name_losses(total)
             total = named.pop(TOTAL)
             for name, value in named.items():
-                _add(losses, name, _weigh(value.detach(), share))
-                _add(
-                    losses,
-                    name + SHARE,
-                    torch.full_like(value, share, dtype=torch.promote_types(value.dtype, torch.float32)),
-                )
+                add_finite(losses, name, _weigh(value.detach(), share), share)
         weighted = _weigh(_mean(total), share)
-        _add(losses, TOTAL, weighted.detach())
+        if averages:
+            add_finite(losses, TOTAL, weighted.detach(), share)
+        else:
+            losses[TOTAL] = weighted.detach()
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
@@ -280,10 +274,6 @@ def _weigh(loss: Tensor, share: float) -> Tensor:
     if share == 1.0:
         return loss
     return loss * share if share else torch.zeros_like(loss)
-
-
-def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
-    losses[name] = losses[name] + loss if name in losses else loss
 
 
 def _zero_over(outputs: Any) -> Tensor:

@@ -1,19 +1,20 @@
-"""Finds the batch whose step would ruin the run, before the optimizer takes it, and does what was asked for."""
+"""Find the batch whose step would ruin the weights before the optimizer takes the step, and act on it."""
 
 import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from composer.trainer._arrivals import LAG, Arrivals
-from composer.trainer._finite import is_sharded, names_of_bad, note_infinite_norm, note_non_finite
+from composer.trainer._finite import is_sharded, names_of_bad, note_non_finite
 from composer.trainer._guard import Guard, Unguarded
 from composer.trainer._kept_buffers import KeptBuffers
-from composer.trainer._loss_means import TOTAL
+from composer.trainer._loss_means import TOTAL, mean_total, missing_share
 from composer.trainer._sharding import watch_reductions
 from composer.trainer._snapshot import Snapshot
 from composer.trainer._spikes import Spikes
@@ -23,6 +24,9 @@ from composer.trainer.divergence import Divergence, DivergenceError, OnDivergenc
 from composer_dist import get_world_size
 from composer_dist.strategy import Strategy
 from composer_events.state import State
+
+if TYPE_CHECKING:
+    from composer_dist.deepspeed import DeepSpeed
 
 _log = logging.getLogger(__name__)
 
@@ -34,15 +38,18 @@ class _Refused(BaseException):  # an optimizer may catch every Exception of its 
 
 
 class DivergenceGuard:
-    """Looks at the loss and the gradients of each batch before its step, and at the weights before they are saved.
+    """Check the gradients of each batch before its step, and the weights before they are saved.
 
-    A loss that is not finite makes its gradients so, and the strategy's mean over the ranks brings these to all of
-    them: every rank finds the same without a word more. On a CPU the answer is read at once. On a GPU an optimizer
-    with fused kernels is told on the device not to step: the host learns of it two batches later, for which the device
-    need not be kept waiting, and until then no further step is made. Any other optimizer waits for the answer.
+    The gradients decide, since they are what the step puts into the weights. A loss may be NaN beside gradients of 0:
+    the mean over labels of which all are ignored. Such a batch is counted and logged, and training goes on.
 
-    Gradients that overflow in float16 are the `GradScaler`'s, which skips the step and lowers its scale; only a loss
-    that is not finite, or no end of overflows, is a divergence there.
+    The strategy averages gradients over the ranks, so every rank finds the same without another message. On a CPU the
+    answer is read at once. On a GPU, fused optimizer kernels skip the step by a flag on the device, and the host reads
+    the flag two batches later; until then no further step is taken. Any other optimizer waits for the answer.
+
+    A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
+    overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients to
+    itself, so they are looked at only where a loss is not finite.
 
     Args:
         policy: What to do.
@@ -65,8 +72,6 @@ class DivergenceGuard:
         self._is_on_host = device.type == "cpu"
         # Of sharded gradients it speaks to all ranks, where each sees only its own parts.
         self._reductions = watch_reductions(strategy) if self._sees_gradients else None
-        # Where ranks and scaler must see in the gradients what the loss alone shows.
-        self._marks = strategy.world_size > 1 or state.scaler is not None
         self._defers = (
             device.type == "cuda"
             and policy.spike_factor is None
@@ -79,6 +84,7 @@ class DivergenceGuard:
         self._spikes = None if policy.spike_factor is None else Spikes(policy.spike_factor)
         self._num_in_a_row = 0
         self._num_overflows = 0
+        self._num_bad_losses = 0
         self._refused: Divergence | None = None
 
     def begin_batch(self) -> None:
@@ -92,22 +98,17 @@ class DivergenceGuard:
             self._keep_snapshot()
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, or NaN times it if it is not finite, so that its gradients are not finite either."""
-        if not self._marks:
-            return loss
-        if self._is_on_host:
-            return loss if math.isfinite(loss.item()) else loss * math.nan
-        is_good = torch.isfinite(loss.detach()) & (self._found == 0)
-        return loss * torch.where(is_good, 1.0, math.nan)
+        """Return the loss, or NaN times it while a divergence under a `GradScaler` is on its way to the host.
 
-    def see_gradients(self, optimizer: Optimizer) -> None:
-        """Look at the gradients before algorithms do, whose clipping may hide that they are not finite."""
-        if self._sees_gradients:
-            note_infinite_norm(_gradients_of(optimizer), self._found)  # other ranks hear of it before the step
+        The scaler then skips the step on every rank, as the gradients are averaged.
+        """
+        if self._scaler is None or not self._defers:
+            return loss
+        return loss * torch.where(self._found == 0, 1.0, math.nan)
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say whether the optimizer may step, having done about a divergence what was asked for."""
-        divergence = self._look(optimizer, losses[TOTAL])
+        divergence = self._look(optimizer, losses)
         if divergence is None:
             return True
         self._act(divergence)
@@ -115,7 +116,7 @@ class DivergenceGuard:
 
     def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say whether the closure that has computed these must not be gone on with."""
-        self._refused = self._look(optimizer, losses[TOTAL], may_defer=False)
+        self._refused = self._look(optimizer, losses, may_defer=False)
         if self._refused is None or self._refused.action == "log":
             return False
         if not takes_none(optimizer):
@@ -151,45 +152,61 @@ class DivergenceGuard:
             self._refuse_weights()
 
     def end_fit(self) -> None:
-        """Do so a last time."""
+        """Check the weights a last time, and log how many losses were not finite."""
         try:
             self.check_weights()
         finally:
+            if self._num_bad_losses > 1:
+                _log.warning("%d batches had a loss that is not finite beside finite gradients.", self._num_bad_losses)
+            self._num_bad_losses = 0
             for optimizer in self._state.optimizers:
                 tell_device(optimizer, None)
 
-    def _look(self, optimizer: Optimizer, loss: Tensor, *, may_defer: bool = True) -> Divergence | None:
+    def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor], *, may_defer: bool = True) -> Divergence | None:
         """Return what is wrong with the batch, if anything is known to be."""
-        scaler = self._scaler
-        if self._spikes is not None:
-            loss = self._strategy.mean({TOTAL: loss})[TOTAL]
-        self._look_at(optimizer, loss)
+        scaler, overflow = self._scaler, None
+        is_bad_loss = missing_share(losses) != 0
+        if scaler is not None:
+            overflow = overflow_of(scaler, optimizer)
+            self._found.logical_or_(is_bad_loss & (overflow > 0))
+        elif self._sees_gradients:
+            self._look_at_gradients(optimizer)
+        else:
+            self._look_into_engine(is_bad_loss)
         if self._defers and may_defer:
             tell_device(optimizer, self._found if scaler is None else None)
-            self._send(optimizer)
+            facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
+            self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
             return None
-        has_overflown = scaler is not None and self._counts_overflow(overflow_of(scaler, optimizer).item() > 0)
-        if self._found.item() or has_overflown:
-            return self._describe(loss.item(), is_spike=False)
+        has_overflown = overflow is not None and overflow.item() > 0
+        if has_overflown and self._strategy.world_size > 1:
+            self._agree()
+        has_bad_loss = bool(is_bad_loss)
+        mean = None if self._spikes is None else mean_total(losses, self._strategy)
+        if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
+            return self._describe(math.nan if has_bad_loss else losses[TOTAL].item(), is_spike=False)
         self._num_in_a_row = 0
-        if self._spikes is not None and self._spikes.is_spike(value := loss.item()):
+        if has_bad_loss:
+            self._note_bad_loss(self._state.timestamp.num_batches)
+        if self._spikes is not None and mean is not None and self._spikes.is_spike(value := mean.item()):
             return self._describe(value, is_spike=True)
         return None
 
-    def _look_at(self, optimizer: Optimizer, loss: Tensor) -> None:
-        """Set `found` if loss or gradients are not finite, alike on every rank."""
-        if not self._sees_gradients:
-            note_non_finite([loss], self._found, self._one)
-            speaks_of_all = self._strategy.world_size == 1
-        else:
-            tensors = _gradients_of(optimizer)
-            if not self._marks:
-                tensors.append(loss)
-            if self._knows_of_shards():
-                tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
-            speaks_of_all = note_non_finite(tensors, self._found, self._one) if tensors else True
-        if not speaks_of_all:
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Set `found` if gradients are not finite, alike on every rank."""
+        tensors = _gradients_of(optimizer)
+        if self._knows_of_shards():
+            tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
+        if tensors and not note_non_finite(tensors, self._found, self._one):
             self._agree()
+
+    def _look_into_engine(self, is_bad_loss: Tensor) -> None:
+        """Set `found` if a loss of any rank and DeepSpeed's gradients are not finite."""
+        self._found.logical_or_(is_bad_loss)
+        if self._strategy.world_size > 1:
+            self._agree()
+        if self._found.item() and cast("DeepSpeed", self._strategy).has_finite_gradients():
+            self._found.zero_()
 
     def _knows_of_shards(self) -> bool:
         """Say whether `found` speaks of all ranks' parts of sharded gradients by now, without a message.
@@ -206,17 +223,26 @@ class DivergenceGuard:
         """Let what one rank has found be found on all."""
         self._found.copy_(self._strategy.mean({"found": self._found})["found"])
 
-    def _send(self, optimizer: Optimizer) -> None:
-        scaler = self._scaler
-        overflow = torch.zeros_like(self._found) if scaler is None else overflow_of(scaler, optimizer)
-        self._arrivals.send(self._state.timestamp.num_batches, torch.stack([self._found, overflow]))
-
     def _act_on_arrivals(self, *, wait: bool = False) -> None:
-        for batch, (found, overflow) in self._arrivals.take(wait=wait):
-            if found or self._counts_overflow(overflow > 0):
+        for batch, (found, overflow, is_bad_loss) in self._arrivals.take(wait=wait):
+            if overflow > 0 and self._strategy.world_size > 1:  # on all ranks, but the loss may be bad on only one
+                found = self._strategy.sum([found])[0]
+            if self._counts_overflow(overflow > 0) or found:
                 self._act(self._describe(math.nan, is_spike=False, batch=batch))
             else:
                 self._num_in_a_row = 0
+                if is_bad_loss:
+                    self._note_bad_loss(batch)
+
+    def _note_bad_loss(self, batch: int) -> None:
+        self._num_bad_losses += 1
+        if self._num_bad_losses == 1:
+            _log.warning(
+                "The loss of batch %d is not finite, but its gradients are: training goes on, and this loss enters no "
+                "average. The likely cause is a microbatch whose labels are all ignored (-100), so that its loss is "
+                "0/0. Larger microbatches, or accumulate_train_batch_on_tokens=True, give it no weight.",
+                batch,
+            )
 
     def _counts_overflow(self, has_overflown: bool) -> bool:
         """Count the overflows in a row, and say whether they have no end."""
@@ -271,7 +297,8 @@ class DivergenceGuard:
         again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
         return (
             f"{_sentence(divergence)}{where} The optimizer made no step with it{again}; the weights are those before "
-            "it, on every rank. Lower the learning rate, clip the gradients, or look at the batch; "
+            "it, on every rank. Lower the learning rate, clip the gradients, or look at the batch; where all labels of "
+            "a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no weight. "
             "on_divergence='skip' leaves such batches out and None trains on whatever comes."
         )
 
@@ -283,7 +310,7 @@ class DivergenceGuard:
         names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
         raise DivergenceError(
             f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
-            "must be finite and are not, though losses and gradients were: a step itself has made them so, such as by "
+            "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
             "dividing by 0. They are not saved. Go on from the latest checkpoint with a lower learning rate, or with a "
             "larger eps of the optimizer; on_divergence=None trains on whatever comes.",
             divergence,
@@ -296,10 +323,10 @@ def make_guard(policy: OnDivergence | None, state: State, strategy: Strategy, di
 
 
 def _sentence(divergence: Divergence) -> str:
-    what = f"jumped to {divergence.loss:g}" if divergence.is_spike else "or a gradient is not finite"
+    what = f"the loss jumped to {divergence.loss:g}" if divergence.is_spike else "a gradient is not finite"
     if not divergence.is_spike and not math.isnan(divergence.loss):
         what += f" (the loss is {divergence.loss:g})"
-    return f"Batch {divergence.batch} of epoch {divergence.epoch}: the loss {what}."
+    return f"Batch {divergence.batch} of epoch {divergence.epoch}: {what}."
 
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:

@@ -40,18 +40,6 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
     return is_plain or not any(is_sharded(tensor) for tensor in tensors)
 
 
-def note_infinite_norm(tensors: list[Tensor], found: Tensor) -> None:
-    """Do as `note_non_finite` does, also where each element is finite and the norm is not.
-
-    It takes a few times as long.
-    """
-    values = [_values(tensor) for tensor in tensors]
-    norms = torch._foreach_norm(values)  # pyright: ignore[reportPrivateImportUsage]  # no public name
-    if norms:
-        norm = torch.linalg.vector_norm(torch.stack([norm.to(found) for norm in norms]))
-        found.logical_or_(~torch.isfinite(norm))
-
-
 def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:
     """Return the names of the first tensors that are not finite. It waits for the device.
 

@@ -16,11 +16,7 @@ class Guard(Protocol):
         ...
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, in such a form that other ranks see in their gradients if it is not finite."""
-        ...
-
-    def see_gradients(self, optimizer: Optimizer) -> None:
-        """Look at the gradients before anybody changes them."""
+        """Return the loss, in such a form that no rank steps while a divergence is on its way to the host."""
         ...
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
@@ -53,9 +49,6 @@ class Unguarded:
     def mark(self, loss: Tensor) -> Tensor:
         """Return the loss."""
         return loss
-
-    def see_gradients(self, optimizer: Optimizer) -> None:
-        """Do nothing."""
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Say yes."""

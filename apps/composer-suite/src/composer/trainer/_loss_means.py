@@ -8,13 +8,42 @@ from torch import Tensor
 from composer_dist import dist
 from composer_dist.strategy import Strategy
 
-__all__ = ["SHARE", "TOTAL", "LossMeans", "over_their_shares"]
+__all__ = ["TOTAL", "LossMeans", "add_finite", "mean_total", "missing_share", "over_their_shares"]
 
 TOTAL = "loss/train/total"
 """The log name of the loss that is minimised."""
 
-SHARE = "\0share"  # no loss of a user's is called so
+_SHARE = "\0share"  # not part of a loss's own name
 """Ends the name of the share of a batch that has a loss, next to the loss, which is a sum weighted by such shares."""
+
+_MISSING = "\0missing"
+"""The share of a batch whose total is not finite and so left out: the mean over one label of which none counts, say."""
+
+
+def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float) -> None:
+    """Add a microbatch's loss, weighted by its share in the batch, to those of the batch if it is finite.
+
+    A NaN would hide the losses of the other microbatches and ranks.
+    """
+    dtype = torch.promote_types(loss.dtype, torch.float32)
+    missing = torch.nan_to_num((loss * 0).to(dtype), nan=share)
+    _add(losses, name, torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0))
+    if name == TOTAL:
+        _add(losses, _MISSING, missing)
+    else:
+        _add(losses, name + _SHARE, share - missing)
+
+
+def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
+    """Return the share of this rank's batch whose loss is not finite: 0 if all of it is."""
+    total = losses[TOTAL]
+    return losses[_MISSING] if _MISSING in losses else torch.nan_to_num(total * 0, nan=1.0)
+
+
+def mean_total(losses: Mapping[str, Tensor], strategy: Strategy) -> Tensor:
+    """Return the mean of the total over all ranks, without what is not finite. Every rank must call this."""
+    sums = {name: losses[name] for name in (TOTAL, _MISSING) if name in losses}
+    return over_their_shares(strategy.mean(sums))[TOTAL]
 
 
 class LossMeans:
@@ -45,16 +74,16 @@ class LossMeans:
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of each loss over the samples, of all ranks, that have it. Every rank must call this."""
-        self._note({name for name in losses if name + SHARE in losses})
+        self._note({name for name in losses if name + _SHARE in losses})
         if self._is_first:
             self.compare_names()
             self._is_first = False
         total = losses[TOTAL].detach()
         none, no_share = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.float32)
-        asked = {TOTAL: total}
+        asked = {TOTAL: total, _MISSING: losses.get(_MISSING, no_share)}
         for name in self._names:
             asked[name] = losses.get(name, none).detach()
-            asked[name + SHARE] = losses.get(name + SHARE, no_share)
+            asked[name + _SHARE] = losses.get(name + _SHARE, no_share)
         means = self._strategy.mean(asked)
         return over_their_shares({name: means.get(name, value.detach()) for name, value in losses.items()})
 
@@ -65,9 +94,19 @@ class LossMeans:
 
 
 def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each loss over the share of the batch that has it; one that has no share, such as the total, as it is."""
+    """Return each loss over the share of the batch that has it: NaN where none of the batch has a finite one."""
     return {
-        name: loss / losses[name + SHARE].clamp(min=torch.finfo(torch.float32).tiny) if name + SHARE in losses else loss
+        name: loss / share if (share := _share_of(name, losses)) is not None else loss
         for name, loss in losses.items()
-        if not name.endswith(SHARE)
+        if not name.endswith((_SHARE, _MISSING))
     }
+
+
+def _share_of(name: str, losses: Mapping[str, Tensor]) -> Tensor | None:
+    if name == TOTAL and _MISSING in losses:
+        return 1 - losses[_MISSING]  # 1 exactly where all are finite, so that the total keeps its last bit
+    return losses.get(name + _SHARE)
+
+
+def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
+    losses[name] = losses[name] + loss if name in losses else loss

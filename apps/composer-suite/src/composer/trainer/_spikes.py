@@ -1,5 +1,6 @@
 """Losses that jump."""
 
+import math
 from collections import deque
 from statistics import median
 
@@ -19,7 +20,9 @@ class Spikes:
         self._usual: deque[float] = deque(maxlen=_NUM_USUAL)
 
     def is_spike(self, loss: float) -> bool:
-        """Say whether a loss jumps; one that does not counts as usual from now on."""
+        """Return whether a loss jumps; one that does not counts as usual from now on, unless it is not finite."""
+        if not math.isfinite(loss):
+            return False
         if len(self._usual) >= _FEWEST and abs(loss) > self._factor * median(self._usual):
             return True
         self._usual.append(abs(loss))

@@ -1,4 +1,4 @@
-"""What a run does about a batch that would ruin it: a loss or a gradient that is not finite, or a loss that jumps."""
+"""What a run does about a batch that would ruin the weights: a gradient that is not finite, or a loss that jumps."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,12 +11,15 @@ SpikeAction = Literal["log", "skip", "rollback", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class OnDivergence:
-    """What to do about a batch whose loss or gradient is not finite, and about a loss that jumps.
+    """What to do about a batch whose gradients are not finite, and about a loss that jumps.
 
     The batch is found before the optimizer steps, on all ranks alike, and the weights, the optimizer's state and the
-    model's buffers (such as running means) stay those before it. Time goes on with a batch that was skipped. Where
-    algorithms act on gradients, their norm counts too: one that overflows would be clipped to no gradient at all. So
-    does the norm of what one rank adds to a sharded gradient.
+    model's buffers (such as running means) stay those before it. Time goes on with a batch that was skipped. The
+    gradients count as the optimizer sees them, after algorithms such as clipping; of a sharded gradient, the norm of
+    each rank's part must be finite too.
+
+    A loss that is not finite beside finite gradients does no harm: that of a microbatch whose labels are all ignored is
+    0/0, and its gradients are 0. It is logged and left out of averages.
 
     Weights that the step itself makes not finite, such as by dividing by 0, end the run whatever `action` says: they
     are found by the next batch, before they are saved, and at the end.
@@ -100,7 +103,7 @@ class Divergence:
 
 
 class DivergenceError(RuntimeError):
-    """A loss or a gradient is not finite, or the loss jumped. The weights are those before the batch.
+    """A gradient is not finite, or the loss jumped. The weights are those before the batch.
 
     Where the message says that a step has ruined the weights themselves, they are as it left them.
 
