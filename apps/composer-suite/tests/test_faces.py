@@ -1,7 +1,9 @@
 """Every import path that Composer's users type leads to the one object, and to nothing before it is asked for."""
 
+import inspect
 import subprocess
 import sys
+import typing
 from importlib import import_module, reload
 from importlib.util import find_spec
 
@@ -939,6 +941,27 @@ def test_a_face_has_no_public_name_that_the_import_map_lacks(face):
 def test_dir_lists_the_public_names_before_they_are_loaded(face):
     code = f"import importlib; face = importlib.import_module({face!r}); print(set(face.__all__) <= set(dir(face)))"
     assert in_a_fresh_interpreter(code) == "True"
+
+
+@pytest.mark.parametrize("face", LAZY_FACES)
+def test_a_script_that_looks_through_a_package_finds_its_names(face):
+    """`vars(composer.callbacks)` had no class in it before one was used."""
+    module = import_module(face)
+    assert set(module.__all__) <= vars(module).keys()
+
+
+PACKAGES = ["composer_time", "composer_events", "composer_dist", "composer_models", "composer_optim", "composer_fsdp"]
+PACKAGES += ["composer_algorithms", "composer_checkpoint", "composer_hf"]
+
+
+@pytest.mark.parametrize("name", [*LAZY_FACES, *PACKAGES])
+def test_the_type_hints_of_public_classes_resolve(name):
+    """`typing.get_type_hints(Trainer.__init__)`, as llm-foundry builds objects by, was a NameError."""
+    module = pytest.importorskip(name)
+    public = [getattr(module, each) for each in module.__all__]
+    for each in public:
+        if inspect.isclass(each) and each.__module__.startswith("composer"):
+            typing.get_type_hints(each.__init__)
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -270,6 +270,22 @@ def test_a_pass_that_drops_everything_leaves_no_trace():
     assert order(PLAIN, Event.BATCH_END, algorithm_passes=lambda algorithms, event: []) == []
 
 
+def test_a_pass_may_add_an_algorithm_to_an_event_that_none_matches():
+    """The pass was not called."""
+    added = PLAIN[0]
+
+    def add(algorithms, event):
+        return [*algorithms, added]
+
+    never = [type("Never", (Algorithm,), {"match": lambda *_: False, "apply": lambda *_: None})()]
+    state = SimpleNamespace(algorithms=never, callbacks=[], timestamp=None, dataloader=[0], max_duration="1ep")
+    engine = Engine(state)
+    assert not engine.run_event("after_loss")
+    engine.register_pass(add)
+    assert [trace.name for trace in engine.run_event("after_loss").values()] == ["A"]
+    engine.close()
+
+
 def test_passes_can_be_changed_while_the_engine_runs():
     state = SimpleNamespace(algorithms=PLAIN, callbacks=[], timestamp=None, dataloader=[0], max_duration="1ep")
     engine = Engine(state)

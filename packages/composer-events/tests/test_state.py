@@ -547,6 +547,13 @@ def test_the_dataset_says_where_it_is():
     assert resumed.dataset_resumption == {"train": True}
 
 
+def test_what_replaces_the_states_own_way_to_save_its_dataset_is_called():
+    """The state of LLM-Shearing's dataset, which replaces this method, was not saved."""
+    state = State(Weights(0), 0)
+    state._dataset_state_dict = lambda: {"train": {"proportion": [0.5, 0.5]}, "eval": {}}
+    assert state.state_dict()["dataset_state"] == {"train": {"proportion": [0.5, 0.5]}, "eval": {}}
+
+
 def test_a_dataset_that_comes_after_the_checkpoint_is_resumed_too():
     state = State(Weights(0), 0)
     state.load_state_dict({"dataset_state": {"train": 5, "eval": {}}})

@@ -20,6 +20,7 @@ _MOVED = {
     "composer.models.classify_mnist.model": "composer.models",
     "composer.models.resnet": "composer.models",
     "composer.models.resnet.model": "composer.models",
+    "composer.core.logging": "composer.loggers",
     "composer.trainer.ddp": "composer.distributed",
     "composer.trainer.devices": "composer.devices",
     "composer.trainer.devices.device": "composer.devices",
@@ -33,6 +34,8 @@ _MOVED = {
     "composer.trainer.mosaic_fsdp_utils": "composer.distributed.mosaic_parallelism",
 }
 
+_HPARAMS = "the classes for yahp are gone. Call the class that is described with its arguments, read from any file."
+_LOG_LEVEL = "a logger takes everything. Give it its log_interval=, or call logger.log_metrics on the event you want."
 _DATA = "build a torch.utils.data.DataLoader of"
 _TASKS = "in-context learning tasks are left out; lm-evaluation-harness has them."
 _WRAP = "wrap it with ComposerClassifier(module, num_classes=...)."
@@ -58,6 +61,8 @@ GONE = {
     "composer.datasets.synthetic": f"{_DATA} torchvision.datasets.FakeData, or of a TensorDataset.",
     "composer.datasets.synthetic_lm": f"{_DATA} a TensorDataset of random tokens.",
     "composer.distributed.deepspeed": _DEEPSPEED,
+    "composer.loggers.LogLevel": _LOG_LEVEL,
+    "composer.loggers.logger.LogLevel": _LOG_LEVEL,
     "composer.models.bert": f"load transformers.AutoModelForMaskedLM, and {_SUBCLASS}",
     "composer.models.deeplabv3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "composer.models.efficientnetb0": f"make the network with torchvision.models.efficientnet_b0, and {_WRAP}",
@@ -68,20 +73,19 @@ GONE = {
     "composer.models.timm": f"make the network with timm.create_model, and {_WRAP}",
     "composer.models.unet": f"take a U-Net from a library for segmentation, and {_SUBCLASS}",
     "composer.models.vit_small_patch16": f"make it with timm.create_model('vit_small_patch16_224'), and {_WRAP}",
+    "composer.trainer.TrainerHparams": _HPARAMS,
     "composer.trainer._deepspeed": _DEEPSPEED,
     "composer.trainer._patch_pytorch": _FSDP1,
     "composer.utils.eval_client": f"it ran what models write: {_TASKS}",
     "composer.utils.fx_utils": "change graphs with torch.fx itself, as with torch.fx.replace_pattern, or let "
     "torch.compile fuse what can be fused.",
 }
-"""From a module that is gone to what takes its place. A module below it needs no line of its own."""
+"""From a module or name that is gone to what takes its place. What is below it needs no line of its own."""
 
 NO_TABLE = (
     "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists what may stand in a name."
 )
 ONLY_TORCH_2 = "PyTorch 1 is too old to be here. Keep what the script does with PyTorch 2."
-
-_HPARAMS = "the classes for yahp are gone. Call the class that is described with its arguments, read from any file."
 
 
 class FormerModules:

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from opcode import opmap
 from types import FrameType, ModuleType
@@ -62,9 +63,25 @@ def lazy_face(
         return value
 
     def __dir__() -> list[str]:
-        return sorted(vars(sys.modules[face]).keys() | home.keys() | modules)
+        return sorted(_own_names(sys.modules[face]).keys() | home.keys() | modules)
 
+    class Face(type(sys.modules[face])):
+        @property
+        def __dict__(self) -> dict[str, object]:  # pyright: ignore[reportIncompatibleVariableOverride]
+            """Load all names: scripts look through `vars(composer.callbacks)` for classes."""
+            by_import = sys._getframe(1).f_globals["__name__"].startswith("importlib.")  # as in a reload
+            for name in () if by_import else (*home, *modules):
+                with suppress(ImportError):  # of a library that is not installed
+                    getattr(self, name)
+            return _own_names(self)
+
+    sys.modules[face].__class__ = Face
     return __getattr__, __dir__
+
+
+def _own_names(module: ModuleType) -> dict[str, object]:
+    """Return the names that a module has by now."""
+    return vars(ModuleType)["__dict__"].__get__(module)
 
 
 def replace_module(alias: str, target: str) -> None:
@@ -92,13 +109,13 @@ def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
     """
     target, shared = import_module(owner), frozenset(names)
 
-    class Face(ModuleType):
+    class PatchedFace(type(sys.modules[face])):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if name in shared:
                 setattr(target, name, value)
 
-    sys.modules[face].__class__ = Face
+    sys.modules[face].__class__ = PatchedFace
 
 
 def _is_imported(asker: FrameType | None) -> bool:

@@ -25,6 +25,15 @@ def test_a_logger_whose_library_is_missing_names_the_extra(name, monkeypatch):
         getattr(loggers, name)()
 
 
-def test_a_logger_of_a_dead_service_names_living_ones():
-    with pytest.raises(RuntimeError, match=r"MosaicMLLogger.*no release since 2025.*MLFlowLogger.*WandBLogger"):
-        loggers.MosaicMLLogger(log_interval=60)
+@pytest.mark.parametrize("run_name", [None, "my-run"])
+def test_the_logger_of_a_platform_does_nothing_elsewhere(monkeypatch, run_name):
+    """A RuntimeError ended scripts that Composer ran."""
+    monkeypatch.setitem(sys.modules, "mcli", None)
+    if run_name is None:
+        monkeypatch.delenv("RUN_NAME", raising=False)
+    else:
+        monkeypatch.setenv("RUN_NAME", run_name)
+    with pytest.warns(UserWarning, match="MosaicMLLogger logs nothing: .*(RUN_NAME|pip install mosaicml-cli)"):
+        logger = loggers.MosaicMLLogger(log_interval=60)
+    logger.log_metrics({"loss": 1.0})
+    assert logger.buffered_metadata == {}

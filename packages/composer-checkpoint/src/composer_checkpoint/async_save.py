@@ -8,10 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as tdist
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
@@ -28,9 +29,6 @@ from composer_checkpoint.sharded._targets import is_remote
 from composer_checkpoint.sharded.save import plan_save, write_planned
 from composer_checkpoint.sharded.writer import VerifiedWriter
 from composer_dist.collectives import is_initialized
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["AsyncSaver"]
 

@@ -6,7 +6,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from composer_checkpoint._mlflow_names import asks_for_run, path_with_run, run_of, with_run
 from composer_checkpoint._saver_arguments import check_saver_arguments
@@ -41,10 +41,9 @@ from composer_events.arguments import to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
+from composer_events.logger import Logger
+from composer_events.state import State
 from composer_time import Time, Timestamp
-
-if TYPE_CHECKING:
-    from composer_events import Logger, State
 
 __all__ = ["CheckpointSaver"]
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer_events._data_source import dataset_of
 from composer_events._metric_layout import get_metric_states
 from composer_events._model_layout import unwrapped
 from composer_events._ranks import get_world_size
@@ -89,14 +88,6 @@ def _collect_eval_metrics(state: State) -> dict[str, Any] | None:
     return {label: get_metric_states(metrics) for label, metrics in state.eval_metrics.items()}
 
 
-def _collect_dataset_state(state: State) -> dict[str, Any]:
-    dataset = dataset_of(state.train_dataloader)
-    train: Any = None
-    if hasattr(dataset, "state_dict"):
-        train = dataset.state_dict(int(state.timestamp.sample_in_epoch), True)
-    return {"train": train, "eval": {}}
-
-
 _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
     "model": lambda state: state.get_model_state_dict(),
     "optimizers": lambda state: state.get_optim_state_dict(),
@@ -107,7 +98,7 @@ _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
     "timestamp": _collect_timestamp,
     "train_metrics": _collect_train_metrics,
     "eval_metrics": _collect_eval_metrics,
-    "dataset_state": _collect_dataset_state,
+    "dataset_state": lambda state: state._dataset_state_dict(),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -19,19 +19,16 @@ from composer_events._observer import Observer
 from composer_events._open_callbacks import claim, claim_added
 from composer_events._pass_arguments import parse_passes
 from composer_events._requirements import check_requirements
+from composer_events.algorithm import Algorithm
+from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
-from composer_events.passes import DEFAULT_PASSES
+from composer_events.passes import DEFAULT_PASSES, AlgorithmPass
+from composer_events.state import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from composer_events.algorithm import Algorithm
-    from composer_events.callback import Callback
     from composer_events.explanation import Explanation
-    from composer_events.passes import AlgorithmPass
-    from composer_events.state import State
 
 __all__ = ["Engine", "Trace", "Traces", "is_closing"]
 
@@ -293,7 +290,10 @@ class Engine:
 
     def _run_algorithms(self, event: Event, is_observed: bool) -> Traces:
         traces: Traces = OrderedDict()
-        if not self.state.algorithms or not (matched := self._matching(event)):
+        if not self.state.algorithms:
+            return traces
+        matched = self._matching(event)
+        if not matched and self.algorithm_passes == self._default_passes:  # a pass of the user's own may add algorithms
             return traces
         call = self._observer.call if is_observed else call_hook
         event_name = str(event)

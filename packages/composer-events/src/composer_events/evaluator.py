@@ -6,16 +6,14 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from composer_events.arguments import check_counts, check_texts, to_interval
 from composer_events.data_spec import DataSpec, default_split_batch, ensure_data_spec
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler, evaluate_periodically
+from composer_events.state import State
 from composer_time import Time
-
-if TYPE_CHECKING:
-    from composer_events.state import State
 
 __all__ = ["Evaluator", "ensure_evaluator", "evaluate_periodically", "validate_eval_automicrobatching"]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from composer_events._overrides import overrides
 from composer_events.buffered_destination import MetricBuffer, takes_late
 from composer_events.formatting import format_name_with_dist
 from composer_events.iter_helpers import ensure_tuple
 from composer_events.logger_destination import LoggerDestination
-
-if TYPE_CHECKING:
-    from composer_events.state import State
+from composer_events.state import State
 
 __all__ = ["Logger", "log_lazily"]
 

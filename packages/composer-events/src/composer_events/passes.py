@@ -25,7 +25,7 @@ __all__ = [
     "warn_if_multiple_loss_interpolation",
 ]
 
-AlgorithmPass: TypeAlias = "Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]"
+AlgorithmPass: TypeAlias = Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]
 """Takes the algorithms that matched an event, and the event. Returns them in order; it may drop or add some."""
 
 

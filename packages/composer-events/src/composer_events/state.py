@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from composer_events._batch_parts import BatchInParts
-from composer_events._data_source import DataSource
+from composer_events._data_source import DataSource, dataset_of
 from composer_events._entry_points import to_device, to_precision
 from composer_events._kept_list import KeptList, OptimizerList, SteppingList
 from composer_events._loading import load_all, load_model, load_optimizers
@@ -20,13 +20,15 @@ from composer_events._ranks import get_global_rank
 from composer_events._sharding import ShardingAnswers
 from composer_events._state_dict import SERIALIZED_ATTRIBUTES, build_state_dict, named_by_class
 from composer_events._watched_list import WatchedList
+from composer_events.algorithm import Algorithm
 from composer_events.batch_helpers import batch_get, batch_set
+from composer_events.callback import Callback
 from composer_time import Serializable, Time, Timestamp, TimeUnit, ensure_time
 
 if TYPE_CHECKING:
-    from composer_events.algorithm import Algorithm
-    from composer_events.callback import Callback
     from composer_events.evaluator import Evaluator
+else:  # for typing.get_type_hints: an evaluator needs State, too
+    Evaluator = Any
 
 __all__ = ["State"]
 
@@ -295,6 +297,14 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         `integrations` and `metadata` are for readers of the checkpoint. Every rank must call this.
         """
         return build_state_dict(self)
+
+    def _dataset_state_dict(self) -> dict[str, Any]:
+        """Collect the training dataset's place; projects such as LLM-Shearing replace it on their state."""
+        dataset = dataset_of(self.train_dataloader)
+        train = (
+            dataset.state_dict(int(self.timestamp.sample_in_epoch), True) if hasattr(dataset, "state_dict") else None
+        )
+        return {"train": train, "eval": {}}
 
     def load_state_dict(
         self,

@@ -17,6 +17,8 @@ from composer_models.metrics import counting_from_zero
 if TYPE_CHECKING:
     from torchmetrics import Metric
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+else:  # for typing.get_type_hints, without the seconds that these libraries take to import
+    Metric = PretrainedConfig = PreTrainedTokenizerBase = Any
 
 __all__ = ["ComposerHFCausalLM", "InitDevice", "hf_causal_lm"]
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.formatting import check_placeholders
 from composer_events.intervals import create_interval_scheduler
+from composer_events.logger import Logger
+from composer_events.state import State
 from composer_hf.gathering import gather_weights
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model import HuggingFaceModel
@@ -33,9 +35,6 @@ from composer_hf.publishing import as_dtype
 from composer_hf.registering import ModelRegistry, find_registry, in_background, register_folder, wait_on_all_ranks
 from composer_hf.weight_files import FORMATS, Format, main_dtype, parse_size, total_bytes, write_weight_files
 from composer_time import Time
-
-if TYPE_CHECKING:
-    from composer_events import Logger, State
 
 __all__ = ["HuggingFaceCheckpointer"]
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torchmetrics import Metric
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+else:  # for typing.get_type_hints, without the seconds that these libraries take to import
+    Metric = PeftConfig = PreTrainedModel = PreTrainedTokenizerBase = Any
 
 __all__ = [
     "HuggingFaceModel",

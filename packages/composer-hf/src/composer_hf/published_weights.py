@@ -22,6 +22,8 @@ from composer_hf.model_classes import meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+else:  # for typing.get_type_hints, without the seconds that transformers takes to import
+    PreTrainedModel = Any
 
 __all__ = ["PublishedPiece", "adapter_names", "plan_weights", "published_name", "tied_names"]
 

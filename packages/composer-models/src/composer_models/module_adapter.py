@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from composer_models.metrics import Metrics
+else:  # for typing.get_type_hints, without torchmetrics, which takes longer to import than torch
+    Metric = Metrics = Any
 
 __all__ = ["ModuleAdapter"]
 

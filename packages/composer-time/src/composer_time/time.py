@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     class _Subscriptable(Serializable, Generic[TValue]): ...
 else:
+    TValue = int | float  # for typing.get_type_hints
+    Any = object
 
     class _Subscriptable(Serializable):
         """Stand in for `typing.Generic`, so that `Time[int]` can be written without importing typing."""

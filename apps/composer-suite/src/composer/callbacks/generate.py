@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,13 +16,10 @@ from composer_events.arguments import check_counts, check_text_lists, to_time
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
+from composer_events.logger import Logger
+from composer_events.state import State
 from composer_models.eval_mode import model_eval_mode
-from composer_time import TimeUnit
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
-    from composer_time import Time
+from composer_time import Time, TimeUnit
 
 __all__ = ["Generate"]
 

@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from composer_events.profiler_action import ProfilerAction
+
 if TYPE_CHECKING:
     from composer.profiler.profiler import Profiler
-    from composer_events.profiler_action import ProfilerAction
+else:  # for typing.get_type_hints: a profiler makes markers
+    Profiler = Any
 
 __all__ = ["Marker"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer.profiler.json_trace_handler import JSONTraceHandler
 from composer.profiler.marker import Marker
@@ -15,12 +15,10 @@ from composer_checkpoint.uris import parse_uri
 from composer_events.arguments import check_flags, check_texts
 from composer_events.callback import Callback
 from composer_events.iter_helpers import ensure_tuple
+from composer_events.logger import Logger
 from composer_events.profiler_action import ProfilerAction
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
-    from composer_time import Timestamp
+from composer_events.state import State
+from composer_time import Timestamp
 
 __all__ = ["Profiler"]
 

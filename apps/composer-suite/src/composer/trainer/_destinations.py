@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from composer.loggers.console_logger import ConsoleLogger
 from composer.loggers.file_logger import FileLogger
+from composer.loggers.mosaicml_logger import (
+    MOSAICML_ACCESS_TOKEN_ENV_VAR,
+    MOSAICML_PLATFORM_ENV_VAR,
+    MosaicMLLogger,
+)
 from composer.loggers.progress_bar_logger import ProgressBarLogger
 from composer.report.environment import recorder_of_environment
 from composer.report.recorder import RunRecorder
@@ -51,6 +57,10 @@ def choose_destinations(given: Given) -> list[LoggerDestination]:
                 stacklevel=level_of_user(),
             )
         destinations.append(console)
+    is_given = any(isinstance(destination, MosaicMLLogger) for destination in destinations)
+    on_platform = os.environ.get(MOSAICML_PLATFORM_ENV_VAR, "").lower() == "true"
+    if on_platform and os.environ.get(MOSAICML_ACCESS_TOKEN_ENV_VAR) and not is_given:
+        destinations.append(MosaicMLLogger())
     return destinations
 
 
@@ -63,6 +73,8 @@ def record_failure(error: BaseException, state: State) -> None:
     for destination in state.callbacks:
         if isinstance(destination, RunRecorder):
             destination.note_failure(error, of_others)
+        elif isinstance(destination, MosaicMLLogger):
+            destination.log_exception(error)
 
 
 def _wants_console(given: Given) -> bool:

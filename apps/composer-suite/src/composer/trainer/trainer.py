@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from os import PathLike
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from torch.optim import Optimizer
 
 from composer.trainer import _distributed as distributed
 from composer.trainer import _export as export
@@ -23,31 +26,28 @@ from composer.trainer._prediction import check_prediction
 from composer.trainer._python_log import set_log_level
 from composer.trainer._standalone_evaluation import evaluate_alone
 from composer.trainer._workings import Workings
+from composer.trainer.divergence import OnDivergence
 from composer.utils import checkpoint
+from composer_checkpoint.ignore_keys import IgnoreKeys
 from composer_dist import dist
+from composer_dist.ddp import DDPSyncStrategy
+from composer_dist.devices import Device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
+from composer_dist.precision import Precision
+from composer_events.algorithm import Algorithm
+from composer_events.callback import Callback
+from composer_events.event import Event
+from composer_events.logger_destination import LoggerDestination
+from composer_events.state import State
+from composer_fsdp import ParallelismConfig
+from composer_models import ComposerModel
+from composer_time import Time
 
 if TYPE_CHECKING:
-    from os import PathLike
-    from types import TracebackType
-
-    from torch.optim import Optimizer
-
     from composer.profiler.profiler import Profiler
-    from composer.trainer.divergence import OnDivergence
     from composer.utils.inference import ExportFormat, Transform
-    from composer_checkpoint.ignore_keys import IgnoreKeys
-    from composer_dist.ddp import DDPSyncStrategy
-    from composer_dist.devices import Device
-    from composer_dist.precision import Precision
-    from composer_events.algorithm import Algorithm
-    from composer_events.callback import Callback
-    from composer_events.event import Event
-    from composer_events.logger_destination import LoggerDestination
-    from composer_events.state import State
-    from composer_fsdp import ParallelismConfig
-    from composer_models import ComposerModel
-    from composer_time import Time
+else:  # for typing.get_type_hints: few profile or export
+    ExportFormat = Profiler = Transform = Any
 
 
 class Trainer:

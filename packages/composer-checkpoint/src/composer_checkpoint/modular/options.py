@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.checkpoint.planner import LoadPlanner
-    from torch.distributed.device_mesh import DeviceMesh
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["CheckpointLoadOptions", "CheckpointSaveOptions"]
 

@@ -164,7 +164,7 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
             pairs of class and state.
     """
     resumption: dict[str, Any] = {
-        "dataset_state": _dataset_state(state),
+        "dataset_state": {name: saved for name, saved in state._dataset_state_dict().items() if saved},
         "timestamp": state.timestamp.state_dict(),
         "stopped_duration": state.stopped_duration or {},
         "schedulers": dict(named_by_class(state.schedulers)),
@@ -212,16 +212,6 @@ def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -
     keep = get_global_rank() == 0
     gathered = gather(state, keep=keep, cpu_offload=True if cpu_offload is None else cpu_offload)
     return gathered if keep else {}
-
-
-def _dataset_state(state: "State") -> dict[str, Any]:
-    loader: Any = state.train_dataloader
-    while hasattr(loader, "dataloader"):  # a DataSpec, or an Evaluator with one
-        loader = loader.dataloader
-    dataset: Any = getattr(loader, "dataset", None)
-    if not hasattr(dataset, "state_dict"):
-        return {}
-    return {"train": dataset.state_dict(int(state.timestamp.sample_in_epoch), True)}
 
 
 def _class_name(model: nn.Module) -> str:
