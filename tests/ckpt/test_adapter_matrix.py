@@ -128,6 +128,12 @@ ROWS = {
     ("init_lora_weights", "`olora`"): init("olora"),
     ("init_lora_weights", "`pissa`"): init("pissa"),
     ("init_lora_weights", "`pissa`, `Conv1D`"): init("pissa", settings={"target_modules": ["c_attn"]}, model="gpt2"),
+    ("init_lora_weights", "`pissa`, one of two tied weights"): init(
+        "pissa", settings={"target_modules": ["lm_head"]}, model="gpt2"
+    ),
+    ("init_lora_weights", "`olora`, one of two tied weights"): init(
+        "olora", settings={"target_modules": ["lm_head"]}, model="gpt2"
+    ),
     ("init_lora_weights", "`pissa`, with patterns"): init(
         "pissa", settings={"use_rslora": True, "rank_pattern": {"v_proj": 3}, "alpha_pattern": {"q_proj": 1}}
     ),

@@ -14,7 +14,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer import Trainer
-from composer.algorithms import ChannelsLast
+from composer.algorithms import EMA, ChannelsLast, LayerFreezing
 from composer.core import Callback, DataSpec, Evaluator, Event
 from composer.loggers import InMemoryLogger, LoggerDestination
 from composer.optim import LinearScheduler
@@ -559,3 +559,11 @@ def test_a_checkpoint_never_replaces_a_folder(make_trainer, tmp_path, monkeypatc
         with pytest.raises(FileExistsError, match="out is a folder, and a file is to be written"):
             trainer.save_checkpoint(name)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("method", [EMA, LayerFreezing])
+def test_a_method_of_ones_own_that_extends_one_deepspeed_cannot_have_is_refused_too(make_trainer, method):
+    """LayerFreezing ended with "'NoneType' object has no attribute 'cpu'", and EMA trained."""
+    mine = type("Mine", (method,), {})()
+    with pytest.raises(ValueError, match=r"Mine does not go with deepspeed_config\['zero_optimization'\]\['stage'\]=3"):
+        make_trainer(algorithms=[mine], deepspeed_config={"zero_optimization": {"stage": 3}})

@@ -9,11 +9,13 @@ from composer_events.metric_direction import higher_is_better
 LOWER = """
     loss val_loss loss/train/total LossMetric CrossEntropy metrics/eval/CrossEntropy LanguageCrossEntropy cross_entropy
     LanguagePerplexity PPL error_rate WordErrorRate val_WER wer CER MeanSquaredError rmse MAE val/mse KLDivergence nll
+    fpr neg_log_likelihood LearnedPerceptualImagePatchSimilarity ContinuousRankedProbabilityScore false_positive_rate
     HammingDistance FID fid_score BrierScore top1_error CalibrationError bits_per_byte NegativeLogLikelihood
 """
 HIGHER = """
     MulticlassAccuracy metrics/eval/MulticlassAccuracy metrics/lossy/MulticlassAccuracy BinaryAccuracy MaskedAccuracy
     acc val_acc Top5Accuracy BinaryF1Score f1 BinaryAUROC auc AveragePrecision mAP MAP map_50 MIoU mIoU mean_iou Dice
+    val_acc1 map50 DistanceIntersectionOverUnion ScaleInvariantSignalDistortionRatio IntersectionOverUnion
     DiceScore BLEUScore ROUGE chrF PSNR SSIM recall R2Score ndcg@10 MRR exact_match MatthewsCorrCoef CosineSimilarity
 """
 
@@ -28,7 +30,7 @@ def test_of_accuracies_scores_and_overlaps_more_is_better(name):
     assert higher_is_better(name) is True
 
 
-@pytest.mark.parametrize("name", ["Foo", "metrics/loss/Foo", "ratio", "maps", "keycount", "temperature", ""])
+@pytest.mark.parametrize("name", ["Foo", "metrics/loss/Foo", "previous", "various", "ratio", "maps", "keycount", ""])
 def test_of_other_names_nobody_knows(name):
     assert higher_is_better(name) is None
 

@@ -174,7 +174,9 @@ def merge_adapters(
                 f"product of shape {change.shape} for it{_unusual(config)}. Write the adapter with --peft adapter."
             )
         merged[target] = change.added_to(merged[target])
-    _put_tokens(weights, base, merged, config, find_ties(base, model))
+    ties = [*find_ties(base, model)]
+    _begin_tied(base, merged, changes, ties)
+    _put_tokens(weights, base, merged, config, ties)
     return _untied(base, merged, changes, metadata, options, model)
 
 
@@ -213,6 +215,25 @@ def _begin(config: Mapping[str, Any], module: str, is_turned: bool) -> Callable[
     rank, alpha = _rank_and_alpha(config, module)
     own = {"r": rank, "lora_alpha": alpha, "fan_in_fan_out": is_turned, "use_rslora": bool(config.get("use_rslora"))}
     return lambda weight: base_after_init(weight, init_lora_weights=config["init_lora_weights"], **own)
+
+
+def _begin_tied(base: Weights, merged: Weights, changes: Mapping[str, LayerChange], ties: Iterable[Pair]) -> None:
+    """Do to the weights that share memory with an adapted one what its initialization does to both."""
+    for pair in ties:
+        for one, other in (pair, pair[::-1]):
+            change = changes.get(one)
+            if change is None or change.begin is None:
+                continue
+            if other in changes:
+                raise IncompatibleCheckpointError(
+                    f"the adapter's initialization has changed one weight twice, as {one} and as {other}. Merge a "
+                    f"checkpoint of the whole model, without --base-model."
+                )
+            merged[other] = _begun(base[other], change.begin)
+
+
+def _begun(weight: StoredTensor, begin: Callable[[torch.Tensor], torch.Tensor]) -> StoredTensor:
+    return StoredTensor(weight.dtype, weight.shape, lambda: begin(weight.read()), None)
 
 
 def _put_tokens(

@@ -59,7 +59,7 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
         told = ", ".join(sorted(removed)[:_MAX_NAMES]) + (", ..." if len(removed) > _MAX_NAMES else "")
         log.warning(
             "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out, too, "
-            "and begins as for new ones: %s",
+            "and is reinitialized: %s",
             len(removed),
             told,
         )

@@ -6,20 +6,23 @@ __all__ = ["higher_is_better"]
 
 # Parts of names without their separators, and whole words for what is too short to be looked for inside of others.
 _LOWER_PARTS = (
-    *("loss", "error", "perplexity", "crossentropy", "negativelog", "divergence", "distance", "distortion"),
-    *("editrate", "failurerate", "bitsper", "brier"),
+    *("loss", "error", "perplexity", "crossentropy", "negativelog", "neglog", "divergence", "distance"),
+    *("editrate", "failurerate", "falsepositiverate", "falsenegativerate", "bitsper", "brier"),
+    *("perceptualimagepatch", "rankedprobability"),  # scores and similarities by name, and distances
 )
 _LOWER_WORDS = {
     *("bpb", "bpc", "cer", "deviance", "ece", "eer", "fid", "kid", "kl", "lpips", "mae", "mape", "mer", "mse"),
-    *("msle", "nll", "ppl", "rmse", "rmsle", "smape", "ter", "wer"),
+    *("fnr", "fpr", "msle", "nll", "ppl", "rmse", "rmsle", "smape", "ter", "wer"),
 }
 _HIGHER_PARTS = (
     *("accuracy", "precision", "recall", "specificity", "sensitivity", "score", "exactmatch", "hitrate", "auroc"),
-    *("iou", "jaccard", "dice", "bleu", "rouge", "meteor", "psnr", "ssim", "ndcg", "similarity", "correlation"),
+    *("intersectionoverunion", "signaldistortionratio", "jaccard", "bleu", "rouge", "meteor", "psnr", "ssim"),
+    *("ndcg", "similarity", "correlation"),
     *("explainedvariance", "kappa", "matthews", "quality", "reward", "passrate", "successrate", "winrate"),
 )
 _HIGHER_WORDS = {
-    *("acc", "ap", "auc", "auprc", "chrf", "em", "f1", "fbeta", "map", "mcc", "mrr", "r2", "top1", "top5"),
+    *("acc", "acc1", "acc5", "ap", "auc", "auprc", "chrf", "dice", "em", "f1", "fbeta", "iou", "map", "map50"),
+    *("mcc", "miou", "mrr", "r2", "top1", "top5"),
 }
 
 
@@ -45,7 +48,7 @@ def higher_is_better(name: str, metric: object = None) -> bool | None:
     name = re.sub(r"^metrics/[^/]*/", "", name)  # the label may have any word in it
     words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().split()}
     joined = re.sub(r"[^a-z0-9]", "", name.lower())
-    if words & _LOWER_WORDS or any(part in joined for part in _LOWER_PARTS):
+    if words & _LOWER_WORDS or (any(part in joined for part in _LOWER_PARTS) and "intersectionoverunion" not in joined):
         return False
     if words & _HIGHER_WORDS or any(part in joined for part in _HIGHER_PARTS):
         return True

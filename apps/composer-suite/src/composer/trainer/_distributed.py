@@ -142,17 +142,20 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage != 3:
         return
+    from composer_algorithms import EMA, SWA  # few train at stage 3
+
     for algorithm in algorithms:
-        name, because = type(algorithm).__name__, ""
-        if name in ("EMA", "SWA"):
+        if isinstance(algorithm, EMA | SWA):
             because = "averages whole weights, of which no rank has any"
-        elif name in ("LayerFreezing", "StochasticDepth") and algorithm.find_unused_parameters:
+        elif algorithm.find_unused_parameters:
             because = "leaves weights without a gradient, and they are moved all the same"
-        if because:
-            raise ValueError(
-                f"{name} does not go with deepspeed_config['zero_optimization']['stage']=3: it {because}. Use stage 2, "
-                "train with parallelism_config={'fsdp': {}} instead of DeepSpeed, or leave the algorithm out."
-            )
+        else:
+            continue
+        raise ValueError(
+            f"{type(algorithm).__name__} does not go with deepspeed_config['zero_optimization']['stage']=3: it "
+            f"{because}. Use stage 2, train with parallelism_config={{'fsdp': {{}}}} instead of DeepSpeed, or leave "
+            "the algorithm out."
+        )
 
 
 def _clipping(algorithms: Iterable[Algorithm]) -> tuple[str, float] | None:

@@ -296,9 +296,9 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
     state.stop_training()
     if get_global_rank() == 0:
         _log.warning(
-            "Nothing is trained: the run was stopped after batch %d of max_duration=%r, and so it says in its "
-            "checkpoint. Give another max_duration, or fit(duration=...), to go on. A callback that ends no more than "
-            "a job calls state.stop_training(resumable=True).",
+            "No training: the checkpoint records that the run was stopped after batch %d of max_duration=%r. To "
+            "continue, give another max_duration or fit(duration=...). A callback that ends only the job, not the run, "
+            "calls state.stop_training(resumable=True).",
             state.timestamp.num_batches,
             stopped_duration,
         )

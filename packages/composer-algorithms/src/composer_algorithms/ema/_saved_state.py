@@ -69,10 +69,9 @@ def _fitted(saved: Tensors, current: Tensors, kind: str, strict: bool) -> dict[s
         return found
     missing, unexpected = sorted(current.keys() - found.keys()), sorted(found.keys() - current.keys())
     if missing or unexpected:
-        message = (
-            f"EMA's state in the checkpoint does not have the {kind} of this model: {len(missing)} are missing (such "
-            f"as {missing[:3]}), {len(unexpected)} are of another model (such as {unexpected[:3]})."
-        )
+        kinds = (("are missing", missing), ("are of another model", unexpected))
+        told = ", ".join(f"{len(names)} {what} (such as {names[:3]})" for what, names in kinds if names)
+        message = f"EMA's state in the checkpoint does not have the {kind} of this model: {told}."
         # Without one name in common it belongs to another model, however lenient one is.
         if strict or (kind == "parameters" and len(missing) == len(current)):
             raise ValueError(f"{message} Load it into the model that it was saved from, or leave EMA's state out.")
