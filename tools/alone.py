@@ -32,7 +32,7 @@ RUNS = {
     "composer-dist": {"": "", "deepspeed": "deepspeed"},
     "composer-events": {"": "", "torch": ""},
     "composer-hf": {"": "", "peft": "peft or lora or adapter"},
-    "composer-models": {"": "", "vision,coco": ""},
+    "composer-models": {"": "", "vision,coco,timm": ""},
 }
 RUNNERS = ["pytest", "hypothesis"]
 AT_ONCE = 2

@@ -88,7 +88,7 @@ IMPORT_MAP = [
         "composer.models composer.models.tasks composer.models.tasks.classification",
     ),
     ("Initializer", "composer_models", "composer.models composer.models.initializers"),
-    ("composer_resnet mnist_model ComposerGPT", "composer_models", "composer.models"),
+    ("composer_resnet composer_timm mnist_model ComposerGPT", "composer_models", "composer.models"),
     (
         "HuggingFaceModel write_huggingface_pretrained_from_composer_checkpoint",
         "composer_hf",

@@ -13,6 +13,7 @@ PUBLIC_NAMES = {
     "Initializer",
     "model_eval_mode",
     "composer_resnet",
+    "composer_timm",
     "mnist_model",
     "ComposerGPT",
     "GPT",

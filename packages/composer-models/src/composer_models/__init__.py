@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_models.base import ComposerModel as ComposerModel
     from composer_models.classification import ComposerClassifier as ComposerClassifier
+    from composer_models.classification import composer_timm as composer_timm
     from composer_models.detection import MAP as MAP
     from composer_models.eval_mode import model_eval_mode as model_eval_mode
     from composer_models.gpt import GPT as GPT
@@ -45,6 +46,7 @@ _HOME = {
     "Initializer": "initializers",
     "model_eval_mode": "eval_mode",
     "composer_resnet": "resnet",
+    "composer_timm": "classification",
     "mnist_model": "mnist",
     "ComposerGPT": "gpt",
     "GPT": "gpt",

@@ -12,8 +12,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_models.base import ComposerModel
 from composer_models.losses import soft_cross_entropy
 from composer_models.metrics import CrossEntropy, counting_from_zero, metrics_by_name
+from composer_models.optional import MissingConditionalImportError
 
-__all__ = ["ComposerClassifier"]
+__all__ = ["ComposerClassifier", "composer_timm"]
 
 
 class ComposerClassifier(ComposerModel):
@@ -91,6 +92,57 @@ class ComposerClassifier(ComposerModel):
                 f"an attribute num_classes, or both train_metrics and val_metrics."
             )
         return MulticlassAccuracy(num_classes=self.num_classes, average="micro")
+
+
+def composer_timm(
+    model_name: str,
+    pretrained: bool = False,
+    num_classes: int = 1000,
+    drop_rate: float = 0.0,
+    drop_path_rate: float | None = None,
+    drop_block_rate: float | None = None,
+    global_pool: str | None = None,
+    bn_momentum: float | None = None,
+    bn_eps: float | None = None,
+    **settings: Any,
+) -> ComposerClassifier:
+    """Make a classifier of one of timm's image models.
+
+    Args:
+        model_name: A name of `timm.list_models()`, such as `'resnet50'` or `'vit_small_patch16_224'`.
+        pretrained: Whether to download trained weights.
+        num_classes: How many classes there are.
+        drop_rate: The probability of dropout before the classifier.
+        drop_path_rate: The probability with which residual blocks are dropped.
+        drop_block_rate: The probability with which regions of activations are dropped.
+        global_pool: How features are pooled, such as `'avg'`.
+        bn_momentum: The momentum of batch norms.
+        bn_eps: The epsilon of batch norms.
+        settings: Further arguments of the model, such as `img_size` or `in_chans`. Arguments that are `None` are left
+            to the model, and each model takes only those that it has a use for.
+
+    Raises:
+        RuntimeError: If timm has no model of that name.
+        TypeError: If the model does not take one of the arguments.
+        MissingConditionalImportError: If timm is not installed; the extra `timm` brings it.
+    """
+    try:
+        from timm import create_model  # the extra `timm`
+    except ImportError as error:
+        raise MissingConditionalImportError("timm", "timm", distribution="composer-models") from error
+    module = create_model(
+        model_name,
+        pretrained=pretrained,
+        num_classes=num_classes,
+        drop_rate=drop_rate,
+        drop_path_rate=drop_path_rate,
+        drop_block_rate=drop_block_rate,
+        global_pool=global_pool,
+        bn_momentum=bn_momentum,
+        bn_eps=bn_eps,
+        **settings,
+    )
+    return ComposerClassifier(module, num_classes=num_classes)
 
 
 def _resolve_num_classes(module: torch.nn.Module, num_classes: int | None) -> int | None:

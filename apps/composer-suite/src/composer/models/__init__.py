@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from composer_models import ComposerModel as ComposerModel
     from composer_models import Initializer as Initializer
     from composer_models import composer_resnet as composer_resnet
+    from composer_models import composer_timm as composer_timm
     from composer_models import mnist_model as mnist_model
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "HuggingFaceModel",
     "Initializer",
     "composer_resnet",
+    "composer_timm",
     "mnist_model",
     "ComposerGPT",
     "write_huggingface_pretrained_from_composer_checkpoint",
@@ -37,10 +39,9 @@ _BERT = f"load transformers.AutoModelForMaskedLM, and {_SUBCLASS}"
 _CLASSIFIER = f"load transformers.AutoModelForSequenceClassification, and {_SUBCLASS}"
 _GPT = f"load transformers.AutoModelForCausalLM, and {_SUBCLASS}"
 _FORMER_ZOO = {
-    "composer_resnet_cifar": f"build a ResNet for small images with torchvision or timm, and {_WRAP}",
-    "composer_timm": f"make the network with timm.create_model, and {_WRAP}",
+    "composer_resnet_cifar": f"build a ResNet for small images, and {_WRAP}",
     "composer_efficientnetb0": f"make the network with torchvision.models.efficientnet_b0, and {_WRAP}",
-    "vit_small_patch16": f"make the network with timm.create_model('vit_small_patch16_224'), and {_WRAP}",
+    "vit_small_patch16": "call composer_timm('vit_small_patch16_224', num_classes=...).",
     "ComposerDeepLabV3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "composer_deeplabv3": f"make the network with torchvision.models.segmentation, and {_SUBCLASS}",
     "UNet": f"take a U-Net from a library for segmentation, and {_SUBCLASS}",
@@ -65,6 +66,7 @@ __getattr__, __dir__ = lazy_face(
             "ComposerClassifier",
             "Initializer",
             "composer_resnet",
+            "composer_timm",
             "mnist_model",
             "ComposerGPT",
         ],
