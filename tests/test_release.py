@@ -1,5 +1,7 @@
+import contextlib
 import datetime
 import re
+import sys
 import tomllib
 from graphlib import TopologicalSorter
 
@@ -81,6 +83,38 @@ def test_the_tag_comes_last_when_the_wheels_are_known_to_be_fit(release, workspa
         assert 0 < steps.index("git commit") < steps.index("make dist") < steps.index("git tag")
 
 
+def test_a_package_asks_for_the_sibling_that_it_was_tested_with(release, workspace):
+    """It asked for 0.1.0, and failed there with an ImportError."""
+    low, high = workspace / "packages" / "low", workspace / "apps" / "high"
+    with pytest.raises(release.Refused, match=r"high was tested with low 0\.1\.0, which is not released\. Release low"):
+        release.edits(workspace, "high", "0.2.0", DAY)
+    for path, text in release.edits(workspace, "low", "0.1.1", DAY).items():
+        path.write_text(text)
+    changed = release.edits(workspace, "high", "0.2.0", DAY)
+    assert project(changed[high / "pyproject.toml"])["dependencies"] == ["low[fast]>=0.1.1,<0.2", "lowest>=1"]
+    assert low / "pyproject.toml" not in changed
+
+
+def test_what_is_built_between_releases_has_no_number_of_a_release(release, workspace):
+    """Two wheels of different code were called 0.1.1."""
+    low, ranges = workspace / "packages" / "low", sys.modules["ranges"]
+    for text in ("0.1.1", "dev"):
+        for path, written in release.edits(workspace, "low", text, DAY).items():
+            path.write_text(written)
+    projects = release.members(workspace)
+    assert projects["low"]["version"] == "0.1.1+dev"
+    assert list(ranges.misfits(projects)) == list(ranges.stale(workspace, projects)) == []
+    log = low / "CHANGELOG.md"
+    log.write_text(log.read_text().replace("## 0.1.1", "## 0.1.2 (unreleased)\n\n- More.\n\n## 0.1.1"))
+    assert list(ranges.stale(workspace, projects)) == []
+    assert set(release.edits(workspace, "low", "0.1.2", DAY)) == {log, low / "pyproject.toml"}
+
+    (low / "pyproject.toml").write_text((low / "pyproject.toml").read_text().replace("+dev", ""))
+    (sentence,) = ranges.stale(workspace, release.members(workspace))
+    assert "low 0.1.1 is released" in sentence
+    assert "tools/release.py low dev" in sentence
+
+
 def test_a_changelog_that_has_nothing_to_tell_is_refused(release, workspace):
     (workspace / "packages" / "low" / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (2029-01-01)\n")
     with pytest.raises(release.Refused, match="nothing to release"):
@@ -94,7 +128,9 @@ def test_every_changelog_of_this_workspace_begins_with_what_is_to_be_released_or
         log = next(root.glob(f"*/{name}/CHANGELOG.md")).read_text()
         version, state = re.search(r"^## (\S+) \((.*)\)$", log, re.MULTILINE).groups()
         if state == "unreleased":
-            assert release.edits(root, name, version, DAY)
+            with contextlib.suppress(release.Refused):  # where siblings are to be released before it
+                release.edits(root, name, version, DAY)
+            assert release.Version(version) >= release.Version(release.Version(table["version"]).public)
         else:
             assert version == table["version"]
 
@@ -109,7 +145,7 @@ def test_all_packages_of_this_workspace_can_be_released_from_the_bottom_up(relea
     projects = release.members(tmp_path)
     assert {table["version"] for table in projects.values()} == {"7.0.0"}
     asked = {str(one.specifier) for table in projects.values() for one in release.siblings(table, projects)}
-    assert asked == {"<8.0,>=7.0"}
+    assert asked == {"<8.0,>=7.0.0"}  # each from the version on with which it was tested
 
 
 def unreleased(text):

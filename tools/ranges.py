@@ -1,4 +1,4 @@
-"""Check that what the packages of this workspace ask of each other fits what they are.
+"""Check that what the packages of this workspace ask of each other fits what they are, and that no release changes.
 
 uv takes a sibling from the workspace whatever its version, so a range that no longer fits shows only when the wheels
 are installed. Each requirement on a sibling must contain the sibling's version and end before its next breaking one.
@@ -44,6 +44,20 @@ def misfits(projects: Mapping[str, dict]) -> Iterator[str]:
                 yield f"{where}, which admits the breaking release {breaking}. End the range before it: <{breaking}."
 
 
+def is_released(version: str, changelog: str) -> bool:
+    """Return whether a package's present code is a release: its version has a date, and nothing came after it."""
+    return f"## {version} (" in changelog and "(unreleased)" not in changelog
+
+
+def stale(root: Path, projects: Mapping[str, dict]) -> Iterator[str]:
+    """Yield a sentence for each package whose number is that of a release, and whose code is newer."""
+    for name, project in projects.items():
+        log = next(root.glob(f"*/{name}/CHANGELOG.md")).read_text()
+        version = project["version"]
+        if "(unreleased)" in log and f"## {version} (" in log.replace(f"## {version} (unreleased)", ""):
+            yield f"{name} {version} is released, and its changelog has newer changes: run tools/release.py {name} dev."
+
+
 def next_breaking(version: Version) -> Version:
     """Return the version that may break what works with this one."""
     return Version(f"0.{version.minor + 1}") if version.major == 0 else Version(f"{version.major + 1}.0")
@@ -51,7 +65,7 @@ def next_breaking(version: Version) -> Version:
 
 def main() -> int:
     """Print what does not fit and return the exit status."""
-    problems = list(misfits(members()))
+    problems = [*misfits(members()), *stale(ROOT, members())]
     print("\n".join(problems) or f"The ranges between {len(members())} packages fit.")
     return 1 if problems else 0
 
