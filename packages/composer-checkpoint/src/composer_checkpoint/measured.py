@@ -3,6 +3,8 @@
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
+from composer_events.metric_entries import by_entry, metric_with, refuse_several
+
 if TYPE_CHECKING:
     from composer_events import State
 
@@ -30,7 +32,7 @@ class Measured:
         label = state.dataloader_label
         for name in () if label is None else state.eval_metrics.get(label, ()):
             if name in state.eval_metric_values:
-                self._values[f"metrics/{label}/{name}"] = state.eval_metric_values[name]
+                self._values |= by_entry({f"metrics/{label}/{name}": state.eval_metric_values[name]})
         to_come = tuple(f"metrics/{other}/" for other in {*state.eval_metrics, "train"} - {label})
         for metric in metrics - self._values.keys():
             if metric.startswith("metrics/") and not metric.startswith(to_come):
@@ -44,7 +46,7 @@ class Measured:
         """Return some metrics, those of training and the losses included. What was not measured is logged."""
         if not metrics:
             return {}
-        train = {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
+        train = by_entry({f"metrics/train/{name}": value for name, value in state.train_metric_values.items()})
         known = {**train, **state.total_loss_dict, **self._values}
         for metric in metrics - known.keys():
             log.warning(
@@ -56,7 +58,14 @@ class Measured:
 
 
 def metric_of(state: "State", logged_name: str | None) -> object:
-    """Return the metric that is logged as `metrics/<label>/<name>`; `None` if there is none."""
+    """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name; `None` if none is.
+
+    Raises:
+        ValueError: If it has several numbers, and none of them is named.
+    """
     metrics = {"train": state.train_metrics or {}, **state.eval_metrics}
     logged = {f"metrics/{label}/{name}": one for label, of_label in metrics.items() for name, one in of_label.items()}
-    return logged.get(str(logged_name))
+    if logged_name is None or (name := metric_with(logged, logged_name)) is None:
+        return None
+    refuse_several(name, logged[name], logged_name)
+    return logged[name]

@@ -11,6 +11,7 @@ import torch
 
 from composer_events.arguments import check_functions, check_texts
 from composer_events.metric_direction import higher_is_better
+from composer_events.metric_entries import metric_with, number_of, refuse_several
 
 if TYPE_CHECKING:
     from composer_events.state import State
@@ -55,7 +56,7 @@ def comparison_for(state: State, monitor: str, dataloader_label: str) -> Compari
     """
     is_train = dataloader_label == "train"
     metrics = (state.train_metrics or {}) if is_train else state.eval_metrics.get(dataloader_label, {})
-    is_higher = higher_is_better(monitor, dict(metrics).get(monitor))
+    is_higher = higher_is_better(monitor, metrics.get(metric_with(metrics, monitor) or monitor))
     if is_higher is None:
         warnings.warn(
             f"Neither the metric {monitor!r} of {dataloader_label!r} nor its name says whether larger or smaller "
@@ -70,13 +71,17 @@ def check_watched(state: State, monitor: str, dataloader_label: str) -> None:
     """Look at the beginning for what is to be watched, before any time is spent on training.
 
     Raises:
-        ValueError: If the dataloader is known and has no such metric.
+        ValueError: If the dataloader is known and has no such metric, or one with several numbers.
     """
     labels = [evaluator.label for evaluator in state.evaluators]
+    metrics: Any = None
     if dataloader_label == "train" and state.train_metrics:
-        _metric(state.train_metrics, monitor, dataloader_label)
+        metrics = state.train_metrics
     elif dataloader_label in labels and dataloader_label in state.eval_metrics:
-        _metric(state.eval_metrics[dataloader_label], monitor, dataloader_label)
+        metrics = state.eval_metrics[dataloader_label]
+    if metrics is not None:
+        name = _name_in(metrics, monitor, dataloader_label)
+        refuse_several(name, metrics[name], monitor)
     elif dataloader_label not in ("train", state.dataloader_label, *labels):
         warnings.warn(
             f"dataloader_label={dataloader_label!r} is none of the dataloaders' labels, "
@@ -87,24 +92,25 @@ def check_watched(state: State, monitor: str, dataloader_label: str) -> None:
 
 
 def compute_metric(state: State, monitor: str, dataloader_label: str) -> torch.Tensor:
-    """Return the value of a metric.
+    """Return the value of a metric, or of one of its entries.
 
     Raises:
-        ValueError: If there is no such metric.
+        ValueError: If there is none, or several.
     """
     if dataloader_label == "train" and state.train_metrics:
         metrics: Any = state.train_metrics
     else:
         metrics = state.eval_metrics.get(dataloader_label, {})
-    return torch.as_tensor(_metric(metrics, monitor, dataloader_label).compute())
+    name = _name_in(metrics, monitor, dataloader_label)
+    return torch.as_tensor(number_of(name, metrics[name].compute(), monitor))
 
 
-def _metric(metrics: Mapping[str, Any], monitor: str, dataloader_label: str) -> Any:
-    if monitor not in metrics:
+def _name_in(metrics: Mapping[str, Any], monitor: str, dataloader_label: str) -> str:
+    if (name := metric_with(metrics, monitor)) is None:
         near = difflib.get_close_matches(monitor, list(metrics), n=1, cutoff=0.0)
         hint = f"Did you mean {near[0]!r}?" if near else "Name the label of an evaluator that has metrics."
         raise ValueError(
             f"There is no metric {monitor!r} of the dataloader labelled {dataloader_label!r}, which has "
             f"{sorted(metrics)}. {hint}"
         )
-    return metrics[monitor]
+    return name

@@ -29,7 +29,8 @@ class EarlyStopper(Callback):
     """Stop training when a metric has not got better for a while.
 
     Args:
-        monitor: Name of the metric, such as `'MulticlassAccuracy'`.
+        monitor: Name of the metric, such as `'MulticlassAccuracy'`, or of an entry of one with several numbers, such
+            as `'MAP/map_50'`.
         dataloader_label: Whose: `'train'`, or the label of an evaluator.
         comp: Which of two values is better: `'greater'`, `'less'`, or a function of the new and the best value. By
             default as the metric's own `higher_is_better` says, or else its name: see
@@ -44,7 +45,7 @@ class EarlyStopper(Callback):
     Raises:
         TypeError: If an argument is of another kind.
         ValueError: If `comp` is another word or `patience` has another unit; when training begins, if there is no such
-            metric.
+            metric, or it has several numbers.
 
     Warns:
         UserWarning: When training begins, if nothing says which values are better. Larger ones are taken to be.

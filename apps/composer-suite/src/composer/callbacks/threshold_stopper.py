@@ -27,7 +27,8 @@ class ThresholdStopper(Callback):
     """Stop training when a metric is better than a threshold.
 
     Args:
-        monitor: Name of the metric, such as `'MulticlassAccuracy'`.
+        monitor: Name of the metric, such as `'MulticlassAccuracy'`, or of an entry of one with several numbers, such
+            as `'MAP/map_50'`.
         dataloader_label: Whose: `'train'`, or the label of an evaluator.
         threshold: What is good enough.
         comp: Which of two values is better: `'greater'`, `'less'`, or a function of the value and the threshold. By
@@ -40,7 +41,8 @@ class ThresholdStopper(Callback):
 
     Raises:
         TypeError: If an argument is of another kind.
-        ValueError: If `comp` is another word; when training begins, if there is no such metric.
+        ValueError: If `comp` is another word; when training begins, if there is no such metric, or
+            it has several numbers.
 
     Warns:
         UserWarning: When training begins, if nothing says which values are better. Larger ones are taken to be.

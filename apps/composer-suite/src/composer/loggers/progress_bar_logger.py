@@ -202,7 +202,7 @@ class _Bar:
         for name, value in zip(map(str, metrics), metrics.values(), strict=True):
             if name.startswith(self._shown) and not name.startswith("metrics/train"):
                 # The bar's title says already what is evaluated, and a line has room for little.
-                self._values[name.rpartition("/")[2] if name.startswith("metrics/") else name] = value
+                self._values[name.split("/", 2)[-1] if name.startswith("metrics/") else name] = value
 
     def move(self, stamp: Timestamp) -> bool:
         """Advance to where the timestamp is, and answer whether it was drawn.

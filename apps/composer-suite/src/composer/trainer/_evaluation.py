@@ -29,6 +29,7 @@ from composer_events.engine import Engine
 from composer_events.evaluator import Evaluator
 from composer_events.event import Event
 from composer_events.logger import Logger
+from composer_events.metric_entries import by_entry
 from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
 from composer_time import Time, Timestamp
@@ -209,7 +210,7 @@ class Evaluation:
         _fill_shorter_lists(metrics)
         values = {name: metric.compute() for name, metric in metrics.items()}
         self._state.eval_metric_values.update(values)
-        self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
+        self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in by_entry(values).items()})
 
 
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:

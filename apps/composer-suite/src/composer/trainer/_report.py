@@ -10,6 +10,7 @@ from composer.trainer._ranks import Ranks
 from composer.trainer._train_metrics import TrainMetrics
 from composer_dist import get_local_world_size, get_world_size
 from composer_events.logger import Logger, log_lazily
+from composer_events.metric_entries import by_entry
 from composer_events.state import State
 from composer_time import Timestamp
 
@@ -59,7 +60,7 @@ class Report:
     def train_metrics(self) -> None:
         """Compute and log the metrics of the latest batch, if anybody on any rank takes them."""
         if self._ranks.listen and (self._logger.destinations or self._state.train_metrics):
-            values = self._metrics.compute()
+            values = by_entry(self._metrics.compute())
             self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
 
     def _log_tokens(self) -> None:

@@ -1,0 +1,100 @@
+"""The numbers of a metric that has several, such as one for each class, by name: `MAP/map_50`, `Accuracy/2`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from composer_events.log_values import format_log_data_value, is_tensor
+
+__all__ = ["by_entry", "metric_with", "number_of", "refuse_several"]
+
+_LONGEST = 4096  # what has more is a curve over the samples, not one number for each class
+
+
+def by_entry(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name, with each entry of a dict, list, tuple or vector under a name of its own.
+
+    Args:
+        values: By name. Tensors stay on their device; those with more axes than one, and long ones, stay whole.
+
+    Example:
+        >>> by_entry({"MAP": {"map": 0.4, "map_50": 0.6}, "Accuracy": 0.5, "KID": (0.1, 0.01)})
+        {'MAP/map': 0.4, 'MAP/map_50': 0.6, 'Accuracy': 0.5, 'KID/0': 0.1, 'KID/1': 0.01}
+    """
+    entries: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            inner = cast("Mapping[Any, Any]", value).items()
+        elif isinstance(value, (list, tuple)):
+            inner = enumerate(cast("Iterable[Any]", value))
+        elif is_tensor(value) and value.ndim == 1 and 1 < len(value) <= _LONGEST:
+            inner = enumerate(value.unbind())
+        else:
+            entries[name] = value
+            continue
+        entries |= by_entry({f"{name}/{key}": entry for key, entry in inner})
+    return entries
+
+
+def metric_with(metrics: Mapping[str, Any], entry: str) -> str | None:
+    """Return the name of the metric that an entry belongs to, or that has this name; `None` if there is none.
+
+    Args:
+        metrics: By name.
+        entry: Such as `'MAP/map_50'` or `'Accuracy'`.
+    """
+    return max((name for name in metrics if f"{entry}/".startswith(f"{name}/")), key=len, default=None)
+
+
+def number_of(name: str, value: Any, entry: str) -> Any:
+    """Return one number of a metric.
+
+    Args:
+        name: Name of the metric.
+        value: What it has computed.
+        entry: Name of the metric, or of one of its entries.
+
+    Raises:
+        ValueError: If that is not a single number.
+    """
+    entries = by_entry({name: value})
+    if _size(entries.get(entry)) != 1:
+        several = ", ".join(repr(key) for key, one in entries.items() if _size(one) == 1)
+        has = f"has {several}. Name one of these." if several else f"is {format_log_data_value(value)}."
+        raise ValueError(f"{entry!r} is not one number; the metric {name!r} {has}")
+    return entries[entry]
+
+
+def refuse_several(name: str, metric: Any, entry: str) -> None:
+    """Refuse a metric with several numbers of which none was named, as far as a copy that saw nothing knows.
+
+    Args:
+        name: Name of the metric.
+        metric: A metric of torchmetrics. One that computes nothing yet is passed over.
+        entry: Name of the metric, or of one of its entries, which may appear later.
+
+    Raises:
+        ValueError: If it has several.
+    """
+    if entry != name:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchmetrics warns of computing what saw nothing
+            fresh = copy.deepcopy(metric)
+            fresh.reset()
+            for part in fresh.modules():
+                part.sync_on_compute = False  # other ranks may not be asked
+            value = fresh.compute()
+    except Exception:  # whatever a metric raises that saw nothing
+        return
+    if any(map(_size, by_entry({name: value}).values())):
+        number_of(name, value, entry)
+
+
+def _size(value: Any) -> int:
+    """Return how many numbers a value without entries has; 0 for what is none."""
+    return value.numel() if is_tensor(value) else int(getattr(value, "size", isinstance(value, (int, float))))
