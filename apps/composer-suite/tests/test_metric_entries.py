@@ -65,8 +65,8 @@ def test_each_logger_has_each_entry_under_its_own_name(train, tmp_path, capsys):
             TensorboardLogger(log_dir=str(tmp_path / "tb")),
             ConsoleLogger(log_interval="1ep"),
             ProgressBarLogger(),
+            RunRecorder(str(tmp_path / "report")),
         ],
-        callbacks=RunRecorder(str(tmp_path / "report")),
     )
     for label in ("train", "eval"):
         logged = {name.removeprefix(f"metrics/{label}/") for name in memory.data if name.startswith(f"metrics/{label}")}
