@@ -164,8 +164,8 @@ def test_one_name_of_what_is_no_sequence_is_one_name():
 def test_a_ghost_batch_norm_says_where_in_the_model_it_is():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4)))
     cf.apply_ghost_batchnorm(model, ghost_batch_size=4)
-    with pytest.raises(ValueError, match=r"smaller than ghost_batch_size=4 in the module '1\.0'"):
-        model(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"has 4 dims, and GhostBatchNorm1d takes 2 or 3 in the module '1\.0'"):
+        model(torch.zeros(4, 2, 2, 3))
 
 
 def test_an_error_about_a_module_says_where_in_the_model_it_is():

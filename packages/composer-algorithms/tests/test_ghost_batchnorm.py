@@ -31,7 +31,11 @@ def reference(norm, x, size):
     num_parts = math.ceil(len(x) / size)
     mean, var = norm.running_mean.double(), norm.running_var.double()
     outputs = []
-    for i, part in enumerate(x.double().chunk(num_parts)):
+    parts = x.double().chunk(num_parts)
+    if num_parts > 1 and parts[-1].numel() == x.shape[1]:  # one value in a channel has no variance
+        num_parts -= 1
+        parts = x.double().tensor_split(num_parts)
+    for i, part in enumerate(parts):
         values = part.transpose(0, 1).flatten(1)
         part_mean, part_var = values.mean(1), values.var(1, unbiased=False)
         shape = (1, -1, *[1] * (x.ndim - 2))
@@ -45,11 +49,12 @@ def reference(norm, x, size):
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
-@pytest.mark.parametrize(("batch_size", "size"), [(12, 4), (8, 8), (11, 4), (13, 5)])
+@pytest.mark.parametrize(("batch_size", "size"), [(12, 4), (8, 8), (11, 4), (13, 5), (13, 4), (3, 2), (3, 8)])
 @pytest.mark.parametrize(("base", "ghost", "rest"), KINDS)
 def test_each_part_is_normalized_and_the_averages_follow_one_part_after_the_other(
     base, ghost, rest, batch_size, size, momentum
 ):
+    """Seen before with 3 examples of 8, a short last batch, and 13 of 4, of which one is left: a ValueError."""
     torch.manual_seed(0)
     norm = base(4, momentum=momentum)
     nn.init.normal_(norm.weight)
@@ -76,11 +81,6 @@ def test_evaluation_uses_the_averages_for_a_batch_of_any_size():
     layer.eval()
     x = torch.randn(3, 3)
     assert torch.equal(layer(x), norm(x))
-
-
-def test_a_training_batch_smaller_than_a_ghost_batch_is_refused():
-    with pytest.raises(ValueError, match="batch of 3 examples is smaller than ghost_batch_size=8"):
-        GhostBatchNorm1d(nn.BatchNorm1d(3), 8)(torch.randn(3, 3))
 
 
 def test_inputs_with_the_wrong_number_of_dims_are_refused():

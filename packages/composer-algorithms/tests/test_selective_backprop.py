@@ -15,7 +15,7 @@ from composer_algorithms.functional import select_using_loss, selective_backprop
 from composer_dist import get_device
 from composer_dist.testing import run_ranks
 from composer_events import Engine, Event, State
-from composer_models import ComposerModel
+from composer_models import ComposerClassifier, ComposerModel
 from composer_time import Timestamp
 
 
@@ -253,11 +253,31 @@ def test_losses_are_computed_in_the_precision_of_the_run(sb_state, precision, dt
     assert seen == [dtype]
 
 
+@pytest.mark.parametrize("loss_fn", [no_reduction, nn.CrossEntropyLoss(), lambda outputs, targets: outputs.sum()])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss_fn: ComposerClassifier(nn.Linear(4, 3), num_classes=3, loss_fn=loss_fn),
+        lambda loss_fn: ComposerModel.from_module(nn.Linear(4, 3), loss_fn),
+    ],
+)
+def test_a_loss_function_without_reduction_is_refused_before_training(sb_state, make, wrap, loss_fn):
+    """Seen before, after half of training: "forward() got an unexpected keyword argument 'reduction'"."""
+    sb_state.model = wrap(make(loss_fn))
+    with pytest.raises(TypeError, match="must take a keyword argument `reduction`"):
+        SelectiveBackprop().apply(Event.INIT, sb_state, None)
+    SelectiveBackprop(keep=1).apply(Event.INIT, sb_state, None)  # which computes no losses
+    sb_state.model = wrap(make(F.cross_entropy))
+    SelectiveBackprop().apply(Event.INIT, sb_state, None)
+
+
 def test_a_model_without_a_loss_of_its_own_is_refused(sb_state):
     SelectiveBackprop().apply(Event.INIT, sb_state, None)
     sb_state.model.loss = lambda outputs, batch: outputs.sum()
-    with pytest.raises(TypeError, match="must take a keyword argument `reduction`"):
-        SelectiveBackprop().apply(Event.AFTER_DATALOADER, sb_state, None)
+    for event in (Event.INIT, Event.AFTER_DATALOADER):
+        with pytest.raises(TypeError, match="must take a keyword argument `reduction`"):
+            SelectiveBackprop().apply(event, sb_state, None)
     sb_state.model = nn.Linear(4, 3)
     with pytest.raises(RuntimeError, match="Linear is no ComposerModel"):
         SelectiveBackprop().apply(Event.INIT, sb_state, None)

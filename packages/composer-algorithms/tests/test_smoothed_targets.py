@@ -1,10 +1,12 @@
 """Targets that `LabelSmoothing` puts into the batch: values for whoever reads them, class indices for cross entropy."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from composer_algorithms import LabelSmoothing
+from composer_algorithms import CutMix, LabelSmoothing, MixUp
 from composer_algorithms.functional import smooth_labels
 from composer_events import Event
 from composer_models import soft_cross_entropy
@@ -46,7 +48,7 @@ def test_cross_entropy_does_not_make_the_values(state, monkeypatch):
 
     logits, labels = pixels()
     targets = targets_of(state, logits, labels)
-    monkeypatch.setattr(LabelSmoothing, "smooth", refuse)
+    monkeypatch.setattr(type(targets), "dense", refuse)
     F.cross_entropy(logits, targets)
     soft_cross_entropy(logits, targets)
     assert (targets.shape, targets.dtype, len(targets)) == (logits.shape, torch.float32, 4)
@@ -78,10 +80,79 @@ def test_logits_of_low_precision_have_a_loss(state, dtype):
     torch.testing.assert_close(loss.float(), expected, rtol=0.02, atol=0.02)
 
 
-def test_labels_out_of_range_are_refused_as_before(state):
+@pytest.mark.parametrize("loss", [F.cross_entropy, soft_cross_entropy])
+def test_labels_out_of_range_are_refused_where_the_loss_does_not_ignore_them(state, loss):
     logits, labels = pixels()
+    targets = targets_of(state, logits, labels.fill_(7))
     with pytest.raises(ValueError, match="too few for the label 7"):
-        targets_of(state, logits, labels.fill_(7))
+        loss(logits, targets)
+    with pytest.raises(ValueError, match="too few for the label 7"):
+        targets.argmax(dim=1)
+
+
+# Labels of 8 examples with two ignored ones, the pairs that they are mixed in, and the weight of their own part.
+IGNORED = {-100: torch.int64, 255: torch.uint8, 0: torch.int64}
+OTHERS = torch.tensor([3, 0, 1, 2, 7, 4, 5, 6])
+OWN = 0.7
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("mixing", [None, "MixUp", "CutMix", "MixUp of losses"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, soft_cross_entropy, "CrossEntropyLoss", "weighted"])
+@pytest.mark.parametrize("ignored", IGNORED)
+def test_ignored_labels_add_nothing_to_any_loss(state, ignored, loss, mixing, smoothing):
+    """Seen before: "num_classes=5 is too few for the label 255", or a mean over the ignored examples too."""
+    torch.manual_seed(1)
+    weight = torch.rand(5) if loss == "weighted" else None
+    if isinstance(loss, str):
+        loss_fn = torch.nn.CrossEntropyLoss(weight, ignore_index=ignored)
+    else:
+        loss_fn = functools.partial(loss, ignore_index=ignored)
+    logits, images = torch.randn(8, 5, requires_grad=True), torch.rand(8, 1, 2, 2)
+    labels = torch.tensor([1, 2, 3, 4, 1, 2, ignored, ignored], dtype=IGNORED[ignored])
+    state.batch, state.outputs, state.model = (images, labels), logits, torch.nn.Linear(1, 1)
+    state.model.loss = lambda outputs, batch: loss_fn(outputs, batch[1])
+    algorithms = [LabelSmoothing(smoothing)] if smoothing else []
+    if mixing is not None:
+        mixes = (CutMix if mixing == "CutMix" else MixUp)(interpolate_loss="losses" in mixing)
+        mixes._permuted_target, mixes._own_weight = labels[OTHERS], OWN
+        algorithms.insert(0, mixes)
+    state.algorithms = algorithms
+
+    def run(event):
+        for algorithm in algorithms[:: -1 if event.is_after_event else 1]:
+            if algorithm.match(event, state) and event in algorithm.acts_on:
+                algorithm.apply(event, state, None)
+
+    run(Event.BEFORE_LOSS)
+    state.loss = state.model.loss(logits, state.batch)
+    run(Event.AFTER_LOSS)
+    run(Event.BEFORE_BACKWARD)
+    assert state.batch[1] is labels
+
+    # By the definition: each example has the weighted sum of the terms of its labels, smoothed, if not ignored.
+    terms = -logits.log_softmax(dim=1) * (1 if weight is None else weight)
+    own, others = [], []
+    for found, of_examples in ((own, labels.tolist()), (others, labels[OTHERS].tolist())):
+        for row, label in zip(terms, of_examples, strict=True):
+            found.append(None if label == ignored else (1 - smoothing) * row[label] + smoothing * row.mean())
+    parts = [(OWN, own), (1 - OWN, others)] if mixing else [(1.0, own)]
+    expected = sum(share * term for share, found in parts for term in found if term is not None) / 6
+    if weight is not None and (not (mixing or smoothing) or (mixing == "MixUp of losses" and not smoothing)):
+        # Without values for each class the mean is weighted, too.
+        expected = expected * 6 / sum(weight[label] for label in labels.tolist() if label != ignored)
+    torch.testing.assert_close(state.loss, expected)
+    (gradient,) = torch.autograd.grad(state.loss, logits)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, soft_cross_entropy])
+def test_a_batch_of_ignored_labels_has_gradients_of_zero(state, loss):
+    """Seen before: "the targets have a total probability of 0.0", which ended the run."""
+    logits, labels = pixels()
+    value = loss(logits, targets_of(state, logits, torch.full_like(labels, 255)), ignore_index=255)
+    assert value.isnan()
+    assert torch.autograd.grad(value, logits)[0].count_nonzero() == 0
 
 
 def test_a_compiled_cross_entropy_is_the_plain_one(state):

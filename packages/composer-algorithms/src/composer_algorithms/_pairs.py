@@ -10,6 +10,7 @@ from torch import Tensor
 from composer_algorithms._batch import batch_tensor, require_tensor
 from composer_algorithms._loss import loss_for_target
 from composer_algorithms._random import ResumableDraws
+from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_models.targets import ensure_targets_one_hot
@@ -129,6 +130,8 @@ class PairMixing(ResumableDraws, Algorithm):
 
     def _mix_target(self, target: Tensor, permuted: Tensor, outputs: Tensor) -> Tensor:
         """Return the weighted sum of an example's own targets and the others', with one value for each class."""
+        if are_labels(outputs, target) and are_labels(outputs, permuted):
+            return SmoothedTargets.of(outputs, target, permuted, own_weight=self._own_weight)
         return torch.lerp(
             ensure_targets_one_hot(outputs, permuted), ensure_targets_one_hot(outputs, target), self._own_weight
         )

@@ -160,7 +160,8 @@ class CutMix(PairMixing):
 
     - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become weighted sums with one value for each class, or,
       if they have the height and width of the inputs, get the box of the other image's target; on `AFTER_LOSS` they
-      are restored.
+      are restored. Labels that are negative or the `ignore_index` of `torch.nn.functional.cross_entropy`, such as 255,
+      add nothing to its loss.
     - `interpolate_loss=True`: on `BEFORE_BACKWARD` `state.loss` becomes the weighted sum of itself and the loss for
       the other images' targets; labels are smoothed both times if LabelSmoothing with the same `target_key` is among
       `state.algorithms`.

@@ -56,16 +56,17 @@ class _GhostBatchNorm(nn.Module):
     """Normalize each ghost batch by its own statistics, with the parameters and averages of one batch norm.
 
     A batch of `N` examples is cut into `n = ceil(N / ghost_batch_size)` parts as equal as `torch.chunk` makes them.
-    Each updates the running averages in turn with a momentum that is divided by `n`. In evaluation mode, where the
-    averages are used, nothing is cut.
+    Each updates the running averages in turn with a momentum that is divided by `n`. There is one part less where the
+    last would have a single value in each channel, of which no variance can be had, and a batch of fewer than
+    `ghost_batch_size` examples is one part. In evaluation mode, where the averages are used, nothing is cut.
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
         ghost_batch_size: Examples in a ghost batch.
 
     Raises:
-        ValueError: If `ghost_batch_size` is not above 0; in `forward`, if a training batch is smaller than that, or
-            the input has another number of dims than the batch norm takes.
+        ValueError: If `ghost_batch_size` is not above 0; in `forward`, if the input has another number of dims than
+            the batch norm takes.
     """
 
     num_dims: ClassVar[tuple[int, ...]] = ()
@@ -87,14 +88,11 @@ class _GhostBatchNorm(nn.Module):
         norm = self.batchnorm
         if not (norm.training or norm.running_mean is None):
             return norm(input)
-        size = self.ghost_batch_size
-        if norm.training and len(input) < size:
-            raise ValueError(
-                f"a training batch of {len(input)} examples is smaller than ghost_batch_size={size}{self._place()}: "
-                f"lower ghost_batch_size, raise the (micro)batch size, or let the dataloader drop the last batch."
-            )
-        num_chunks = -(-len(input) // size)
+        num_chunks = -(-len(input) // self.ghost_batch_size)
         chunks = input.chunk(num_chunks)
+        if len(chunks[-1]) < len(chunks[0]) and chunks[-1].numel() == norm.num_features:
+            num_chunks -= 1
+            chunks = input.tensor_split(num_chunks)
         if self._is_plain:
             return self._normalize(input, chunks, num_chunks)
         return self._call_for_each(chunks, num_chunks)
@@ -157,7 +155,7 @@ class GhostBatchNorm1d(_GhostBatchNorm):
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch. `forward` refuses a training batch of fewer.
+        ghost_batch_size: Examples in a ghost batch.
 
     Raises:
         ValueError: If `ghost_batch_size` is not above 0.
@@ -175,7 +173,7 @@ class GhostBatchNorm2d(_GhostBatchNorm):
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch. `forward` refuses a training batch of fewer.
+        ghost_batch_size: Examples in a ghost batch.
 
     Raises:
         ValueError: If `ghost_batch_size` is not above 0.
@@ -193,7 +191,7 @@ class GhostBatchNorm3d(_GhostBatchNorm):
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch. `forward` refuses a training batch of fewer.
+        ghost_batch_size: Examples in a ghost batch.
 
     Raises:
         ValueError: If `ghost_batch_size` is not above 0.
@@ -261,8 +259,8 @@ def _ghost_of(module: _BatchNorm, module_index: int, ghost_batch_size: int) -> n
 class GhostBatchNorm(InitSurgery):
     """Normalize ghost batches: on `INIT`, the batch norms in `state.model` are wrapped.
 
-    It acts after the algorithms that replace operators. A microbatch of training must have `ghost_batch_size` examples
-    or more. Loading a checkpoint of the changed model applies it.
+    It acts after the algorithms that replace operators. A microbatch with fewer examples, such as the last one of an
+    epoch, is one ghost batch. Loading a checkpoint of the changed model applies it.
 
     Args:
         ghost_batch_size: Examples in a ghost batch.

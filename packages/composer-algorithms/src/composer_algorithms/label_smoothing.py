@@ -2,22 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from composer_algorithms._batch import batch_tensor, require_tensor
 from composer_algorithms._legacy import accept_legacy_arguments
 from composer_algorithms._numbers import check_number
-from composer_algorithms._smoothed_targets import SmoothedTargets
+from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
-from composer_models.targets import (
-    can_read_values,
-    check_for_index_targets,
-    ensure_targets_one_hot,
-    infer_target_type,
-)
+from composer_models.targets import ensure_targets_one_hot, infer_target_type
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -99,8 +93,8 @@ class LabelSmoothing(Algorithm):
     On `BEFORE_LOSS` the targets in `state.batch` become `smooth_labels(state.outputs, targets, smoothing)`, on
     `AFTER_LOSS` they are restored. The loss must accept one value for each class. Those values are computed when
     something reads them: `torch.nn.functional.cross_entropy` does not, but takes the class indices and smooths them
-    itself. It runs after MixUp and CutMix,
-    which mix labels that are not smoothed yet.
+    itself. Labels that are negative or its `ignore_index`, such as 255, add nothing to its loss. It runs after MixUp
+    and CutMix, which mix labels that are not smoothed yet.
 
     Args:
         smoothing: The share in [0, 1] that is spread over the classes.
@@ -137,7 +131,7 @@ class LabelSmoothing(Algorithm):
         if event == Event.BEFORE_LOSS:
             outputs = require_tensor(state.outputs, "the model's output")
             labels = batch_tensor(state, self.target_key, "target_key")
-            state.batch_set_item(self.target_key, self._smoothed(outputs, labels))
+            state.batch_set_item(self.target_key, self.smooth(outputs, labels))
             self.original_labels = labels
         elif event == Event.AFTER_LOSS and self.original_labels is not None:
             state.batch_set_item(self.target_key, self.original_labels)
@@ -151,14 +145,13 @@ class LabelSmoothing(Algorithm):
             target: Class indices, or one value for each class. Not changed.
 
         Returns:
-            `smooth_labels(outputs, target, self.smoothing)`.
+            What has the values of `smooth_labels(outputs, target, self.smoothing)`.
         """
+        if isinstance(target, SmoothedTargets):
+            return target.smoothed(self.smoothing)
+        if are_labels(outputs, target):
+            return SmoothedTargets.of(outputs, target, smoothing=self.smoothing)
         return smooth_labels(outputs, target, self.smoothing)
-
-    def _smoothed(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        if not _are_plain_labels(outputs, labels):
-            return self.smooth(outputs, labels)
-        return SmoothedTargets.of(outputs, labels, self.smoothing, lambda: self.smooth(outputs.detach(), labels))
 
     def __repr__(self) -> str:
         return f"LabelSmoothing(smoothing={self.smoothing!r}, target_key={self.target_key!r})"
@@ -168,13 +161,3 @@ def _check_smoothing(smoothing: float) -> None:
     check_number("smoothing", smoothing, "a share from 0 (no smoothing) to 1")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing={smoothing!r} is not a share: pass a number from 0 (no smoothing) to 1.")
-
-
-def _are_plain_labels(outputs: Tensor, labels: Tensor) -> bool:
-    if outputs.ndim < 2 or labels.shape != outputs.shape[:1] + outputs.shape[2:] or not check_for_index_targets(labels):
-        return False
-    if not can_read_values(labels) or labels.numel() == 0:
-        return True
-    # Others get a warning or an error, which those who encode them have.
-    smallest, largest = torch.aminmax(labels)
-    return bool(smallest >= 0) and bool(largest < outputs.shape[1])

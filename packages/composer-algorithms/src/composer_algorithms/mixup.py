@@ -107,7 +107,8 @@ class MixUp(PairMixing):
     Then one of two, which are the same for losses that are linear in the target, as cross entropy is:
 
     - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become blends with one value for each class, and on
-      `AFTER_LOSS` they are restored. The loss must accept such targets.
+      `AFTER_LOSS` they are restored. The loss must accept such targets. Labels that are negative or the
+      `ignore_index` of `torch.nn.functional.cross_entropy`, such as 255, add nothing to its loss.
     - `interpolate_loss=True`: on `BEFORE_BACKWARD` `state.loss` becomes the blend of itself and the loss for the
       other examples' targets. Works with every loss, and computes it twice; labels are smoothed both times if
       LabelSmoothing with the same `target_key` is among `state.algorithms`.

@@ -151,6 +151,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
     Raises:
         ValueError: If a number lies outside its range or `score_mode` is unknown.
         RuntimeError: On INIT, if the model is no `ComposerModel`.
+        TypeError: On INIT, if its loss, or the loss function that was given to it, takes no `reduction`.
 
     Example:
         >>> SelectiveBackprop(start=0.3, keep=0.25).end
@@ -209,6 +210,8 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         """Check the model on INIT, drop examples later."""
         if event == Event.INIT:
             _check_model(state.model)
+            if self.keep < 1:
+                _check_loss(_inner_loss(state.model))
             return
         to_device = state.device.tensor_to_device
         input = to_device(batch_tensor(state, self.input_key, "input_key"))
@@ -327,13 +330,28 @@ def _check_loss(loss_fun: object) -> None:
     if callable(loss_fun):
         # A module takes whatever it is called with, and only its forward knows what that may be.
         called = loss_fun.forward if isinstance(loss_fun, nn.Module) else loss_fun
-        parameters = inspect.signature(called).parameters
+        try:
+            parameters = inspect.signature(called).parameters
+        except ValueError:  # written in C, which names none
+            return
         if "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
     raise TypeError(
         f"loss_fun={loss_fun!r} must take a keyword argument `reduction`. Selective backprop calls it with "
         f"reduction='none' for the loss of each example: pass such a function, like torch.nn.functional.cross_entropy."
     )
+
+
+def _inner_loss(model: nn.Module) -> object:
+    """Return the function that gets the options of `model.loss`."""
+    from composer_models import ComposerClassifier  # they load the metrics, which the function above does not need
+    from composer_models.module_adapter import ModuleAdapter
+
+    loss: Any = find_loss(model)
+    for kind, name in ((ComposerClassifier, "_loss_fn"), (ModuleAdapter, "loss_fn")):
+        if getattr(loss, "__func__", None) is kind.loss:
+            return getattr(loss.__self__, name)
+    return loss
 
 
 def _check_selection(keep: float, scale_factor: float) -> None:

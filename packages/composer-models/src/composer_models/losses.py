@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from composer_models.targets import (
     can_read_values,
@@ -59,6 +60,9 @@ def soft_cross_entropy(
         True
     """
     _check_reduction(reduction)
+    if has_torch_function_unary(target):  # such as labels that an algorithm has smoothed, which has its own way
+        arguments = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+        return handle_torch_function(soft_cross_entropy, (target,), input, target, **arguments)
     if infer_target_type(input, target) == "indices":
         indices = target.long() if check_for_index_targets(target) else target  # torch refuses what are no indices
         return F.cross_entropy(input, indices, weight=weight, ignore_index=ignore_index, reduction=reduction)
