@@ -19,7 +19,7 @@ class Losses(Callback):
         self.seen[int(state.timestamp.batch)] = float(state.loss.detach())
 
 
-def train(stage, **settings):
+def train(stage, lr=0.05, **settings):
     generator = torch.Generator().manual_seed(5)
     dataset = TensorDataset(torch.randn(24, 4, generator=generator), torch.randint(3, (24,), generator=generator))
     torch.manual_seed(3)
@@ -31,7 +31,7 @@ def train(stage, **settings):
         model=model,
         train_dataloader=DataLoader(dataset, 4, sampler=dist.get_sampler(dataset, shuffle=True)),
         max_duration="2ep",
-        optimizers=torch.optim.AdamW(model.parameters(), lr=0.05),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=lr),
         callbacks=losses,
         device="cpu",
         progress_bar=False,
@@ -67,3 +67,40 @@ def test_deepspeed_goes_on_at_every_stage_and_so_does_a_run_without_it(tmp_path)
             assert resumed == later  # to the last bit
             assert without == pytest.approx(later, rel=1e-5)  # which sums in another order
         assert from_ddp == pytest.approx({batch: whole[batch] for batch in from_ddp}, rel=1e-5)
+
+
+OF_ADAMW = "state/optimizers/AdamW"
+LEFT_OUT = {
+    "lr": [f"{OF_ADAMW}/*/lr"],
+    "groups": [f"{OF_ADAMW}/param_groups"],
+    "group": [f"{OF_ADAMW}/param_groups/0"],
+    "state": [f"{OF_ADAMW}/state"],
+    "value": [f"{OF_ADAMW}/*/exp_avg"],
+}
+
+
+def leave_out_of_optimizers(folder):
+    found = {}
+    for stage in (0, 2, 3):
+        train(stage, save_folder=f"{folder}/{stage}", save_interval="1ba", save_filename="ba{batch}.pt")
+        dist.barrier()
+        path = f"{folder}/{stage}/ba2.pt"
+        for what, patterns in LEFT_OUT.items():
+            found[stage, what] = train(stage, load_path=path, load_ignore_keys=patterns, lr=0.01)
+        found[stage, "lr by hand"] = train(stage, load_path=path, load_ignore_keys=set_lr)
+    return found
+
+
+def set_lr(content):
+    for group in content["state"]["optimizers"]["AdamW"]["param_groups"]:
+        group["lr"] = 0.01
+
+
+@pytest.mark.slow
+def test_under_deepspeed_an_optimizer_keeps_its_own_values_of_what_is_left_out(tmp_path):
+    """Seen before: `KeyError: 'param_groups'`."""
+    pytest.importorskip("deepspeed")
+    for found in run_ranks(leave_out_of_optimizers, str(tmp_path), store=tmp_path / "store", timeout_s=300):
+        for stage in (0, 2, 3):
+            assert found[stage, "lr"] == found[stage, "groups"] == found[stage, "group"] == found[stage, "lr by hand"]
+            assert found[stage, "value"] == found[stage, "state"] != found[stage, "lr"]

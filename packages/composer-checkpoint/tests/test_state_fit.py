@@ -91,6 +91,21 @@ def test_what_is_no_training_state_is_refused_before_anything_is_changed(loop, c
 
 
 @pytest.mark.parametrize(
+    ("where", "value"),
+    [(f"{OPTIMIZER}/param_groups", None), (f"{OPTIMIZER}/param_groups", [3]), (f"{OPTIMIZER}/state", {"weight": 3})],
+)
+def test_the_advice_to_leave_out_a_part_of_an_optimizer_holds(loop, change, where, value):
+    """Seen before: the very same advice again."""
+    run, path = loop(max_duration="3ep"), change(where, value)
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        load_checkpoint(path, run.state, None)
+    assert f"load_ignore_keys=['{where}']" in str(caught.value)
+    load_checkpoint(path, run.state, None, ignore_keys=[where])
+    assert run.state.timestamp.batch == 4
+    run.fit()
+
+
+@pytest.mark.parametrize(
     ("names", "match"),
     [
         (["weight"], r"its AdamW has no state of 'bias' \(1 such parameters in all\), which is optimized now"),

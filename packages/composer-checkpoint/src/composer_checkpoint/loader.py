@@ -13,6 +13,7 @@ import torch
 
 from composer_checkpoint._hugging_face_hints import hint_for_file, refuse_hugging_face_folder
 from composer_checkpoint._interrupted_sets import complete_interrupted_sets
+from composer_checkpoint._kept_optimizers import KeptOptimizers
 from composer_checkpoint._left_out_weights import leave_out_their_state
 from composer_checkpoint._model_fit import refuse_another_model
 from composer_checkpoint._state_fit import refuse_unfitting_state
@@ -79,7 +80,8 @@ def load_checkpoint(
             this.
         progress_bar: Whether to show the progress of a download.
         ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from the
-            checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left out.
+            checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left
+            out. An optimizer keeps its own values of what is left out of it, such as `'state/optimizers/*/lr'`.
         exclude_algorithms: Class names of algorithms not to apply.
         algorithm_passes: The engine's passes, which order those algorithms.
         verify: Whether hashes are compared.
@@ -110,9 +112,12 @@ def load_checkpoint(
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
         if not load_weights_only:
             _warn_of_missing_parts(state, content["state"])
-        weights = content["state"].get("model")
+        before = content["state"]
         content = without_keys(content, ignore_keys, "load_ignore_key")
         saved: dict[str, Any] = content["state"]
+        leaves_optimizers = ignore_keys is not None and not load_weights_only
+        kept = KeptOptimizers(state, before, saved) if leaves_optimizers else None
+        weights = before.get("model")
         if isinstance(weights, Mapping) and not load_weights_only:
             leave_out_their_state(state, weights, saved)
         # The weights of a whole run need not fit exactly where they are in one file.
@@ -127,6 +132,8 @@ def load_checkpoint(
             _restore_clocks(saved)
             Ranks().together(lambda: refuse_unfitting_state(state, saved, local_path))
         _put_into(state, saved, logger, load_weights_only, strict, exclude_algorithms, algorithm_passes)
+        if kept is not None:
+            kept.put_back()
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
     if not load_weights_only:

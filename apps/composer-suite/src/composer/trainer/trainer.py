@@ -95,7 +95,8 @@ class Trainer:
             or a sharded checkpoint.
         load_progress_bar: Whether to show the progress of a download.
         load_ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from
-            the checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left out.
+            the checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left
+            out. An optimizer keeps its own values of what is left out of it, such as `'state/optimizers/*/lr'`.
         load_exclude_algorithms: Class names of algorithms not to apply, although the saved weights depend on them.
         load_trusted: Let the checkpoint run code of its own while it is loaded. Only for files of old releases, from
             whom you trust.
