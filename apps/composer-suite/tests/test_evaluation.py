@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from composer.core import Callback, Evaluator, Event
+from composer.loggers import InMemoryLogger
 
 
 def test_metrics_are_those_of_all_samples(make_trainer, make_model, make_loader, make_data):
@@ -111,3 +112,29 @@ def test_a_model_may_require_the_outputs_of_eval_forward(make_trainer, make_mode
     trainer = make_trainer(model=model, eval_dataloader=make_loader(4, 4))
     trainer.eval()
     assert "MulticlassAccuracy" in trainer.state.eval_metric_values
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("when", ["before fit", "in fit"])
+def test_an_evaluator_put_into_the_state_evaluates(make_trainer, make_loader, when, is_given):
+    """Seen before: `KeyError: 'late'`, or no evaluation at all."""
+    late = Evaluator(label="late", dataloader=make_loader(8, 4), metric_names=["MulticlassAccuracy"])
+    memory = InMemoryLogger()
+
+    class Put(Callback):
+        def fit_start(self, state, logger):
+            if when == "in fit":
+                state.evaluators.append(late)
+
+    given = {"eval_dataloader": make_loader(8, 4)} if is_given else {}
+    trainer = make_trainer(max_duration="2ep", loggers=memory, callbacks=Put(), **given)
+    if when == "before fit":
+        trainer.state.evaluators += [late]
+    trainer.fit()
+    assert len(memory.data["metrics/late/MulticlassAccuracy"]) == 2
+    assert "metrics/late/CrossEntropy" not in memory.data
+    assert ("metrics/eval/CrossEntropy" in memory.data) is is_given
+    trainer.state.evaluators.append(make_loader(8, 4)) if not is_given else trainer.state.evaluators.pop(0)
+    trainer.eval()
+    assert len(memory.data["metrics/late/MulticlassAccuracy"]) == 3
+    assert trainer.state.evaluators[0] is late

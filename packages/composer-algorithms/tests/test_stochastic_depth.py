@@ -149,6 +149,37 @@ def test_twice_is_once_and_copies_are_independent():
         assert not torch.equal(module.eval()(images()), images().relu())
 
 
+class OwnBlock(Bottleneck):
+    """A block of the user's, whose class stays its class."""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.parametrize("rescale", ["eval", "train"])
+@pytest.mark.parametrize("method", ["block", "sample"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Bottleneck, "ResNetBottleneck"), (OwnBlock, "ResNetBottleneck"), (BasicBlock, "ResNetBasicBlock")],
+)
+def test_torch_script_takes_a_model_with_it(kind, name, method, rescale):
+    """Seen before: "'functools.partial' object has no attribute '__globals__'"."""
+    torch.manual_seed(0)
+    model, x = ResNet(kind, [1, 1, 1, 1], num_classes=2), torch.rand(2, 3, 32, 32)
+    apply_stochastic_depth(model, name, method, drop_rate=0.5, drop_distribution="uniform", rescale=rescale)
+    model(x)
+    scripted = torch.jit.script(pickle.loads(pickle.dumps(model)))
+    torch.testing.assert_close(scripted.eval()(x), model.eval()(x))
+    assert all(isinstance(each, kind) for each in (model.layer1[0], copy.deepcopy(model).layer1[0]))
+    # A block whose main branch is always dropped is its other branch, with gradients for nothing else.
+    for one in (each for each in model.modules() if isinstance(each, kind)):
+        one.drop_rate.fill_(1.0)
+    scripted = torch.jit.script(model).train()
+    scripted(x).sum().backward()
+    changed = scripted.layer4[0].conv1.weight.grad
+    assert changed is None or changed.count_nonzero() == 0
+    module = torch.jit.script(BlockStochasticModule(nn.Linear(3, 3), drop_rate=1.0))
+    assert torch.equal(module.train()(x[0, 0, :2, :3]), x[0, 0, :2, :3])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

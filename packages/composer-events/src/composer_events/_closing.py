@@ -36,6 +36,11 @@ class Closer:
         self.is_closed = False
         atexit.register(self.close)
 
+    def is_done(self) -> bool:
+        """Return whether the state has been trained to its end, and no event is running."""
+        elapsed = getattr(self._state, "get_elapsed_duration", lambda: None)()
+        return elapsed is not None and float(elapsed) >= 1 and self._state.num_running_events == 0
+
     def stand_down(self) -> None:
         """Count as closed from now on, and close nothing."""
         self.is_closed = True

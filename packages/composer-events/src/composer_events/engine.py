@@ -283,7 +283,7 @@ class Engine:
             # Looked up for each group, because a logger may bring callbacks with it.
             group = [c for c in self.state.callbacks if isinstance(c, LoggerDestination) is loggers_act]
             self._run_callbacks(listening(group, event), event, is_observed)
-            claimed = claim_added(self.state.callbacks, claimed)
+            claimed = claim_added(self.state.callbacks, claimed, self._closer)
         if self.state.algorithms:
             log_explanation(self.state, self.algorithm_passes)
         return self._run_algorithms(event, is_observed)
@@ -355,7 +355,7 @@ class Engine:
 
     def _claim_callbacks(self) -> None:
         try:
-            claim(self.state.callbacks)
+            claim(self.state.callbacks, self._closer)
         except RuntimeError:
             # What a second engine would close is at work elsewhere. After a second INIT it is at work here.
             if not self._has_begun:
@@ -367,7 +367,8 @@ class Engine:
         if self._closer.is_closed:
             raise RuntimeError(
                 f"The engine was already closed and therefore cannot run {event}. Make a new Trainer (or Engine) to "
-                f"train on; a closed one has given up its loggers' files and connections."
+                f"train on; a closed one, or one whose callbacks a later Trainer has taken, has given up its loggers' "
+                f"files and connections."
             )
 
 

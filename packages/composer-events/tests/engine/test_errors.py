@@ -2,7 +2,8 @@
 
 import pytest
 
-from composer_events import Algorithm, Callback, Event, LoggerDestination, State
+from composer_events import Algorithm, Callback, Engine, Event, LoggerDestination, State
+from composer_time import Timestamp
 
 
 class OutOfDisk(OSError):
@@ -118,6 +119,25 @@ def test_a_callback_of_an_engine_that_is_not_closed_is_refused_by_name(state, ma
     with pytest.raises(RuntimeError, match=text):
         make_engine().run_event("init")
     first.close()
+
+
+def test_a_callback_of_an_engine_whose_training_is_over_goes_to_the_next(make_callback, diary):
+    """Seen before: "Cannot create a new trainer with an open callback", also once training was done."""
+    shared, own = make_callback("shared", "batch_end"), make_callback("own")
+    first = Engine(State(None, 1, "a", "cpu", max_duration="1ba", callbacks=[shared, own]))
+    first.run_event("init")
+    second = Engine(State(None, 1, "b", "cpu", max_duration="1ba", callbacks=shared))
+    with pytest.raises(RuntimeError, match="has not trained to its end"):
+        second.run_event("init")
+    first.state.timestamp = Timestamp(batch=1)
+    second = Engine(State(None, 1, "b", "cpu", max_duration="1ba", callbacks=shared))
+    second.run_event("init")
+    assert diary == ["close shared", "close own", "post_close shared", "post_close own"]
+    with pytest.raises(RuntimeError, match="whose callbacks a later Trainer has taken"):
+        first.run_event("fit_start")
+    first.close()
+    second.close()
+    assert diary[4:] == ["close shared", "post_close shared"]
 
 
 def test_a_refused_engine_leaves_the_callbacks_of_the_other_one_open(state, make_engine, make_callback, diary):

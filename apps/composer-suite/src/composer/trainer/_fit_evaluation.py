@@ -1,5 +1,7 @@
 """Which evaluators are due during `fit`."""
 
+from collections.abc import Callable
+
 from composer.trainer._clock import Clock
 from composer.trainer._evaluation import Evaluation
 from composer.trainer._evaluation_data import EvaluationBatches
@@ -12,18 +14,25 @@ from composer_events.state import State
 class FitEvaluation:
     """Runs the evaluators that are due on an event of `fit`, with the clock of training stopped."""
 
-    def __init__(self, state: State, engine: Engine, evaluation: Evaluation, clock: Clock) -> None:
+    def __init__(
+        self, state: State, engine: Engine, evaluation: Evaluation, clock: Clock, take_evaluators: Callable[[], None]
+    ) -> None:
         self._state = state
         self._engine = engine
         self._evaluation = evaluation
         self._clock = clock
         self._data = EvaluationBatches(state)
+        self._take_evaluators = take_evaluators
+        self._version: int | None = None  # of the list of evaluators, when they were made ready
 
     def __call__(self, event: Event) -> None:
         """Evaluate on BATCH_END, EPOCH_END or FIT_END whatever has its turn."""
         state = self._state
         if not state.evaluators:
             return
+        if state.evaluators.version != self._version:
+            self._take_evaluators()
+            self._version = state.evaluators.version
         due = [evaluator for evaluator in state.evaluators if _is_due(evaluator, state, event)]
         if not due:
             return

@@ -21,6 +21,7 @@ def evaluate_alone(workings: Workings, eval_dataloader: Any, subset_num_batches:
         ValueError: If there is nothing to evaluate on.
     """
     state = workings.state
+    workings.take_evaluators()
     evaluators: list[Evaluator] = list(state.evaluators)
     if eval_dataloader is not None:
         evaluators = make_evaluators(eval_dataloader, workings.model, 1, subset_num_batches, state.device)

@@ -17,7 +17,7 @@ from composer.trainer._batch import BatchTrainer
 from composer.trainer._clock import Clock
 from composer.trainer._divergence_guard import make_guard
 from composer.trainer._evaluation import Evaluation
-from composer.trainer._evaluators import check_metrics, metrics_by_name, metrics_of
+from composer.trainer._evaluators import check_metrics, make_evaluators, metrics_by_name, metrics_of
 from composer.trainer._fit_evaluation import FitEvaluation
 from composer.trainer._fitting import AsGiven, UntilItFits
 from composer.trainer._hparams import log_arguments
@@ -34,6 +34,7 @@ from composer.trainer.loop import Loop
 from composer_checkpoint.data_position import DataPosition
 from composer_dist import reproducibility, seed_context
 from composer_events.engine import Engine
+from composer_events.evaluator import Evaluator
 from composer_events.event import Event
 from composer_events.logger import Logger
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from composer.trainer._given import Given
     from composer.trainer._parts import Parts
     from composer.trainer.divergence import Divergence
-    from composer_events.evaluator import Evaluator
     from composer_models import ComposerModel
 
 __all__ = ["Workings"]
@@ -77,6 +77,7 @@ class Workings:
         self.saver = parts.saver
         self._compilation = parts.compilation
         self._recomputes = parts.spread.recomputes
+        self._eval_settings = given.eval_interval, given.eval_subset_num_batches
         self._by_tokens = given.accumulate_train_batch_on_tokens
         self._on_divergence = parts.on_divergence
         self.divergences: list[Divergence] = []
@@ -166,6 +167,20 @@ class Workings:
         for evaluator in evaluators:
             self.state.eval_metrics[evaluator.label] = metrics_of(evaluator, self.model)
 
+    def take_evaluators(self) -> None:
+        """Make those ready that somebody has put into `state.evaluators`."""
+        evaluators: list[Any] = self.state.evaluators
+        for place, item in enumerate(evaluators):
+            is_one = isinstance(item, Evaluator)
+            if is_one and item.eval_interval is not None and item.label in self.state.eval_metrics:
+                continue
+            (made,) = make_evaluators(item, self.model, *self._eval_settings, self.state.device)
+            if is_one:  # which stays the same object for who has put it there
+                vars(item).update(vars(made))
+            else:
+                evaluators[place] = made
+            self.add_metrics([made])
+
     def make_loop(self, batches: TrainBatches) -> Loop:
         """Return what trains on the batches."""
         state = self.state
@@ -193,7 +208,7 @@ class Workings:
             batches=batches,
             train_batch=train_batch,
             schedulers=schedules.SchedulerSteps(state, self.plan.steps_every_batch),
-            evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), self._clock),
+            evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), self._clock, self.take_evaluators),
             report=self._report,
             clock=self._clock,
             ranks=self.ranks,

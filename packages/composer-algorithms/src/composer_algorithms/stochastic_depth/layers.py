@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +67,15 @@ class BlockStochasticModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add the branches, or leave the main one out."""
         identity = x if self.residual is None else self.residual(x)
-        if self.training and not self.draws.keep(self.drop_rate):
+        is_kept = not self.training or self._draw(self.drop_rate)
+        if not is_kept:
             return identity
-        return _scaled(self, self.main(x)) + identity
+        return _scaled(self.main(x), self.drop_rate, self.rescale, self.training) + identity
+
+    def _draw(self, drop_rate: Tensor) -> bool:
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+            return bool(torch.rand(()) >= drop_rate)
+        return self.draws.keep(drop_rate)
 
 
 def make_resnet_bottleneck_stochastic(
@@ -87,7 +93,7 @@ def make_resnet_bottleneck_stochastic(
     Its `drop_rate` is a tensor on the CPU, because that is where it is compared with what was drawn.
 
     Args:
-        module: The block; changed in place: it gets another `forward`.
+        module: The block; changed in place: it gets another `forward`, by a subclass of its class.
         module_index: Its place among the blocks of the model, from 0.
         module_count: How many there are.
         drop_rate: How often the last block is dropped, in [0, 1].
@@ -110,7 +116,7 @@ def make_resnet_bottleneck_stochastic(
         EfficientNet's code for TPUs.
     """
     rate = block_drop_rate(module_index, module_count, drop_rate, drop_distribution)
-    return _make_stochastic(module, _bottleneck_branch, rate, stochastic_method, draws, rescale)
+    return _make_stochastic(module, _BottleneckBranch, rate, stochastic_method, draws, rescale)
 
 
 def make_resnet_basic_block_stochastic(
@@ -126,7 +132,7 @@ def make_resnet_basic_block_stochastic(
     """Let a torchvision `BasicBlock` drop its main branch while training.
 
     Args:
-        module: The block; changed in place: it gets another `forward`.
+        module: The block; changed in place: it gets another `forward`, by a subclass of its class.
         module_index: Its place among the blocks of the model, from 0.
         module_count: How many there are.
         drop_rate: How often the last block is dropped, in [0, 1].
@@ -148,7 +154,7 @@ def make_resnet_basic_block_stochastic(
         Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382.
     """
     rate = block_drop_rate(module_index, module_count, drop_rate, drop_distribution)
-    return _make_stochastic(module, _basic_branch, rate, stochastic_method, draws, rescale)
+    return _make_stochastic(module, _BasicBranch, rate, stochastic_method, draws, rescale)
 
 
 @functools.cache
@@ -180,62 +186,104 @@ def check_rescale(rescale: str) -> None:
         raise ValueError(f"rescale={rescale!r} is unknown: pass 'eval' or 'train'.")
 
 
+class _Stochastic(nn.Module):
+    """What a residual block becomes in front of its own class, as `torch.jit.script` takes it."""
+
+    if TYPE_CHECKING:  # where it runs, torch.jit.script would take these for the types of the attributes
+        drop_rate: Tensor
+        rescale: Any
+        stochastic_method: Any
+        draws: Any
+        downsample: Any
+        relu: Any
+        conv1: Any
+        conv2: Any
+        conv3: Any
+        bn1: Any
+        bn2: Any
+        bn3: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the branches, or leave the main one out."""
+        is_kept = not self.training or self.stochastic_method != "block" or self._draw(self.drop_rate)
+        if not is_kept:
+            return x if self.downsample is None else self.relu(self.downsample(x))
+        main = _scaled(self._branch(x), self.drop_rate, self.rescale, self.training)
+        if self.training and self.stochastic_method == "sample":
+            main = _without_some(main, self.drop_rate)
+        identity = x if self.downsample is None else self.downsample(x)
+        return self.relu(main.add(identity))
+
+    def _draw(self, drop_rate: Tensor) -> bool:
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+            return bool(torch.rand(()) >= drop_rate)
+        return self.draws.keep(drop_rate)
+
+    def _branch(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        branch, block = type(self).__bases__
+        return _new, (branch, block), self.__getstate__()
+
+
+class _BottleneckBranch(_Stochastic):
+    def _branch(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        return self.bn3(self.conv3(out))
+
+
+class _BasicBranch(_Stochastic):
+    def _branch(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        return self.bn2(self.conv2(out))
+
+
+@functools.cache
+def _class_of(branch: type[_Stochastic], block: type[nn.Module]) -> Any:
+    """Return a class for blocks of one class, by the same name."""
+    return type(block.__name__, (branch, block), {"__module__": block.__module__, "__doc__": block.__doc__})
+
+
+def _new(branch: type[_Stochastic], block: type[nn.Module]) -> nn.Module:
+    kind = _class_of(branch, block)
+    return kind.__new__(kind)
+
+
 def _make_stochastic(
     module: nn.Module,
-    branch: Callable[[Any, Tensor], Tensor],
+    branch: type[_Stochastic],
     drop_rate: float,
     stochastic_method: str,
     draws: BlockDraws | None,
     rescale: Rescale,
 ) -> nn.Module:
     block: Any = module
+    if not isinstance(block, _Stochastic):
+        block.__class__ = _class_of(branch, type(block))
     block.drop_rate = torch.tensor(drop_rate)
     block.rescale = rescale
-    if stochastic_method == "sample":
-        forward = functools.partial(_forward_samples, module, branch)
-    else:
-        forward = functools.partial(_forward_block, module, branch, draws or BlockDraws())
-    # A partial and no bound method, so that the module can be pickled.
-    block.forward = forward
+    block.stochastic_method = stochastic_method
+    block.draws = draws or BlockDraws()
     return module
 
 
-def _forward_block(block: Any, branch: Callable[[Any, Tensor], Tensor], draws: BlockDraws, x: Tensor) -> Tensor:
-    is_kept = not block.training or draws.keep(block.drop_rate)
-    if not is_kept:
-        return x if block.downsample is None else block.relu(block.downsample(x))
-    return _add_identity(block, _scaled(block, branch(block, x)), x)
-
-
-def _forward_samples(block: Any, branch: Callable[[Any, Tensor], Tensor], x: Tensor) -> Tensor:
-    main = _scaled(block, branch(block, x))
+def _without_some(main: Tensor, drop_rate: Tensor) -> Tensor:
+    """Leave out the main branch of examples that are drawn."""
     # Whether nothing will be dropped depends on a tensor, which a compiled graph would have to break at.
-    if block.training and (torch.compiler.is_compiling() or block.drop_rate > 0):
-        shape = [len(x), *[1] * (x.ndim - 1)]
-        kept = torch.rand(shape, dtype=torch.float32, device=x.device) >= block.drop_rate
-        main = main * kept.to(main.dtype)
-    return _add_identity(block, main, x)
+    if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+        pass
+    elif not torch.compiler.is_compiling() and not bool(drop_rate > 0):
+        return main
+    shape = [len(main)] + [1] * (main.ndim - 1)
+    kept = torch.rand(shape, dtype=torch.float32, device=main.device) >= drop_rate
+    return main * kept.to(main.dtype)
 
 
-def _scaled(block: Any, main: Tensor) -> Tensor:
+def _scaled(main: Tensor, drop_rate: Tensor, rescale: str, is_training: bool) -> Tensor:
     """Weigh the main branch, so that its mean is the same in training as in evaluation."""
-    if block.rescale == "eval":
-        return main if block.training else main * (1 - block.drop_rate)
+    if rescale == "eval":
+        return main if is_training else main * (1 - drop_rate)
     # A rate of 1 keeps nothing that could be scaled.
-    return main / (1 - block.drop_rate) if block.training and block.drop_rate < 1 else main
-
-
-def _add_identity(block: Any, main: Tensor, x: Tensor) -> Tensor:
-    identity = x if block.downsample is None else block.downsample(x)
-    return block.relu(main.add(identity))
-
-
-def _bottleneck_branch(block: Any, x: Tensor) -> Tensor:
-    out = block.relu(block.bn1(block.conv1(x)))
-    out = block.relu(block.bn2(block.conv2(out)))
-    return cast("Tensor", block.bn3(block.conv3(out)))
-
-
-def _basic_branch(block: Any, x: Tensor) -> Tensor:
-    out = block.relu(block.bn1(block.conv1(x)))
-    return cast("Tensor", block.bn2(block.conv2(out)))
+    return main / (1 - drop_rate) if is_training and bool(drop_rate < 1) else main
