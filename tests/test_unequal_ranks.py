@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from composer import Callback, Trainer
 from composer.models import ComposerClassifier
@@ -76,6 +76,65 @@ def test_an_epoch_ends_with_the_rank_that_has_fewest_batches_and_the_other_one_w
 def test_ranks_with_as_many_batches_are_not_warned(tmp_path):
     ranks = run_ranks(train, SizedBatches, [3, 3], store=tmp_path / "store")
     assert [rank[3] for rank in ranks] == [[], []]
+
+
+class Alternating(Sampler):
+    """Shards by itself, as torchvision's RASampler and timm's RepeatAugSampler do."""
+
+    def __init__(self, dataset):
+        self.num_replicas, self.rank = dist.get_world_size(), get_global_rank()
+        self.length, self.epochs = len(dataset), []
+
+    def __len__(self):
+        return self.length // self.num_replicas
+
+    def __iter__(self):
+        return iter(range(self.rank, self.length, self.num_replicas))
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def train_on_own(kind):
+    generator = torch.Generator().manual_seed(1)
+    dataset = TensorDataset(torch.randn(16, 4, generator=generator), torch.randint(3, (16,), generator=generator))
+    expected = 6
+    if kind == "subset":
+        own = Subset(dataset, range(6)) if get_global_rank() == 0 else TensorDataset(*dataset[6:16])
+        sampler = dist.get_sampler(own, shuffle=True, num_replicas=1, rank=0)
+        loader = DataLoader(own, 2, sampler=sampler)
+    else:
+        sampler, expected = Alternating(dataset), 8
+        batches = BatchSampler(sampler, 2, drop_last=True)
+        loader = (
+            DataLoader(dataset, batch_sampler=batches) if "batch" in kind else DataLoader(dataset, 2, sampler=sampler)
+        )
+    torch.manual_seed(3)
+    model = ComposerClassifier(nn.Linear(4, 3), num_classes=3)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        Trainer(
+            model=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_dataloader=loader,
+            max_duration="2ep",
+            device="cpu",
+            progress_bar=False,
+        ) as trainer,
+    ):
+        trainer.fit()
+    weight = next(model.parameters()).detach().clone()
+    assert getattr(sampler, "epochs", [0, 1]) == [0, 1]
+    return int(trainer.state.timestamp.batch), int(trainer.state.timestamp.sample), expected, weight
+
+
+@pytest.mark.parametrize("kind", ["subset", "sampler", "batch sampler"])
+def test_ranks_may_have_data_of_their_own_or_a_sampler_that_shards_by_itself(kind, tmp_path):
+    """Seen before: "each of the 2 ranks would read every sample", or that the ranks do not agree on what to train."""
+    first, second = run_ranks(train_on_own, kind, store=tmp_path / "store")
+    assert first[0] == second[0] == first[2]
+    assert first[1] == second[1] == 4 * first[2]
+    assert torch.equal(first[3], second[3])
 
 
 class Numbers(Dataset):

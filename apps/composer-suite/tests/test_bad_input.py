@@ -130,8 +130,11 @@ def test_epochs_of_unknown_length(make_trainer, make_loader):
             return iter(make_loader(8, 4))
 
     trainer = make_trainer(train_dataloader=Stream(), max_duration="2ep")
-    with pytest.raises(ValueError, match=r"max_duration cannot be specified in epochs.*'2ep'"):
-        trainer.fit()
+    with pytest.raises(RuntimeError, match=r"'0.5dur' cannot be converted to batches.*does not say how many"):
+        trainer.fit(schedulers=LinearScheduler(t_max="0.5dur"))
+    assert trainer.state.optimizers[0].param_groups[0]["lr"] == 0.1
+    trainer.fit()  # refused before, too: "max_duration cannot be specified in epochs"
+    assert trainer.state.timestamp.batch == 4
 
 
 def test_wall_clock_duration(make_trainer):

@@ -185,9 +185,9 @@ def test_fit_without_data(make_trainer):
         make_trainer(train_dataloader=None).fit(duration="1ep")
 
 
-def test_epochs_of_unknown_length(make_trainer, make_loader):
-    with pytest.raises(ValueError, match="max_duration cannot be specified in epochs"):
-        make_trainer(train_dataloader=Unsized(make_loader(8, 4))).fit(duration="1ep")
+def test_a_schedule_over_epochs_of_unknown_length(make_trainer, make_loader):
+    with pytest.raises(RuntimeError, match=r"cannot be converted to batches, because .*dataloader_len is None"):
+        make_trainer(train_dataloader=Unsized(make_loader(8, 4))).fit(duration="1ep", schedulers=LinearScheduler())
 
 
 def test_no_time_left(make_trainer):

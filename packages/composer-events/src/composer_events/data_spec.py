@@ -37,7 +37,7 @@ class DataSpec:
     Raises:
         TypeError: If the dataloader is no iterable, a number is no whole number, or a function is none.
         ValueError: If a number is negative; if the `DataLoader` has been iterated over with persistent workers, or if
-            there are several ranks and its sampler would give every rank the same samples.
+            there are several ranks and none of its samplers has `num_replicas` and `rank`, as those that shard have.
 
     Example:
         >>> spec = DataSpec([["a", "b", "c"]], split_batch=lambda batch, size: [batch[:size], batch[size:]])
@@ -201,16 +201,33 @@ def _refuse_undistributed(dataloader: Any) -> None:
     data = sys.modules["torch.utils.data"]
     if isinstance(dataloader.dataset, data.IterableDataset):
         return
-    from torch.utils.data.distributed import DistributedSampler
+    samplers = samplers_of(dataloader)
+    if any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers):
+        return
+    names = " over a ".join(type(sampler).__name__ for sampler in samplers)
+    raise ValueError(
+        f"The dataloader reads by a {names}, of which no one says which rank it reads for. If all have the same "
+        f"dataset, each of the {world_size} ranks would read all of it: pass sampler=get_sampler(dataset), of "
+        f"composer.utils.dist, to the DataLoader, or torch's DistributedSampler. If each rank has a dataset of its "
+        f"own, or ranks hold tensors together and need the same samples, say so by num_replicas=1 and rank=0 of "
+        f"either. A sampler that shards by itself says so by its attributes num_replicas and rank."
+    )
 
-    samplers = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None), dataloader.batch_sampler)
-    if not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-        raise ValueError(
-            f"The dataloader's sampler is a {type(dataloader.sampler).__name__!r}, so each of the {world_size} ranks "
-            f"would read every sample. Pass sampler=DistributedSampler(dataset) from torch.utils.data.distributed to "
-            f"the DataLoader, or the result of composer.utils.dist.get_sampler(dataset). Ranks that hold tensors "
-            f"together need the same samples: say so with the num_replicas and rank of either."
-        )
+
+def samplers_of(dataloader: Any) -> list[Any]:
+    """Return what says in which order a DataLoader reads, the outermost first.
+
+    Args:
+        dataloader: A DataLoader. One that was given a `batch_sampler` has a `sampler` that is never used.
+    """
+    samplers: list[Any] = []
+    sampler = dataloader.batch_sampler if dataloader.batch_size is None else dataloader.sampler
+    if sampler is None:  # it reads single samples, unbatched
+        sampler = dataloader.sampler
+    while sampler is not None and not any(sampler is one for one in samplers):
+        samplers.append(sampler)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return samplers
 
 
 def _length_or_none(dataset: object) -> int | None:

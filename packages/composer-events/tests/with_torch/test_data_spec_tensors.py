@@ -1,4 +1,5 @@
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,43 @@ def test_a_dataloader_whose_workers_read_already_is_refused():
     dataloader._iterator = iter([])  # as persistent workers leave it
     with pytest.raises(ValueError, match="active iterator"):
         DataSpec(dataloader)
+
+
+class Sharding(torch.utils.data.Sampler):
+    """One of torchvision's kind, which is no DistributedSampler."""
+
+    def __init__(self):
+        self.num_replicas, self.rank = 2, 0
+
+
+class Mute(torch.utils.data.Sampler):
+    """One that shards, and does not say so."""
+
+    def __init__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, lambda each: SimpleNamespace(sampler=each)])
+def test_a_sampler_that_shards_by_itself_says_so_by_its_attributes(monkeypatch, wrap):
+    """Seen before: "The dataloader's sampler is a 'SequentialSampler'", which nobody had made."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dataset = make_dataset()
+
+    def loaders(sampler):
+        batches = torch.utils.data.BatchSampler(wrap(sampler), 2, drop_last=False)
+        return DataLoader(dataset, sampler=sampler), DataLoader(dataset, batch_sampler=batches)
+
+    for loader in loaders(Sharding()):
+        DataSpec(loader)
+    mute = Mute()
+    for loader, name in zip(loaders(mute), ("a Mute", "a BatchSampler over a .*Mute"), strict=True):
+        with pytest.raises(
+            ValueError, match=rf"reads by {name}, .*If all have the same dataset.*of its own, .*by num_"
+        ):
+            DataSpec(loader)
+    mute.num_replicas, mute.rank = 2, 0
+    for loader in loaders(mute):
+        DataSpec(loader)
 
 
 def test_several_ranks_need_a_distributed_sampler(monkeypatch):

@@ -180,6 +180,7 @@ def keeps_length(dataloader: Any) -> bool:
         isinstance(dataloader, DataLoader)
         and type(dataloader.batch_sampler) is BatchSampler
         and type(dataloader.batch_sampler.sampler) is DistributedSampler
+        and dataloader.batch_sampler.sampler.num_replicas > 1  # else each rank may have a dataset of its own
         and not isinstance(dataloader.dataset, IterableDataset)
     )
 
@@ -200,4 +201,6 @@ def agreed_facts(dataloader: Any) -> dict[str, Any]:
         names = ("num_replicas", "drop_last", "shuffle", "seed", "num_samples")
         facts |= {f"sampler.{name}": getattr(sampler, name) for name in names}
         facts |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        if sampler.num_replicas == 1:  # then each rank may have a dataset of its own
+            del facts["dataset"], facts["sampler.num_samples"]
     return facts

@@ -317,11 +317,6 @@ def check_time_left(state: State) -> None:
             "calling Trainer.fit(). Give a length of training such as '10ep' or '500ba'."
         )
     asked = max_duration.to_timestring()
-    if state.dataloader_len is None and max_duration.unit is TimeUnit.EPOCH:
-        raise ValueError(
-            f"max_duration cannot be specified in epochs ({asked!r}) when the length of train_dataloader is unknown. "
-            "Give batches ('500ba'), or train_subset_num_batches."
-        )
     if state.iteration_length is None and max_duration.unit is TimeUnit.ITERATION:
         raise ValueError(
             f"max_duration cannot be specified in iterations ({asked!r}) before state.iteration_length says how long "
