@@ -1,10 +1,13 @@
 """Arguments of a Trainer that one rank alone refuses are an error on all ranks, in the same words."""
 
+import time
+import traceback
+
 import pytest
 import torch
 from torch import nn
 
-from composer import Trainer
+from composer import Callback, Trainer
 from composer.models import ComposerModel
 from composer_dist import RankDisagreementError, dist
 from composer_dist.testing import run_ranks
@@ -20,7 +23,8 @@ def make(**arguments):
         "device": "cpu",
         "progress_bar": False,
     }
-    return Trainer(model=ComposerModel.from_module(network, nn.functional.cross_entropy), **{**settings, **arguments})
+    model = ComposerModel.from_module(network, nn.functional.cross_entropy)
+    return Trainer(**{"model": model, **settings, **arguments})
 
 
 CASES = [  # what each rank gives, and what of its refusal all are told
@@ -60,3 +64,63 @@ def test_every_rank_is_told_which_rank_refuses_what(tmp_path):
         assert text.startswith(f"{len(of_ranks)} of 2 ranks cannot use the arguments")
         assert all(part in text for part in parts)
         assert f"rank {1 - min(of_ranks)}: " not in text or len(of_ranks) == 2
+
+
+class WithUnused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def train_with_unused(sync):
+    network = WithUnused()
+    trainer = make(
+        model=ComposerModel.from_module(network, nn.functional.cross_entropy),
+        optimizers=torch.optim.SGD(network.parameters(), lr=0.1),
+        max_duration="3ba",
+        train_dataloader=[(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))] * 3,
+        ddp_sync_strategy=sync,
+    )
+    try:
+        trainer.fit()
+    except RuntimeError as error:
+        return "".join(traceback.format_exception_only(error))
+    return int(trainer.state.timestamp.batch)
+
+
+def test_a_layer_without_a_gradient_is_told_an_argument_that_a_trainer_has(tmp_path):
+    """Seen before: only PyTorch's advice to pass find_unused_parameters=True, which no Trainer takes."""
+    for said in run_ranks(train_with_unused, None, store=tmp_path / "first"):
+        assert "ddp_sync_strategy='forced_sync'" in said
+    assert run_ranks(train_with_unused, "forced_sync", store=tmp_path / "second") == [3, 3]
+
+
+def fail_after_another(folder):
+    trainer = make(callbacks=FailsFirst(folder))
+    try:
+        trainer.fit()
+    except Exception as error:
+        (folder / str(dist.get_global_rank())).touch()
+        return "".join(traceback.format_exception(error)).splitlines()[-2:]
+
+
+class FailsFirst(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def batch_start(self, state, logger):
+        if dist.get_global_rank() == 1:
+            raise OSError("disk full")
+        while not (self.folder / "1").exists():
+            time.sleep(0.01)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")  # as gloo says it
+
+
+def test_the_failure_of_the_first_rank_is_the_last_thing_that_another_says(tmp_path):
+    """Seen before: "Connection closed by peer", with no word of what had happened there."""
+    waiting, failing = run_ranks(fail_after_another, tmp_path, store=tmp_path / "store")
+    assert failing[0] == "OSError: disk full"
+    assert waiting == failing

@@ -66,8 +66,16 @@ def test_a_microbatch_size_that_is_searched_for_is_refused():
 
 
 def test_a_dataloader_without_batch_size_is_refused():
-    with pytest.raises(RuntimeError, match="the dataloader has no attribute batch_size"):
+    with pytest.raises(RuntimeError, match="neither the dataloader nor its batch_sampler has an attribute batch_size"):
         parse({}, batch_size=None)
+    with pytest.raises(RuntimeError, match="on all 4 ranks together, got 30"):
+        parse({"train_batch_size": 30}, batch_size=None)
+
+
+def test_a_dataloader_without_batch_size_has_that_of_the_configuration():
+    """Seen before: that the dataloader has no attribute batch_size."""
+    parsed = parse({"train_batch_size": 32}, batch_size=None)
+    assert (parsed["train_micro_batch_size_per_gpu"], parsed["gradient_accumulation_steps"]) == (2, 4)
 
 
 @pytest.mark.parametrize(("section", "argument"), [("optimizer", "optimizers"), ("scheduler", "schedulers")])

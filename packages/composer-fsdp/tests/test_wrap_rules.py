@@ -102,6 +102,24 @@ def test_a_plain_module_is_its_own_root():
     assert [(unit.name, unit.is_root) for unit in units] == [("blocks.0", False), ("blocks.1", False), ("", True)]
 
 
+def test_a_plain_module_that_is_not_to_be_wrapped_has_its_children_as_roots():
+    """Seen before: it was wrapped as a whole all the same."""
+    net = Net(is_block)
+    net._fsdp_wrap = False
+    units = choose_units(net, plan_of(), wraps_itself=True)
+    assert [(unit.name, unit.is_root) for unit in units] == [("blocks.0", True), ("blocks.1", True), ("head", True)]
+
+
+def test_a_function_that_chooses_nothing_is_warned_about():
+    """Seen before: one unit of all weights, without a word."""
+    with pytest.warns(UserWarning, match=r"fsdp_wrap_fn chooses none of the \d+ modules in the Net 'model', whose"):
+        assert names(Model(lambda module: False)) == ["model"]
+    model = Model(is_block)
+    model.model._fsdp_wrap = False
+    with pytest.warns(UserWarning, match="Nothing of the Model is sharded.*_fsdp_wrap=False"):
+        assert names(model) == []
+
+
 def test_ignored_modules_and_modules_without_parameters_are_passed_over():
     model = Model(lambda module: not isinstance(module, nn.ModuleList))
     model.model.act = nn.ReLU()

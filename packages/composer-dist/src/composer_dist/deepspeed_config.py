@@ -123,10 +123,14 @@ def _refuse_names(config: Mapping[str, Any]) -> None:
 def _fill_batch_sizes(
     config: dict[str, Any], batch_size: int | None, microbatch_size: int | float | str | None, world_size: int
 ) -> None:
+    total = config.get("train_batch_size", _TO_FILL)
+    if batch_size is None and total != _TO_FILL and total % world_size == 0:
+        batch_size = total // world_size
     if batch_size is None:
         raise RuntimeError(
-            "deepspeed_config needs the train_dataloader's batch size, and the dataloader has no attribute batch_size. "
-            "Use a torch DataLoader, or give yours a batch_size: the number of samples on each rank."
+            f"deepspeed_config needs the train_dataloader's batch size, and neither the dataloader nor its "
+            f"batch_sampler has an attribute batch_size. Give deepspeed_config['train_batch_size'], the number of "
+            f"samples on all {world_size} ranks together, got {total!r}; or use a torch DataLoader."
         )
     if isinstance(microbatch_size, str):
         raise ValueError(

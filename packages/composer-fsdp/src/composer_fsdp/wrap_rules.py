@@ -7,9 +7,9 @@ the first rule that speaks decides:
 2. `fsdp_wrap_fn(module)` of the direct child, which returns a bool, or a dict of settings for this unit;
 3. its size: at least `min_params` parameters that no unit inside it takes. It also overrules a `False` of rule 2.
 
-A direct child with `_fsdp_wrap = False` is left alone. Metrics and modules without parameters are passed over, and so
-are modules that are reached a second time. What only holds others, such as a `ModuleList` or a `ParameterList`,
-computes nothing and is no unit.
+A direct child with `_fsdp_wrap = False` is left alone, and a plain module that has it is no unit itself: its children
+are the roots. Metrics and modules without parameters are passed over, and so are modules that are reached a second
+time. What only holds others, such as a `ModuleList` or a `ParameterList`, computes nothing and is no unit.
 """
 
 import sys
@@ -74,12 +74,20 @@ def choose_units(
                 f"ignored_modules has a {type(module).__name__} that is not in the model. Give modules of the model "
                 f"that is sharded."
             )
+    if wraps_itself and wrap_fn is None:
+        wrap_fn = function_of("", model)
     rules = _Rules(plan, wrap_fn)
-    if wraps_itself:
+    if wraps_itself and getattr(model, "_fsdp_wrap", None) is not False:
         rules.add_root("", model)
     else:
         for name, child in roots_of(model):
             rules.add_root(name, child)
+    if not rules.units and any(p.numel() > 1 for p in model.parameters() if not is_lazy(p)):
+        warnings.warn(
+            f"Nothing of the {type(model).__name__} is sharded: each rank has all of it, since _fsdp_wrap=False or "
+            f"ignored_modules leaves out all that has weights. Take them away from what is to be sharded.",
+            stacklevel=2,
+        )
     return rules.units
 
 
@@ -127,7 +135,16 @@ class _Rules:
         if id(root) in self._seen or id(root) in self._ignored_modules:
             return
         function = self._wrap_fn or function_of(name, root)
+        num_units, num_seen = len(self.units), len(self._seen)
         self._descend(name, root, function)
+        is_own = function is not None and (self._wrap_fn is None or not name)  # and not one for several roots
+        if is_own and len(self.units) == num_units and len(self._seen) > num_seen:
+            warnings.warn(
+                f"fsdp_wrap_fn chooses none of the {len(self._seen) - num_seen} modules in the {type(root).__name__} "
+                f"{name or 'itself'!r}, whose weights are therefore gathered all at once. Let it return True for the "
+                f"layers that repeat.",
+                stacklevel=2,
+            )
         self._seen.add(id(root))
         choice = self._by_attribute(root)
         if choice is None:

@@ -43,6 +43,11 @@ def name_stage(error: BaseException, state: State) -> None:
             stamp = state.timestamp
             rank = f" on rank {get_global_rank()}" if get_world_size() > 1 else ""
             each.add_note(f"raised in {stages[-1]} of epoch {stamp.num_epochs}, batch {stamp.num_batches}{rank}")
+            if "find_unused_parameters=True" in str(each):  # PyTorch's advice, which a Trainer has no argument for
+                each.add_note(
+                    "Some layers of the model take no part in the loss. Train without them, or give the Trainer "
+                    "ddp_sync_strategy='forced_sync', which needs no gradient of theirs."
+                )
             return
 
 

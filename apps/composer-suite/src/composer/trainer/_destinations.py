@@ -75,6 +75,8 @@ def record_failure(error: BaseException, state: State) -> None:
             destination.note_failure(error, of_others)
         elif isinstance(destination, MosaicMLLogger):
             destination.log_exception(error)
+    if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
+        error.add_note(of_others.rstrip())  # that another rank is gone is not to be the last thing read
 
 
 def _wants_console(given: Given) -> bool:

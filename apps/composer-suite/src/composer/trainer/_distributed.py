@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer.trainer._caller import level_of_user
+from composer.trainer._microbatching import size_of_batches
 from composer.trainer._ranks import Ranks, agreed_facts
 from composer.trainer._refusals import compare
 from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
@@ -95,6 +96,16 @@ def _refuse_second_derivatives(algorithms: Iterable[Algorithm]) -> None:
             )
 
 
+def size_for_deepspeed(config: Any, dataloader: Any) -> int | None:
+    """Return the microbatch size that DeepSpeed's configuration says, for a dataloader that says no batch size."""
+    if not isinstance(config, Mapping) or size_of_batches(getattr(dataloader, "dataloader", dataloader)) is not None:
+        return None
+    size, total = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "train_batch_size"))
+    if isinstance(size, int):
+        return size
+    return total // get_world_size() if isinstance(total, int) else None
+
+
 def complete_deepspeed_config(
     config: Mapping[str, Any] | None,
     *,
@@ -128,7 +139,7 @@ def complete_deepspeed_config(
     assert data_spec is not None
     return parse_deepspeed_config(
         config,
-        batch_size=getattr(data_spec.dataloader, "batch_size", None),
+        batch_size=size_of_batches(data_spec.dataloader),
         microbatch_size=microbatch_size,
         world_size=get_world_size(),
         precision=precision,

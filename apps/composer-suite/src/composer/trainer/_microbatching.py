@@ -218,6 +218,13 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
     )
 
 
+def size_of_batches(dataloader: Any) -> Any:
+    """Return the batch size that a dataloader says it has; `None` if it says none."""
+    size = getattr(dataloader, "batch_size", None)
+    # A DataLoader made with a batch_sampler knows it only there.
+    return getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None) if size is None else size
+
+
 def _batch_size(data_spec: DataSpec, *, is_auto: bool) -> Any:
     loader = data_spec.dataloader
     if is_auto and not hasattr(loader, "batch_size"):
@@ -225,10 +232,7 @@ def _batch_size(data_spec: DataSpec, *, is_auto: bool) -> Any:
             f"device_train_microbatch_size='auto' begins with the `batch_size` of train_dataloader, and "
             f"{type(loader).__name__} has no such attribute. Give the number of samples."
         )
-    size = getattr(loader, "batch_size", None)
-    sampler = getattr(loader, "batch_sampler", None)
-    if size is None:  # a DataLoader made with a batch_sampler knows it only there
-        size = getattr(sampler, "batch_size", None)
+    sampler, size = getattr(loader, "batch_sampler", None), size_of_batches(loader)
     if size is None:
         nor = "" if sampler is None else f", nor has its batch_sampler, a {type(sampler).__name__}"
         raise ValueError(

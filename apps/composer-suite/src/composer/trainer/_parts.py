@@ -19,7 +19,7 @@ from composer.trainer._compilation import Compilation
 from composer.trainer._destinations import choose_destinations
 from composer.trainer._evaluators import make_evaluators
 from composer.trainer._loss_scaling import make_scaler
-from composer.trainer._microbatching import Microbatching, refuse_unrepeatable
+from composer.trainer._microbatching import Microbatching, refuse_unrepeatable, size_of_batches
 from composer.trainer._plan import check_data
 from composer.trainer._profiling import bind_profiler, check_profiler
 from composer.trainer._python_log import check_log_level
@@ -122,9 +122,10 @@ def _check_alone(given: Given) -> Parts:
     )
     arguments.check_subset("train_subset_num_batches", given.train_subset_num_batches)
     check_profiler(given.profiler, destinations)
-    microbatching = Microbatching.of(
-        given.device_train_microbatch_size, given.grad_accum, device, profiler=given.profiler
-    )
+    size = given.device_train_microbatch_size
+    if size is None and given.grad_accum is None and given.train_dataloader is not None:
+        size = distributed.size_for_deepspeed(given.deepspeed_config, given.train_dataloader)
+    microbatching = Microbatching.of(size, given.grad_accum, device, profiler=given.profiler)
     data_spec = None if given.train_dataloader is None else check_data(given.train_dataloader, microbatching)
     arguments.check_seed(given.seed)
     arguments.check_dist_timeout(given.dist_timeout)
@@ -176,7 +177,7 @@ def _choose_spread(
         given.deepspeed_config,
         parallelism_config=parallelism_config,
         data_spec=data_spec,
-        microbatch_size=microbatching.of_one_size(getattr(getattr(data_spec, "dataloader", None), "batch_size", None)),
+        microbatch_size=microbatching.of_one_size(size_of_batches(getattr(data_spec, "dataloader", None))),
         precision=precision,
         algorithms=algorithms,
         callbacks=callbacks,
