@@ -315,6 +315,7 @@ def test_arguments_of_another_kind_are_refused(arguments, as_one_of_four):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:fsdp_wrap_fn chooses none")
 def test_a_plan_that_would_tear_weights_apart_or_splits_no_layer_is_refused(as_one_of_four):
     tied = Model()
     tied.net[2].weight = tied.net[1].weight

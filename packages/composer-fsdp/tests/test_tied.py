@@ -50,6 +50,7 @@ def test_a_unit_that_shares_with_what_is_none_is_refused():
         resolve(Net(["a"], a=a, b=b))
 
 
+@pytest.mark.filterwarnings("ignore:fsdp_wrap_fn chooses none")
 def test_tied_modules_inside_one_unit_are_fine():
     a, b = tied_pair()
     assert [unit.name for unit in resolve(Net(["pair"], pair=nn.Sequential(a, b)))] == ["net.pair", "net"]
