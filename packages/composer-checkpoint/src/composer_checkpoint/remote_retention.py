@@ -70,10 +70,12 @@ class KeptRemotely:
     Attributes:
         policy: What is kept.
         uploader: Of the store; deletes in the background.
+        deleted: What this process has deleted and not saved again.
     """
 
     policy: RetentionPolicy
     uploader: RemoteUploader
+    deleted: set[str] = field(default_factory=set)
     _history: list[SavedCheckpoint] = field(default_factory=list)
     _awaited: dict[str, Future[None] | None] = field(default_factory=dict)
     _names: dict[str, list[str]] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class KeptRemotely:
         self._history.append(SavedCheckpoint(name, timestamp, dict(metrics)))
         self._names[name] = list(of_all_ranks)
         self._going.discard(name)
+        self.deleted.discard(name)
         self._awaited[name] = upload
 
     def rotate(self) -> None:
@@ -182,6 +185,7 @@ class KeptRemotely:
             except (CheckpointError, OSError, NotImplementedError) as error:
                 log.warning("%s is left in the store, and could not be deleted: %s", store.get_uri(name), error)
                 return
+            self.deleted.add(name)
             self._gone.append(name)
             log.info("Deleted %s, which need not be kept.", store.get_uri(name))
 

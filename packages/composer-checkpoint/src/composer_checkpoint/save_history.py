@@ -36,7 +36,7 @@ class SaveHistory:
 
     def begin(self, job: Save) -> None:
         """Take note of a save whose content is about to be collected, so that the checkpoint lists itself."""
-        self.timestamps[own_file(job.path)] = job.timestamp
+        self.timestamps[own_file(job.address or job.path)] = job.timestamp
         self._saving = job
 
     def end(self) -> None:

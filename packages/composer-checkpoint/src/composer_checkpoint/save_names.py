@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from composer_checkpoint.archives import check_compressor
 from composer_checkpoint.names import PartialFilePath, check_filename, partial_format, sharded_folder
 from composer_checkpoint.state_io import Layout, layout_of, path_of, prefix_dir_of
+from composer_checkpoint.stores.addresses import parse_uri
 from composer_time import Time, Timestamp
 
 if TYPE_CHECKING:
@@ -17,9 +18,13 @@ __all__ = ["Save", "check_templates", "name_save", "template_of_run", "to_path",
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One save: its names, the time in training, and what was measured by then. Per-rank files keep `{rank}`."""
+    """One save: its names, the time in training, and what was measured by then. Per-rank files keep `{rank}`.
+
+    `address` is where it lasts, if that is a store. Then `path` is the same, or a temporary file.
+    """
 
     path: str
+    address: str | None
     timestamp: Timestamp
     metrics: dict[str, float]
     link: str | None
@@ -66,11 +71,14 @@ def name_save(
     """Fill in the names of a save of now."""
     path = path_of(state, filename.filename, filename.folder)
     remote = None if remote_name is None else _remote_name(state, remote_name.filename)
-    if remote_folder is not None and layout_of(state) is Layout.SHARDED:
-        place = urlsplit(remote_folder)
-        path = f"{place.scheme}://{place.netloc}/{remote}"  # each rank writes there itself
+    address = None
+    if remote_folder is not None and remote is not None:
+        place, root = urlsplit(remote_folder), "/" if parse_uri(remote_folder).path.startswith("/") else ""
+        address = f"{place.scheme}://{place.netloc}/{root}{remote}"
+        path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there itself
     return Save(
         path=path,
+        address=address,
         timestamp=state.timestamp,
         metrics=metrics,
         link=None if link is None else link.format(state),

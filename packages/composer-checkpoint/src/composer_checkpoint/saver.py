@@ -51,6 +51,11 @@ log = getLogger(__name__)
 
 # Looking it up on the class runs Python code in Python 3.11, and each batch asks.
 _BATCH_CHECKPOINT: Final = Event.BATCH_CHECKPOINT
+_FOLDER: Final = "{run_name}/checkpoints"
+_NAME: Final = "ep{epoch}-ba{batch}-rank{rank}.pt"
+_LATEST: Final = "latest-rank{rank}.pt"
+_REMOTE_NAME: Final = f"{_FOLDER}/{_NAME}"
+_REMOTE_POINTER: Final = f"{_FOLDER}/{_LATEST}"
 
 
 class CheckpointSaver(Callback):
@@ -65,13 +70,16 @@ class CheckpointSaver(Callback):
     batch, on all ranks; the end of training and the next save wait.
 
     Args:
-        folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as `'s3://b/run'`.
-            Here and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}` are of the run that an `MLFlowLogger`
+        folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as `'s3://b/run'`,
+            below whose path the checkpoints lie. Here and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}` are of the run that an `MLFlowLogger`
             has begun.
         filename: What each is called in it, with placeholders for run, ranks and time. Its end says the format.
-        remote_file_name: The name in the store, or for loggers that take files. `None` uploads nothing.
+        remote_file_name: The name for loggers that take files, or in the store, counted from the bucket: the default
+            is then `filename` below the path of `folder`, or below `{run_name}/checkpoints` in a bare bucket. `None`
+            uploads nothing.
         latest_filename: The name of the link to the latest one. `None` for no link.
-        latest_remote_file_name: The name of the pointer in the store, to which `.symlink` is added.
+        latest_remote_file_name: The name of the pointer, to which `.symlink` is added. The default is like that of
+            `remote_file_name`.
         save_interval: How often: epochs, a timestring, a `Time`, or a function of the state and the event. Also at the
             end, unless it is 0, for never.
         overwrite: Whether a run may start where later checkpoints are, and replace them.
@@ -93,7 +101,8 @@ class CheckpointSaver(Callback):
             that another run has saved, nor before a later checkpoint is whole in the store.
 
     Attributes:
-        saved_checkpoints: The paths of what this process has saved and not deleted, oldest first.
+        saved_checkpoints: The paths of what this process has saved and not deleted, oldest first; the addresses where
+            `folder` is one.
         all_saved_checkpoints_to_timestamp: When in training each path was saved, also before a resumption.
         last_checkpoint_batch: The batch of the latest save.
         resumes: Whether the run goes on from what `checkpoint_to_resume` has found, which says so: later checkpoints
@@ -126,11 +135,11 @@ class CheckpointSaver(Callback):
 
     def __init__(
         self,
-        folder: str = "{run_name}/checkpoints",
-        filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt",
-        remote_file_name: str | None = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt",
-        latest_filename: str | None = "latest-rank{rank}.pt",
-        latest_remote_file_name: str | None = "{run_name}/checkpoints/latest-rank{rank}.pt",
+        folder: str = _FOLDER,
+        filename: str = _NAME,
+        remote_file_name: str | None = _REMOTE_NAME,
+        latest_filename: str | None = _LATEST,
+        latest_remote_file_name: str | None = _REMOTE_POINTER,
         save_interval: "Time[Any] | str | int | Callable[[State, Event], bool]" = "1ep",
         *,
         overwrite: bool = False,
@@ -166,6 +175,11 @@ class CheckpointSaver(Callback):
         self._remote_folder = folder if parse_uri(folder).backend else None
         if self._remote_folder is not None:
             self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
+            inside = parse_uri(folder).path.strip("/") or _FOLDER
+            if remote_file_name == _REMOTE_NAME:
+                remote_file_name = f"{inside}/{filename}"
+            if latest_remote_file_name == _REMOTE_POINTER:
+                latest_remote_file_name = f"{inside}/{os.fspath(latest_filename or _LATEST).lstrip('/')}"
             folder = tempfile.mkdtemp(prefix="composer-save-")
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
@@ -192,8 +206,8 @@ class CheckpointSaver(Callback):
 
     @property
     def saved_checkpoints(self) -> list[str]:
-        """The paths of what this process has saved and not deleted, oldest first."""
-        return self._kept.names
+        """The paths, or the addresses in a store, of what this process has saved and not deleted, oldest first."""
+        return self._kept.names if None in (self._remote_folder, self.remote_file_name) else self._uploads.addresses
 
     @property
     def all_saved_checkpoints_to_timestamp(self) -> dict[str, Timestamp]:
@@ -436,5 +450,6 @@ class CheckpointSaver(Callback):
             job = self._committed.pop(0)
             upload = self._uploads.send(job, logger) if self._kept.deletes else None
             self._kept.add(own_file(job.path), job.timestamp, job.metrics, upload)
+            self._uploads.note(job)
             self._kept.rotate()
         self._uploads.rotate()

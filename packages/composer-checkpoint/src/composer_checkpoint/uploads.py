@@ -54,6 +54,7 @@ class CheckpointUploads:
         self._timeout_s = timeout_s
         self._kept = kept
         self.ranked_by = None if kept is None else kept.policy.metric
+        self._addresses: dict[str, str] = {}
         self._failures: list[Exception] = []
         self._are_watched = False  # the same on all ranks
 
@@ -61,6 +62,18 @@ class CheckpointUploads:
     def may_have_news(self) -> bool:
         """Whether `check` or `rotate` can have anything to do, alike on all ranks."""
         return self._are_watched or self._kept is not None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where this process has saved in the store what was not deleted there, oldest first."""
+        deleted = () if self._kept is None else self._kept.deleted
+        return [address for name, address in self._addresses.items() if name not in deleted]
+
+    def note(self, job: Save) -> None:
+        """Take note of a save that was committed. One of the same name is gone."""
+        if job.address is not None and job.remote_name is not None:
+            self._addresses.pop(own_file(job.remote_name), None)
+            self._addresses[own_file(job.remote_name)] = own_file(job.address)
 
     def expect(self) -> None:
         """Watch what a save will send, on whichever rank. Every rank must call this."""

@@ -11,7 +11,6 @@ import torch
 
 from composer import _version
 from composer_dist import get_world_size
-from composer_events.formatting import format_name_with_dist
 
 if TYPE_CHECKING:
     from composer_events.state import State
@@ -25,12 +24,7 @@ def saved_checkpoints(state: State) -> list[str]:
     for callback in state.callbacks:
         # By what it has, since the saver's own module takes long to load and may never be needed.
         for path in getattr(callback, "saved_checkpoints", ()):
-            uploader = getattr(callback, "remote_uploader", None)
-            if uploader is None:
-                places.append(os.path.abspath(path))
-            else:  # the path is where it was before it went there
-                folder = format_name_with_dist(uploader.remote_folder, state.run_name)
-                places.append(f"{folder.rstrip('/')}/{os.path.basename(path)}")
+            places.append(path if getattr(callback, "remote_uploader", None) is not None else os.path.abspath(path))
     return places
 
 

@@ -75,7 +75,7 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         case "azure":
             return AzureObjectStore(container=parsed.bucket)
         case "sftp" | "ssh":
-            return SFTPObjectStore(host=f"sftp://{netloc}")
+            return SFTPObjectStore(**arguments_of(uri))
         case "dbfs":
             return _databricks_store(parsed.path)
     check_scheme(uri)
@@ -132,8 +132,8 @@ def arguments_of(uri: str) -> dict[str, str]:
             return {"bucket": bucket}
         case ("azure" | "libcloud", container, _):
             return {"container": container}
-        case ("sftp", _, _):
-            return {"host": f"sftp://{urlsplit(uri).netloc}"}
+        case ("sftp" | "ssh", _, path):  # names count from the root where the path does
+            return {"host": f"sftp://{urlsplit(uri).netloc}{'//' if path.startswith('/') else ''}"}
         case ("dbfs", _, path):
             return {"path": path}
         case _:

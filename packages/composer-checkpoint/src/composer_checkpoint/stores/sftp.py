@@ -73,15 +73,17 @@ class SFTPObjectStore(FsspecObjectStore):
         }
         known_hosts = known_hosts_filename or os.environ.get(known_hosts_filename_environ)
         user = f"{place['username']}@" if place["username"] else ""
-        path = place["cwd"] if place["cwd"].startswith("/") else f"/{place['cwd']}"
+        uri = f"sftp://{user}{place['host']}:{place['port']}/{place['cwd']}"
         super().__init__(
-            f"sftp://{user}{place['host']}:{place['port']}{path}",
+            uri,
             host=place["host"],
             cwd=place["cwd"],
             connect=options,
             known_hosts=known_hosts,
             policy=missing_host_key_policy,
         )
+        if place["cwd"] == "/":
+            self.uri = uri  # with the slashes at the end, which say that names count from the root
 
     def close(self) -> None:
         """Close the connection."""
