@@ -71,8 +71,8 @@ class CheckpointSaver(Callback):
 
     Args:
         folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as `'s3://b/run'`,
-            below whose path the checkpoints lie. Here and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}` are of the run that an `MLFlowLogger`
-            has begun.
+            below whose path the checkpoints lie. Here and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}`
+            are of the run that an `MLFlowLogger` has begun.
         filename: What each is called in it, with placeholders for run, ranks and time. Its end says the format.
         remote_file_name: The name for loggers that take files, or in the store, counted from the bucket: the default
             is then `filename` below the path of `folder`, or below `{run_name}/checkpoints` in a bare bucket. `None`
