@@ -9,7 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.hashing import hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -17,6 +19,7 @@ from composer_checkpoint.publish import fetch_checkpoint, publish_checkpoint
 from composer_checkpoint.stores import FsspecObjectStore, GCSObjectStore, ObjectStoreTransientError, S3ObjectStore
 from composer_checkpoint.upload import RemoteUploader
 from composer_checkpoint.uris import get_file, maybe_create_object_store_from_uri, validate_credentials
+from composer_events import Engine, Event, State
 
 # The clients still use what newer Python versions deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -333,3 +336,36 @@ def test_a_server_that_is_not_there_is_an_error_that_may_pass(bucket):
     store.filesystem.retries = 1
     with pytest.raises(ObjectStoreTransientError):
         store.get_object_size("x")
+
+
+@pytest.mark.parametrize("keeps", [-1, 1])
+def test_a_run_resumes_by_its_pointer_where_nobody_may_list(gateway, bucket, monkeypatch, keeps):
+    """FileNotFoundError, "or these credentials may not see it", before the first step and at a resumption."""
+    gateway.fault = lambda method, path: 403 if method == "GET" and path.strip("/") == bucket else None
+    monkeypatch.setenv("S3_ENDPOINT_URL", gateway.url)
+
+    def run():
+        saver = CheckpointSaver(
+            f"s3://{bucket}/run", "ba{batch}.pt", save_interval="1ba", remote_num_checkpoints_to_keep=keeps
+        )
+        state = State(torch.nn.Linear(2, 1), 1, "plum", "cpu", max_duration="9ba", dataloader=[0, 1], callbacks=[saver])
+        engine = Engine(state)
+        engine.run_event(Event.INIT)
+        with checkpoint_to_resume(saver, state, engine.logger) as path:
+            if path is not None:
+                load_checkpoint(path, state, None, progress_bar=False)
+        resumed_from = int(state.timestamp.batch)
+        engine.run_event(Event.FIT_START)
+        for _ in range(2):
+            state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=1)
+            engine.run_event(Event.BATCH_CHECKPOINT)
+        engine.run_event(Event.FIT_END)
+        engine.close()
+        return resumed_from
+
+    assert [run(), run()] == [0, 2]
+    gateway.fault = lambda method, path: None
+    with S3ObjectStore(bucket) as store:
+        there = [name.rpartition("/")[2] for name in store.list_objects("run/")]
+    kept = [f"ba{batch}.pt" for batch in ((1, 2, 3, 4) if keeps < 0 else (4,))]
+    assert there == [*kept, "latest-rank0.pt.symlink"]

@@ -282,14 +282,15 @@ def test_later_checkpoints_of_a_run_that_somebody_went_back_from_are_not_resumed
 
 
 def fail_to_reach(kind, folder):
-    """Look for a checkpoint in a store that cannot be asked."""
+    """Look for a checkpoint in a store that cannot be asked for anything."""
     saver = make_saver(folder)
     state, engine = make_run(kind, saver)
 
     def refuse(*_, **__):
         raise PermissionError("the key has expired")
 
-    saver.remote_uploader.remote_backend.filesystem.find = refuse
+    filesystem = saver.remote_uploader.remote_backend.filesystem
+    filesystem.find = filesystem.info = refuse
     try:
         with checkpoint_to_resume(saver, state, engine.logger):
             return "resumed"

@@ -100,7 +100,7 @@ def _search(
         complete_interrupted_sets(folder)
 
     def check(path: Path) -> None:
-        manifests = check_each(_with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path))
+        manifests = check_each(_with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path))
         refuse_mixed_saves(
             [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
         )
@@ -117,7 +117,7 @@ def _search(
     found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # and no link to nowhere
     if newest is not None:
         path = newest.path
-        found[0] = _with_rank(path, folder, template, state) if layout is Layout.LOCAL else os.fspath(path)
+        found[0] = _with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path)
 
 
 def _refuse_unreadable(folder: str) -> None:
@@ -154,9 +154,10 @@ def _check_own(path: str) -> "Manifest | None":
     return _check(own)
 
 
-def _with_rank(path: Path, folder: str, template: str, state: "State") -> str:
-    """Return the path that per-rank files share, with `{rank}` in it."""
-    return os.path.join(folder, shared_name(os.path.relpath(path, folder), template, state.run_name))
+def _with_rank(path: Path, saver: "CheckpointSaver", state: "State") -> str:
+    """Return the path that per-rank files share, with `{rank}` in it, which may be in the folder's name, too."""
+    template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
+    return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
 
 
 def _own(path: str) -> str:

@@ -14,6 +14,7 @@ from composer_checkpoint.errors import CheckpointConflictError
 from composer_checkpoint.manifest import MANIFEST_NAME
 from composer_checkpoint.names import placeholders
 from composer_checkpoint.pointers import read_pointer
+from composer_checkpoint.stores.opening import list_if_allowed
 
 if TYPE_CHECKING:
     from composer_checkpoint.stores.base import ObjectStore
@@ -137,7 +138,8 @@ def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str,
     """Raise if a store holds checkpoints that are later than the run is, as the function above does for a folder.
 
     Folders count if they are whole: what a killed writer has left of one is in nobody's way. A store that cannot list
-    what it has is not looked through; there each upload looks for its own name.
+    what it has, or must not list it for these credentials, is not looked through; there each upload looks for its own
+    name.
 
     Args:
         store: Where checkpoints are saved.
@@ -149,10 +151,7 @@ def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str,
         StorageError: If the store cannot be asked.
         ValueError: If the template counts inside epochs without `{epoch}`.
     """
-    try:
-        names = whole_names(store.list_objects(literal_prefix(filename)))
-    except NotImplementedError:
-        return
+    names = whole_names(list_if_allowed(store, literal_prefix(filename)))
     where = store.get_uri(posixpath.dirname(literal_prefix(filename)))
     _refuse(where, find_conflicts(names, filename.lstrip("/"), timestamp), timestamp)
 

@@ -20,13 +20,14 @@ from composer_checkpoint._state_fit import refuse_unfitting_state
 from composer_checkpoint.data_position import DataPosition, leave_epoch
 from composer_checkpoint.discover import is_name_of_file
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
-from composer_checkpoint.fetching import get_file
+from composer_checkpoint.fetching import extract_path_from_symlink, get_file
 from composer_checkpoint.files import load_file, safe_torch_load
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.local_files import LAYOUT_KEY
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.node_download import fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.pointers import read_pointer
+from composer_checkpoint.publish import SYMLINK_SUFFIX
 from composer_checkpoint.safetensors_index import INDEX_SUFFIX, read_index
 from composer_checkpoint.sharded._addresses import store_of
 from composer_checkpoint.sharded._ranks import Ranks
@@ -39,6 +40,7 @@ from composer_dist import dist
 from composer_events.iter_helpers import ensure_tuple
 
 if TYPE_CHECKING:
+    from composer_checkpoint.stores.base import ObjectStore
     from composer_events import Logger, State
 
 __all__ = ["load_checkpoint", "load_sharded_checkpoint"]
@@ -196,11 +198,12 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
     """Give the path under which this rank can open a checkpoint, downloaded before if need be."""
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
-    if object_store is None and (not is_uri(own) or _is_remote_folder(own, state)):
+    folder = _remote_folder(own, state) if object_store is None else None
+    if object_store is None and (not is_uri(own) or folder is not None):
         if is_local_layout:
-            folder = os.path.dirname(own)
-            Ranks().together(lambda: complete_interrupted_sets(folder) if dist.get_global_rank() == 0 else None)
-        yield own if is_uri(own) else _existing(own, path)
+            saved_to = os.path.dirname(own)
+            Ranks().together(lambda: complete_interrupted_sets(saved_to) if dist.get_global_rank() == 0 else None)
+        yield folder or _existing(own, path)
         return
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
         # The ranks of a node share what its first rank downloads.
@@ -245,22 +248,36 @@ def path_on_this_rank(path: str, state: "State") -> str:
                 f"each loads its own. Put {{rank}} into it, as in 'checkpoints/ba2_rank{{rank}}.pt'."
             )
         return format_name_with_dist(path, state.run_name)
-    return partial_format(path, run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
+    return format_name_with_dist(partial_format(path, rank=0, local_rank=0, node_rank=0), state.run_name)
 
 
-def _is_remote_folder(path: str, state: "State") -> bool:
-    """Return whether an address is that of a folder, of which each rank fetches its part. Every rank must call this."""
+def _remote_folder(path: str, state: "State") -> str | None:
+    """Return the address of the folder that an address names, or a pointer there; of which each rank fetches its part.
+
+    `None` if it is no folder. Every rank must call this.
+    """
     if layout_of(state) is not Layout.SHARDED or not is_uri(path):
-        return False
-    if not is_name_of_file(path):
-        return True
+        return None
     ranks = Ranks()
-    return not ranks.exchange(lambda: ranks.rank == 0 and _is_object(path), lambda found: [found[0]] * ranks.world_size)
+    return ranks.exchange(
+        lambda: _follow_to_folder(path) if ranks.rank == 0 else None, lambda found: [found[0]] * ranks.world_size
+    )
 
 
-def _is_object(path: str) -> bool:
-    """Return whether a store has one file of this name, and no pointer or folder."""
+def _follow_to_folder(path: str) -> str | None:
     store, name = store_of(path, {})
+    if not name.endswith(SYMLINK_SUFFIX) and is_name_of_file(name) and _is_object(store, name):
+        return None
+    try:
+        target = extract_path_from_symlink(name.removesuffix(SYMLINK_SUFFIX) + SYMLINK_SUFFIX, store)
+    except FileNotFoundError:
+        return path
+    is_file = is_name_of_file(target) and _is_object(store, target)
+    return None if is_file else path.rstrip("/").removesuffix(name) + target
+
+
+def _is_object(store: "ObjectStore", name: str) -> bool:
+    """Return whether a store has one file of this name, and no pointer or folder."""
     try:
         store.get_object_size(name)
     except FileNotFoundError:

@@ -35,6 +35,7 @@ from composer_checkpoint.sharded.reader import read_manifest
 from composer_checkpoint.spread_state import check_spread
 from composer_checkpoint.state_io import Layout
 from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
 from composer_dist import dist
 
@@ -171,7 +172,7 @@ def _names_in(
         template = partial_format(template, rank=0, local_rank=0, node_rank=0)
     names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
     if isinstance(store, ObjectStore):
-        objects = store.list_objects(literal_prefix(template))
+        objects = list_if_allowed(store, literal_prefix(template))
         # Folders also where a save did not finish, so that it is said.
         names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
     found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
@@ -293,7 +294,10 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
         own = next(place for node, place in places if node == dist.get_node_rank())
         # Who downloaded deletes it, once the others have read it; after an exception they may be elsewhere.
         attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
-    path = os.path.join(own, os.path.basename(name))
+    base = os.path.basename(name)
+    if layout is Layout.LOCAL and "{rank}" not in base:  # it is in the name of a folder
+        base = f"{{rank}}-{base}"
+    path = os.path.join(own, base)
     problems: list[Exception] = []
     save_ids: list[Any] = []
 

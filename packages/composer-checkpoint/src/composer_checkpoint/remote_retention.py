@@ -18,6 +18,7 @@ from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.retention import RetentionPolicy, SavedCheckpoint, choose_to_delete
 from composer_checkpoint.retry import retry
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
+from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.upload import RemoteUploader
 from composer_time import Timestamp
 
@@ -244,6 +245,6 @@ def _parts(store: ObjectStore, name: str) -> list[str]:
             listed = {part for part in Manifest.from_json(copy.read_bytes()).files if posixpath.basename(part) == part}
         except FileNotFoundError:
             pass
-    shards = {posixpath.basename(part) for part in store.list_objects(f"{name}/")}
+    shards = {posixpath.basename(part) for part in list_if_allowed(store, f"{name}/")}
     found = listed | {part for part in shards if _SHARD.fullmatch(part)}
     return [f"{name}/{part}" for part in sorted(found - {MANIFEST_NAME, _INDEX_NAME})]

@@ -1,5 +1,6 @@
 """The store in which an address lies."""
 
+import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,11 +27,14 @@ __all__ = [
     "arguments_of",
     "build_remote_backend",
     "check_scheme",
+    "list_if_allowed",
     "list_remote_objects",
     "maybe_create_object_store_from_uri",
     "open_store",
     "validate_credentials",
 ]
+
+log = logging.getLogger(__name__)
 
 CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
 _NO_STORES: Final = {"wandb", "http", "https"}  # fsspec reads some of them
@@ -75,7 +79,7 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         case "azure":
             return AzureObjectStore(container=parsed.bucket)
         case "sftp" | "ssh":
-            return SFTPObjectStore(**arguments_of(uri))
+            return SFTPObjectStore(host=arguments_of(uri)["host"])
         case "dbfs":
             return _databricks_store(parsed.path)
     check_scheme(uri)
@@ -193,6 +197,26 @@ def list_remote_objects(remote_path: str) -> list[str]:
     if not objects:
         raise ValueError(f"There are no objects at remote_path={remote_path!r}. Look at the name and the folder.")
     return objects
+
+
+def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
+    """Return the names of the objects that begin with a text; none where the store or these credentials cannot list.
+
+    Raises:
+        FileNotFoundError: If the store does not show what `validate_credentials` has put there either, so that what is
+            not seen may be there all the same.
+    """
+    try:
+        return store.list_objects(prefix)
+    except NotImplementedError:
+        return []
+    except FileNotFoundError as error:
+        try:
+            store.get_object_size(CREDENTIALS_PROBE)
+        except FileNotFoundError:
+            raise error from error.__cause__
+        log.warning("Only what a pointer or a checkpoint names is found: %s", error)
+        return []
 
 
 def _databricks_store(path: str) -> ObjectStore:

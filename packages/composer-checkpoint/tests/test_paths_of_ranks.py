@@ -1,0 +1,99 @@
+"""The names under which two ranks save a checkpoint are names under which they load it, here and in a store."""
+
+import itertools
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+from composer_events import Engine, Event, State
+
+FOLDERS = [
+    "flat",
+    "./of-{world_size}/{local_world_size}",
+    "{run_name}/rank{rank}",
+    "file://{top}/store-{world_size}",
+    "{top}/absolute",
+]
+NAMES = ["ba{batch}-rank{rank}.pt", "sub{rank}/ba{batch}-{world_size}.pt"]
+
+
+def make_run(kind, callbacks=()):
+    torch.manual_seed(0)
+    model, parallelism = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1)), None
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        settings = SimpleNamespace(state_dict_type=kind, sharded_ckpt_prefix_dir="ba{batch}")
+        parallelism = SimpleNamespace(fsdp=settings, fsdp2=None, tp=None)
+    state = State(
+        model,
+        1,
+        "plum",
+        "cpu",
+        max_duration="3ba",
+        optimizers=torch.optim.AdamW(model.parameters()),
+        parallelism_config=parallelism,
+        dataloader=[0, 1],
+        callbacks=list(callbacks),
+    )
+    engine = Engine(state)
+    engine.run_event(Event.INIT)
+    return state, engine
+
+
+def save(kind, saver):
+    state, engine = make_run(kind, [saver])
+    engine.run_event(Event.FIT_START)
+    state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=1)
+    engine.run_event(Event.BATCH_CHECKPOINT)
+    engine.run_event(Event.FIT_END)
+    engine.close()
+
+
+def load(kind, path):
+    state, engine = make_run(kind)
+    load_checkpoint(path, state, None, progress_bar=False)
+    engine.close()
+    return int(state.timestamp.batch)
+
+
+def resume(kind, saver):
+    state, engine = make_run(kind, [saver])
+    with checkpoint_to_resume(saver, state, engine.logger) as path:
+        if path is not None:
+            load_checkpoint(path, state, None, progress_bar=False)
+    engine.close()
+    return int(state.timestamp.batch)
+
+
+def save_and_load(top, kind):
+    """Return from which batch each name has led on, 1 where it was found."""
+    os.chdir(top)
+    seen = {}
+    for number, (folder, name) in enumerate(zip(FOLDERS, itertools.cycle(NAMES), strict=False)):
+        folder = f"{folder}/{number}".replace("{top}", top)
+        settings = {"latest_filename": "latest/rank{rank}.pt", "save_interval": "1ba"}
+        save(kind, CheckpointSaver(folder, name, **settings))
+        saved_as = os.path.join(os.path.dirname(name), "ba1") if kind == "sharded" else name.replace("{batch}", "1")
+        for path in (f"{folder}/{saved_as}", f"{folder}/latest/rank{{rank}}.pt"):
+            seen[path] = load(kind, path)
+        seen[f"{folder} by itself"] = resume(kind, CheckpointSaver(folder, name, **settings))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["ddp", "sharded", "local"])
+def test_a_checkpoint_is_loaded_by_the_names_it_was_saved_under(kind, tmp_path):
+    """`{world_size}` stayed in the name and was not found, a pointer in a store "has no .metadata", and per-rank files
+    in a folder with `{rank}` were refused by autoresume."""
+    for seen in run_ranks(save_and_load, str(tmp_path), kind, world_size=2, store=tmp_path / "meeting"):
+        assert seen == dict.fromkeys(seen, 1)
+        assert len(seen) == 3 * len(FOLDERS)
