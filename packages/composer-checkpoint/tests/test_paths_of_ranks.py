@@ -1,6 +1,7 @@
 """The names under which two ranks save a checkpoint are names under which they load it, here and in a store."""
 
 import itertools
+import logging
 import os
 from types import SimpleNamespace
 
@@ -25,14 +26,14 @@ FOLDERS = [
 NAMES = ["ba{batch}-rank{rank}.pt", "sub{rank}/ba{batch}-{world_size}.pt"]
 
 
-def make_run(kind, callbacks=()):
+def make_run(kind, callbacks=(), prefix_dir="ba{batch}"):
     torch.manual_seed(0)
     model, parallelism = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1)), None
     if kind == "ddp":
         model = DistributedDataParallel(model)
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        settings = SimpleNamespace(state_dict_type=kind, sharded_ckpt_prefix_dir="ba{batch}")
+        settings = SimpleNamespace(state_dict_type=kind, sharded_ckpt_prefix_dir=prefix_dir)
         parallelism = SimpleNamespace(fsdp=settings, fsdp2=None, tp=None)
     state = State(
         model,
@@ -50,8 +51,8 @@ def make_run(kind, callbacks=()):
     return state, engine
 
 
-def save(kind, saver):
-    state, engine = make_run(kind, [saver])
+def save(kind, saver, prefix_dir="ba{batch}"):
+    state, engine = make_run(kind, [saver], prefix_dir)
     engine.run_event(Event.FIT_START)
     state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=1)
     engine.run_event(Event.BATCH_CHECKPOINT)
@@ -97,3 +98,56 @@ def test_a_checkpoint_is_loaded_by_the_names_it_was_saved_under(kind, tmp_path):
     for seen in run_ranks(save_and_load, str(tmp_path), kind, world_size=2, store=tmp_path / "meeting"):
         assert seen == dict.fromkeys(seen, 1)
         assert len(seen) == 3 * len(FOLDERS)
+
+
+def save_alone(top):
+    save("local", CheckpointSaver(f"{top}/here", "ba{batch}-rank{rank}.pt", save_interval="1ba"))
+    save("local", CheckpointSaver(f"file://{top}/there", "ba{batch}-rank{rank}.pt", save_interval="1ba"))
+
+
+def refusals(top):
+    """Return what is said of names that cannot be loaded, and of those that are not heeded when saving."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("composer_checkpoint").addHandler(handler)
+    for prefix, name in itertools.product(
+        (None, "own-ba{batch}"), ("sub/ba{batch}.pt", "sub/ep{epoch}-ba{batch}-rank{rank}.pt")
+    ):
+        save("sharded", CheckpointSaver(f"{top}/s", name, save_interval="1ba", overwrite=True), prefix)
+    paths = {
+        "sharded": ["s/sub/ep0-ba1-rank{rank}.pt", "s/sub/ep0-ba1/rank{rank}.pt", "s/sub/ba1.pt", "nowhere/{rank}.pt"],
+        "local": ["here/ba1-rank{rank}.pt", "file://there/ba1-rank{rank}.pt"],
+    }
+    told = {}
+    for kind, names in paths.items():
+        for name in names:
+            path = f"file://{top}/{name.removeprefix('file://')}" if name.startswith("file://") else f"{top}/{name}"
+            try:
+                load(kind, path)
+            except (FileNotFoundError, ValueError) as error:
+                told[name] = f"{type(error).__name__}: {error}"
+    return told, [line for line in said if "save_filename" in line]
+
+
+def test_names_that_lead_nowhere_are_answered_with_what_is_there(tmp_path):
+    """`save_filename` of a sharded checkpoint was ignored in silence, its folder was not named where a file was asked
+    for, and files of fewer ranks were told to be on a disk that all nodes share."""
+    top = str(tmp_path)
+    run_ranks(save_alone, top, world_size=1, store=tmp_path / "alone")
+    ranks = run_ranks(refusals, top, world_size=2, store=tmp_path / "together")
+    told, said = ranks[0]
+    beside = "Sharded checkpoints are folders, which are loaded by their names: "
+    for name in ("s/sub/ep0-ba1-rank{rank}.pt", "s/sub/ep0-ba1/rank{rank}.pt"):
+        assert told[name].partition(beside)[2].startswith(f"{top}/s/sub/ep0-ba1")
+    assert f"{top}/s/sub/own-ba1" in told["s/sub/ba1.pt"]
+    assert told["nowhere/{rank}.pt"].endswith("Look at the folder, or leave the checkpoint out.")
+    for told, _ in ranks:
+        for name in ("here/ba1-rank{rank}.pt", "file://there/ba1-rank{rank}.pt"):
+            assert told[name].startswith("ValueError: ")
+            assert "is one of the files of 1 ranks, and 2 load them" in told[name]
+    (line,) = said
+    assert "save_filename='sub/ba{batch}.pt'" in line
+    assert "'sub/ep{epoch}-ba{batch}'" in line
+    assert "sharded_ckpt_prefix_dir" in line
+    assert ranks[1][1] == []

@@ -108,7 +108,8 @@ def _write(source: TensorSource, kind: str, place: Path, options: argparse.Names
             )
         case _:
             need = sum(tensor.size_bytes for tensor in source.tensors.values())
-            with write_atomically(options.target, overwrite=options.overwrite, folder=True, need_bytes=need) as folder:
+            settings = {"overwrite": options.overwrite, "folder": True, "keep_others": True}
+            with write_atomically(options.target, need_bytes=need, **settings) as folder:
                 _copy_the_rest(place, folder)
                 stream_shards(_shards(source, options), folder, aliases=source.aliases, progress=progress)
 

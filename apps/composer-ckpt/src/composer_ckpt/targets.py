@@ -9,7 +9,7 @@ from pathlib import Path
 from zipfile import ZipFile, is_zipfile
 
 from composer_checkpoint import CheckpointConflictError, NoCheckpointError, RemoteUploader
-from composer_checkpoint.commit import refuse_existing, remove_leftovers_of
+from composer_checkpoint.commit import is_of_checkpoint, refuse_existing, remove_leftovers_of
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
 from composer_checkpoint.uris import is_uri, maybe_create_object_store_from_uri, parse_uri
@@ -21,7 +21,6 @@ __all__ = ["clear_leftovers", "may_replace", "written_to"]
 _RANK = "{rank}"
 # What makes others take a folder for a checkpoint: it goes first, and comes last.
 _MARKS = frozenset({"config.json", "adapter_config.json", ".metadata", "composer_manifest.json"})
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".distcp")
 # Files that commands write only under such names, and checkpoints that are packed.
 _BY_ENDING = (".safetensors", ".json", ".gz", ".bz2", ".xz", ".lzma", ".lz4", ".lzo", ".zst")
 _ZIP = b"PK\x03\x04"
@@ -186,9 +185,10 @@ def _upload(local: Path, target: str, place: str, store: ObjectStore, older: lis
     else:
         files = {place: local}
     marks = {name: path for name, path in files.items() if path.name in _MARKS}
-    surplus = [name for name in older if name not in files and name.endswith(_WEIGHTS)]
+    below = {name: name.removeprefix(f"{place}/") for name in older}
+    surplus = [name for name in older if name not in files and is_of_checkpoint(below[name])]
     if local.is_dir():
-        for name in [*(name for name in older if posixpath.basename(name) in _MARKS), *surplus]:
+        for name in [*(name for name in older if below[name] in _MARKS), *surplus]:
             store.delete_object(name)
     uploader = RemoteUploader(target, num_concurrent_uploads=jobs)
     try:

@@ -157,7 +157,7 @@ def _write(
         _write_local(tree, info, options, progress)
         return
     with write_atomically(
-        options.target, overwrite=options.overwrite, folder=target == "dcp", need_bytes=need
+        options.target, overwrite=options.overwrite, folder=target == "dcp", need_bytes=need, keep_others=True
     ) as unfinished:
         if target == "pt":
             stream_pt(tree, unfinished, info=info, progress=progress)

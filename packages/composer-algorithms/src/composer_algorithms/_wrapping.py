@@ -6,20 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from composer_dist.wrapping import canonical_name, is_model_deepspeed
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP, DataParallel, DeepSpeed's engine and torch.compile, in whichever order."""
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)) or is_model_deepspeed(model):
-            model = model.get_submodule("module")
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-            model = compiled
-        else:
-            return model
+from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
@@ -28,7 +16,7 @@ def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dic
     Of DeepSpeed's engine they are those that its optimizer moves, whole. Every rank must call this; they may be copies,
     so changes take effect with `write_parameters`.
     """
-    named = unwrap(model).named_parameters(remove_duplicate=remove_duplicate)
+    named = unwrap_model(model).named_parameters(remove_duplicate=remove_duplicate)
     if is_model_deepspeed(model):
         from composer_dist.deepspeed_state import gather_weights  # few train with it
 
@@ -42,13 +30,13 @@ def write_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     if is_model_deepspeed(model):
         from composer_dist.deepspeed_state import scatter_weights
 
-        names = {canonical_name(name): name for name in unwrap(model).state_dict()}
+        names = {canonical_name(name): name for name in unwrap_model(model).state_dict()}
         scatter_weights(model, {names[name]: value for name, value in values.items()}, strict=False)
 
 
 def canonical_buffers(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
     """Return the model's buffers by canonical name, those that are not saved included."""
-    return _by_canonical_name(unwrap(model).named_buffers(remove_duplicate=remove_duplicate))
+    return _by_canonical_name(unwrap_model(model).named_buffers(remove_duplicate=remove_duplicate))
 
 
 @contextmanager

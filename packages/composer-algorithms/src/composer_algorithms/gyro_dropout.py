@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms._wrapping import unwrap
 from composer_algorithms.metadata import Metadata
 from composer_algorithms.module_surgery import replace_module_classes
+from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning
@@ -254,7 +254,7 @@ class GyroDropout(Algorithm):
         return f"GyroDropout(p={self.p!r}, sigma={self.sigma!r}, tau={self.tau!r})"
 
     def _replace(self, state: "State") -> None:
-        model = unwrap(state.model)
+        model = unwrap_model(state.model)
         # The schedule is not known before FIT_START: until then it is as short as can be.
         apply_gyro_dropout(model, iters_per_epoch=1, max_epoch=1, p=self.p, sigma=self.sigma, tau=self.tau)
         self._layers = _gyro_layers(model)

@@ -16,9 +16,9 @@ from composer_algorithms._loss import find_loss
 from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._pairs import check_pairs
 from composer_algorithms._random import ResumableDraws
-from composer_algorithms._wrapping import unwrap
 from composer_algorithms.metadata import Metadata
 from composer_dist.precision import get_precision_context
+from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.batch_helpers import batch_set
 from composer_events.event import Event
@@ -376,7 +376,7 @@ def _check_window(start: float, end: float, interrupt: int) -> None:
 def _check_model(model: nn.Module) -> None:
     from composer_models.base import ComposerModel  # it loads the metrics, which the function above does not need
 
-    if not isinstance(unwrap(model), ComposerModel):
+    if not isinstance(unwrap_model(model), ComposerModel):
         raise RuntimeError(
             f"SelectiveBackprop computes losses with the model's own loss, and {type(model).__qualname__} is no "
             f"ComposerModel: make one of it with ComposerModel.from_module(module, loss_fn)."

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from composer_algorithms._batch import UnsupportedBatchError
 from composer_algorithms._maximal_batch import run_maximal_batch
 from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms._wrapping import unwrap
 from composer_algorithms.metadata import Metadata
+from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.iter_helpers import ensure_tuple
@@ -316,7 +316,7 @@ def _of_length(batch: Any, length: int, non_sequence_keys: Collection[str]) -> d
 
 
 def _check_model(model: nn.Module) -> None:
-    if not isinstance(getattr(unwrap(model), "model", None), nn.Module):
+    if not isinstance(getattr(unwrap_model(model), "model", None), nn.Module):
         raise RuntimeError(
             f"SeqLengthWarmup needs a model that wraps one of Hugging Face, with the attribute model, and this is a "
             f"{type(model).__qualname__}: wrap it in a HuggingFaceModel."

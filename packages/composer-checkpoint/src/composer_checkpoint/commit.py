@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +24,7 @@ from composer_checkpoint.pointers import replace_pointer
 
 __all__ = [
     "find_leftovers",
+    "is_of_checkpoint",
     "put_in_place",
     "refuse_existing",
     "remove_leftovers",
@@ -32,12 +35,23 @@ __all__ = [
     "write_beside",
 ]
 
+_OF_CHECKPOINT = re.compile(
+    r"__\d+_\d+\.distcp|\.metadata|composer_manifest\.json"
+    r"|(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|(config|generation_config|adapter_config|special_tokens_map|added_tokens)\.json"
+    r"|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)|merges\.txt|(spiece|sentencepiece\.bpe)\.model|chat_template\.jinja"
+)
 _RACED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 
 
 @contextmanager
 def write_atomically(
-    path: str | os.PathLike[str], *, overwrite: bool = True, folder: bool = False, need_bytes: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = True,
+    folder: bool = False,
+    need_bytes: int | None = None,
+    keep_others: bool = False,
 ) -> Iterator[Path]:
     """Yield a path to write to; what is there at the end gets its real name in one step.
 
@@ -50,6 +64,7 @@ def write_atomically(
         overwrite: Whether something that has this name may be replaced; never a folder by a file.
         folder: Whether a folder is written instead of a file. It is there, empty, when the body begins.
         need_bytes: How much will be written, to refuse before anything is if it cannot fit.
+        keep_others: Whether what a folder that is replaced has and `is_of_checkpoint` does not know stays in it.
 
     Yields:
         The temporary path.
@@ -78,8 +93,20 @@ def write_atomically(
         if folder:
             temporary.mkdir()
         yield temporary
+        if keep_others and is_folder(final):
+            _keep_others(final, temporary)
         _flush(temporary, final)
         _put_in_place(temporary, final, overwrite)
+
+
+def is_of_checkpoint(name: str) -> bool:
+    """Return whether a file of this name in a folder is part of a checkpoint there: sharded, or of Hugging Face.
+
+    Example:
+        >>> [is_of_checkpoint(name) for name in ("model-00001-of-00002.safetensors", "config.json", "notes.md")]
+        [True, True, False]
+    """
+    return _OF_CHECKPOINT.fullmatch(name) is not None
 
 
 def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], *, overwrite: bool) -> None:
@@ -154,6 +181,24 @@ def _whole_or_nothing(temporary: Path, final: Path, need_bytes: int | None = Non
         if storage_error is not None:
             raise storage_error from error
         raise
+
+
+def _keep_others(final: Path, temporary: Path) -> None:
+    for entry in os.scandir(final):
+        place = temporary / entry.name
+        if os.path.lexists(place) or is_of_checkpoint(entry.name):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, place, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(entry.path, place)
+
+
+def _link_or_copy(source: str | os.PathLike[str], place: str | os.PathLike[str]) -> None:
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, place, follow_symlinks=False)
 
 
 def _flush(temporary: Path, final: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from composer_checkpoint.data_position import DataPosition, leave_epoch
 from composer_checkpoint.discover import is_name_of_file
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.fetching import extract_path_from_symlink, get_file
-from composer_checkpoint.files import load_file, safe_torch_load
+from composer_checkpoint.files import load_file, read_manifest, safe_torch_load
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.local_files import LAYOUT_KEY
 from composer_checkpoint.names import format_name_with_dist, partial_format
@@ -31,7 +32,7 @@ from composer_checkpoint.publish import SYMLINK_SUFFIX
 from composer_checkpoint.safetensors_index import INDEX_SUFFIX, read_index
 from composer_checkpoint.sharded._addresses import store_of
 from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.spread_state import as_spread, read_sharded
+from composer_checkpoint.spread_state import as_spread, other_number_of_ranks, read_sharded
 from composer_checkpoint.state_io import Layout, as_sharded, as_whole, layout_of
 from composer_checkpoint.stores.addresses import is_uri
 from composer_checkpoint.strategy_state import PARTS, load_parts, owner_of
@@ -203,7 +204,7 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
         if is_local_layout:
             saved_to = os.path.dirname(own)
             Ranks().together(lambda: complete_interrupted_sets(saved_to) if dist.get_global_rank() == 0 else None)
-        yield folder or _existing(own, path)
+        yield folder or _existing(own, path, state)
         return
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
         # The ranks of a node share what its first rank downloads.
@@ -217,7 +218,12 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
                 address = os.path.join(os.path.dirname(own), shard)
                 get_file(address, os.path.join(shared, shard), object_store, overwrite=True, progress_bar=progress_bar)
 
-        fetch_together(fetch if fetches else lambda: None)
+        try:
+            fetch_together(fetch if fetches else lambda: None)
+        except Exception:  # which all ranks raise
+            if is_local_layout:
+                _refuse_other_number_of_ranks(destination)
+            raise
         yield destination
         dist.barrier()  # who downloaded deletes it
 
@@ -234,7 +240,7 @@ def check_local_path(path: str, state: "State") -> None:
     """
     own = path_on_this_rank(path, state)
     if not is_uri(own):
-        _existing(own, path)
+        _existing(own, path, state)
 
 
 def path_on_this_rank(path: str, state: "State") -> str:
@@ -285,7 +291,7 @@ def _is_object(store: "ObjectStore", name: str) -> bool:
     return True
 
 
-def _existing(own: str, path: str) -> str:
+def _existing(own: str, path: str, state: "State") -> str:
     """Return the path that a pointer leads to, and raise on all ranks if any of them cannot see what is there."""
     own = os.fspath(read_pointer(own) or own)
     have_it = dist.all_gather_object(os.path.exists(own))
@@ -293,16 +299,43 @@ def _existing(own: str, path: str) -> str:
         return own
     if not have_it[0]:
         if dist.get_global_rank() == 0:
-            raise NoCheckpointError(
-                f"Local path {own} does not exist (load_path={path!r}). Look at the folder, or leave the checkpoint "
-                f"out."
-            )
+            raise NoCheckpointError(f"Local path {own} does not exist (load_path={path!r}). {_sharded_beside(own)}")
         raise NoCheckpointError(not_here(own, 0, "it has no such file"))
+    if layout_of(state) is Layout.LOCAL:
+        _refuse_other_number_of_ranks(own)
     missing = [rank for rank, has_it in enumerate(have_it) if not has_it]
     raise NoCheckpointError(
         f"{own} exists on rank 0, and not on ranks {missing}: No such file or directory there. Save to a disk that all "
         f"nodes share, or to a store."
     )
+
+
+def _sharded_beside(path: str) -> str:
+    """Return what to load in place of a file that is not there, which is often the folder of a sharded checkpoint."""
+    folder = Path(path).parent
+    found = {place.parent for pattern in (".metadata", "*/.metadata") for place in folder.glob(pattern)}
+    if not found:
+        return "Look at the folder, or leave the checkpoint out."
+    newest_first = sorted(found, key=lambda place: place.stat().st_mtime, reverse=True)
+    name = Path(path).name
+    newest_first.sort(key=lambda place: not name.startswith(place.name))  # ep1-ba2 for ep1-ba2-rank0.pt
+    return (
+        f"Sharded checkpoints are folders, which are loaded by their names: {', '.join(map(str, newest_first[:3]))}"
+        f"{', ...' if len(found) > 3 else ''}."
+    )
+
+
+def _refuse_other_number_of_ranks(own: str) -> None:
+    """Raise if fewer ranks have saved per-rank files, as that of rank 0 says. Every rank must call this."""
+    ranks = Ranks()
+
+    def saved_by() -> int | None:
+        manifest = read_manifest(own) if ranks.rank == 0 and os.path.isfile(own) else None
+        return None if manifest is None else manifest.info.get("world_size")
+
+    saved: int | None = ranks.exchange(saved_by, lambda found: [found[0]] * ranks.world_size)
+    if saved is not None and saved < ranks.world_size:
+        raise other_number_of_ranks(own, saved)
 
 
 def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:

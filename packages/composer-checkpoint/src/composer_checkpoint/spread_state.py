@@ -19,7 +19,7 @@ from composer_dist import dist
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["as_spread", "check_spread", "read_sharded"]
+__all__ = ["as_spread", "check_spread", "other_number_of_ranks", "read_sharded"]
 
 
 def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
@@ -76,11 +76,7 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
     """
     layout = content.pop(LAYOUT_KEY)
     if layout["world_size"] != dist.get_world_size():
-        raise ValueError(
-            f"{path} is one of the files of {layout['world_size']} ranks, and {dist.get_world_size()} load them: "
-            f"per-rank files are not elastic. Start {layout['world_size']} ranks, or put the files together with "
-            f"composer_checkpoint.local_files.merge_local (see {ELASTIC_VARIABLE})."
-        )
+        raise other_number_of_ranks(path, layout["world_size"])
     refuse_mixed_saves(dist.all_gather_object(layout.get(SAVE_ID_KEY)), path)
     if "rng" in content:  # of this rank, as whoever reads it looks for it: one entry for each
         content["rng"] = [entry for own in dist.all_gather_object(content["rng"]) for entry in own]
@@ -95,6 +91,15 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
         )
 
     return map_tree(content, spread)
+
+
+def other_number_of_ranks(path: str, saved_by: int) -> ValueError:
+    """Return the error of ranks that load the files of another number of ranks."""
+    return ValueError(
+        f"{path} is one of the files of {saved_by} ranks, and {dist.get_world_size()} load them: per-rank files are "
+        f"not elastic. Start {saved_by} ranks, or put the files together with "
+        f"composer_checkpoint.local_files.merge_local (see {ELASTIC_VARIABLE})."
+    )
 
 
 def _spread_parameters(state: "State") -> dict[str, DTensor]:

@@ -1,10 +1,13 @@
 """A training state as the content of a checkpoint, and that content written in the layout the state asks for."""
 
 import os
+import posixpath
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
+from functools import cache
 from importlib.metadata import version
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +57,8 @@ __all__ = [
     "write",
 ]
 
+log = getLogger(__name__)
+
 DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
 _COUNTERS = ("iteration", "epoch", "batch", "sample", "token", "batch_in_epoch")
 
@@ -92,6 +97,7 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     """
     match layout_of(state):
         case Layout.SHARDED:
+            _warn_of_name(filename, prefix_dir_of(state))
             filename = sharded_folder(filename, prefix_dir_of(state))
         case Layout.LOCAL:
             if "{rank}" not in filename:
@@ -104,6 +110,19 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
         case Layout.MONOLITHIC:
             pass
     return PartialFilePath(filename, folder).format(state)
+
+
+@cache  # for it is asked for at each save
+def _warn_of_name(filename: str, prefix_dir: str) -> None:
+    name = posixpath.basename(filename)
+    is_own = name.removesuffix(".pt") != DEFAULT_PREFIX_DIR + "-rank{rank}"
+    if is_own and prefix_dir == DEFAULT_PREFIX_DIR and dist.get_global_rank() == 0:
+        log.warning(
+            "save_filename=%r names no sharded checkpoint, which is a folder: those of this run are called %r. Give "
+            "the name as sharded_ckpt_prefix_dir in the FSDP settings, or save one file with state_dict_type='full'.",
+            filename,
+            sharded_folder(filename, prefix_dir),
+        )
 
 
 def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:

@@ -65,7 +65,9 @@ def is_model_fsdp2(model: object) -> bool:
 
 
 def unwrap_model(model: "Module") -> "Module":
-    """Return the model inside `DistributedDataParallel`, DeepSpeed's engine and `torch.compile`, in whatever order.
+    """Return the model inside DDP, `DataParallel`, DeepSpeed's engine and `torch.compile`, in whatever order.
+
+    What `fully_shard` shards is no wrapper, and stays the model that it is.
 
     Example:
         >>> import torch
@@ -73,8 +75,10 @@ def unwrap_model(model: "Module") -> "Module":
         >>> unwrap_model(torch.compile(layer)) is layer
         True
     """
+    from torch.nn.parallel import DataParallel  # as above
+
     while True:
-        if is_model_ddp(model) or is_model_deepspeed(model):
+        if is_model_ddp(model) or isinstance(model, DataParallel) or is_model_deepspeed(model):
             model = model.get_submodule("module")
         elif getattr(model, "_orig_mod", None) is not None:  # where `torch.compile` keeps it
             model = model.get_submodule("_orig_mod")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from composer_events._sharding import is_ddp, is_sharded
+from composer_events._sharding import is_sharded, is_wrapper
 
 __all__ = ["canonical_name", "get_model_state", "set_model_state", "sharded_options", "unwrapped"]
 
@@ -19,9 +19,12 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def unwrapped(model: Any) -> Any:
-    """Take off `DistributedDataParallel` and `torch.compile`, in whatever order they were put on."""
+    """Take off DDP, DataParallel, DeepSpeed's engine and `torch.compile`, in whatever order they were put on.
+
+    It is what `composer_dist.unwrap_model` does, for packages above; this one has no neighbors that it could ask.
+    """
     while True:
-        if is_ddp(model):
+        if is_wrapper(model):
             model = model.module
         elif "_orig_mod" in getattr(model, "_modules", ()):
             model = model._orig_mod

@@ -9,13 +9,21 @@ from composer_events._parallelism_checks import check_fsdp_settings, check_loadi
 from composer_events._parallelism_settings import ParallelismSettings
 from composer_events.parallelism import make_device_mesh
 
-__all__ = ["ShardingAnswers", "is_ddp", "is_sharded"]
+__all__ = ["ShardingAnswers", "is_ddp", "is_sharded", "is_wrapper"]
 
 
 def is_ddp(model: object) -> bool:
     """Answer whether the model is wrapped in `DistributedDataParallel`."""
     parallel = sys.modules.get("torch.nn.parallel")
     return parallel is not None and isinstance(model, parallel.DistributedDataParallel)
+
+
+def is_wrapper(model: object) -> bool:
+    """Return whether the model is another one's wrapper that trains it on several devices and is no sharded module."""
+    parallel, deepspeed = sys.modules.get("torch.nn.parallel"), sys.modules.get("deepspeed")
+    return (parallel is not None and isinstance(model, (parallel.DistributedDataParallel, parallel.DataParallel))) or (
+        deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
+    )
 
 
 def is_sharded(model: Any) -> bool:

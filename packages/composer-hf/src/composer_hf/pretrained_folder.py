@@ -40,7 +40,7 @@ def pretrained_folder(
         path: The folder's name.
         metadata: What a checkpoint says of the model.
         dtype: What most of the weights are, for `config.json`.
-        overwrite: Whether a folder of this name may be replaced.
+        overwrite: Whether a model in a folder of this name may be replaced. Files that are not of one stay.
         trust_remote_code: Whether code that came with the checkpoint is written, too.
         need_bytes: How much will be written, to refuse before anything is if it cannot fit.
 
@@ -57,7 +57,9 @@ def pretrained_folder(
         >>> sorted(os.listdir(path))
         ['config.json', 'model.safetensors']
     """
-    with write_atomically(path, overwrite=overwrite, folder=True, need_bytes=need_bytes) as unfinished:
+    with write_atomically(
+        path, overwrite=overwrite, folder=True, need_bytes=need_bytes, keep_others=True
+    ) as unfinished:
         write_description(unfinished, metadata, dtype=dtype, trust_remote_code=trust_remote_code)
         yield unfinished
 

@@ -9,11 +9,10 @@ from composer_algorithms._wrapping import (
     canonical_buffers,
     canonical_parameters,
     get_model_context_manager,
-    unwrap,
 )
 from composer_algorithms.ema._plan import AveragingPlan
 from composer_algorithms.ema.parameters import EMAParameters, give_own_memory, parameters_in
-from composer_dist.wrapping import canonical_name
+from composer_dist.wrapping import canonical_name, unwrap_model
 
 __all__ = ["compute_ema"]
 
@@ -85,7 +84,7 @@ def _pairs_with_module(average: nn.Module, model: nn.Module) -> list[tuple[Tenso
         **canonical_buffers(model, remove_duplicate=False),
     }
     # keep_vars: tied tensors are then one object under two names, and must take only one step.
-    targets = unwrap(average).state_dict(keep_vars=True)
+    targets = unwrap_model(average).state_dict(keep_vars=True)
     for target in targets.values():
         if isinstance(target, Tensor):
             give_own_memory(target)

@@ -57,7 +57,8 @@ class LocalTarget:
     def begin(self, need_bytes: int) -> str:
         """Make a temporary folder beside the real one."""
         _refuse_other_folder(self._folder)
-        unfinished = write_atomically(self._folder, overwrite=self._overwrite, folder=True, need_bytes=need_bytes)
+        settings = {"overwrite": self._overwrite, "folder": True, "keep_others": True}
+        unfinished = write_atomically(self._folder, need_bytes=need_bytes, **settings)
         return str(self._unfinished.enter_context(unfinished))
 
     def open(self, place: str, name: str) -> BinaryIO:
