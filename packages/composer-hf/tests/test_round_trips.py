@@ -150,6 +150,7 @@ def test_a_checkpoint_in_a_store_is_fetched(make_model, save, tmp_path):
 
 
 def test_a_folder_that_exists_is_left_alone(make_model, save, tmp_path):
+    """With `overwrite=True` all files of the folder were gone, those of the user as well."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     checkpoint = save(HuggingFaceModel(make_model("gpt2")))
@@ -158,8 +159,15 @@ def test_a_folder_that_exists_is_left_alone(make_model, save, tmp_path):
         write_folder(checkpoint, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["mine.txt"]
 
+    for older in ("model-00001-of-00002.safetensors", "tokenizer.json", "pytorch_model.bin"):
+        (tmp_path / "out" / older).write_text("of another model")
     write_folder(checkpoint, tmp_path / "out", overwrite=True)
-    assert "model.safetensors" in os.listdir(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "config.json",
+        "generation_config.json",
+        "mine.txt",
+        "model.safetensors",
+    ]
 
 
 def test_a_disk_that_fills_up_leaves_nothing(make_model, save, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from composer_ckpt.progress import progress_bar
 from composer_ckpt.sizes import format_size
 from composer_ckpt.sources import Accept, opened, reaching_stores
 from composer_ckpt.targets import clear_leftovers, may_replace, written_to
+from composer_ckpt.weights import notes_on_nan
 
 __all__ = ["convert", "write_converted"]
 
@@ -100,6 +101,7 @@ def write_converted(
             plan.check()
         if not options.dry_run:
             _write(plan, options)
+            plan.warnings += notes_on_nan(options)
     done = "nothing was written (--dry-run)" if options.dry_run else _done(plan, options)
     return Result("\n".join([*plan.lines(), done]), {**plan.to_dict(), "written": not options.dry_run})
 

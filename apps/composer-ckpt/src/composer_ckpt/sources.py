@@ -15,6 +15,7 @@ import torch
 from composer_checkpoint import NoCheckpointError, UnsafeCheckpointError, load_file, verify_file
 from composer_checkpoint import verify as verify_checkpoint
 from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.stores.opening import reach
 from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open_checkpoint
 from composer_checkpoint.tensors.opening import Kind, follow_pointers
 from composer_checkpoint.uris import (
@@ -175,6 +176,7 @@ def _fetch(address: str, folder: Path, jobs: int) -> str:
     store = maybe_create_object_store_from_uri(address)
     if store is None:
         raise UsageError(f"SRC={address!r} is no address. Check it.")
+    reach(store, address)
     with store:
         objects = _objects(store, wanted, name) or _objects_pointed_to(store, wanted)
         for found, relative in objects.items():

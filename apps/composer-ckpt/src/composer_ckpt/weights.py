@@ -1,16 +1,22 @@
 """A checkpoint's weights under the names and in the precision that the target shall have."""
 
 import argparse
+from dataclasses import replace
+
+import torch
 
 from composer_checkpoint import CorruptCheckpointError
 from composer_checkpoint.tensors import StoredTensor, TensorSource, tensors_in
+from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.outcomes import UsageError
 from composer_ckpt.plans import casts
 from composer_ckpt.selection import cast, rename, renamed_by, select
+from composer_ckpt.sizes import counted
 
-__all__ = ["chosen_weights", "notes_on_the_rest", "without_wrappers"]
+__all__ = ["chosen_weights", "notes_on_nan", "notes_on_the_rest", "without_wrappers"]
 
 _MAX_NAMES = 5
+_PIECE = 1 << 20  # elements
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -19,6 +25,8 @@ def chosen_weights(
     source: TensorSource, options: argparse.Namespace
 ) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, int]]:
     """Return the weights that are converted, new names by old ones, and how many change their dtype to which.
+
+    While they are read, the names of those with NaN are put into `options.names_with_nan`.
 
     Raises:
         CorruptCheckpointError: If an index promises more than there is.
@@ -43,7 +51,33 @@ def chosen_weights(
     weights = renamed_by(weights, names.__getitem__)
     renamed = {before: after for before, after in names.items() if before != after}
     converted = cast(weights, options.output_precision)
-    return converted, renamed, casts(weights, converted)
+    options.names_with_nan = dict[str, None]()
+    looked_at = {name: _noting_nan(name, stored, options.names_with_nan) for name, stored in converted.items()}
+    return looked_at, renamed, casts(weights, converted)
+
+
+def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> StoredTensor:
+    if not stored.dtype.is_floating_point or not has_numbers(stored.dtype) or stored.sparse is not None:
+        return stored
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        pieces = tensor.flatten().split(_PIECE)  # a few at a time, since what torch answers is a tensor, too
+        if name not in found and any(bool(piece.float().isnan().any()) for piece in pieces):
+            found[name] = None
+        return tensor
+
+    in_parts = stored.fetch_range
+    return replace(
+        stored,
+        fetch=lambda: look(stored.fetch()),
+        fetch_range=None if in_parts is None else lambda start, count: look(in_parts(start, count)),
+    )
+
+
+def notes_on_nan(options: argparse.Namespace) -> list[str]:
+    """Return what the user should know of weights that are no numbers, once all have been read."""
+    names = list(options.names_with_nan)
+    return [f"NaN in {counted(len(names), 'tensor')}, written as it is: {_some(names)}"] if names else []
 
 
 def notes_on_the_rest(source: TensorSource) -> list[str]:

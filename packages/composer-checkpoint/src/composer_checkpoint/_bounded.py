@@ -16,7 +16,7 @@ from composer_checkpoint.errors import StorageError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PATIENCE", "meet_within", "work_within"]
+__all__ = ["PATIENCE", "in_thread", "meet_within", "work_within"]
 
 A = TypeVar("A")
 
@@ -51,7 +51,7 @@ def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
             f"untouched. Look after the disk, or allow for more time."
         )
 
-    return _in_thread(work, timeout_s, overdue)
+    return in_thread(work, timeout_s, overdue)
 
 
 def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
@@ -86,10 +86,11 @@ def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, 
             store.delete_key(f"{name}-{rank}")
         return reply
 
-    return _in_thread(come, timeout_s, lambda: _who_is_missing(store, name, timeout_s, group.size()))
+    return in_thread(come, timeout_s, lambda: _who_is_missing(store, name, timeout_s, group.size()))
 
 
-def _in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
+def in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
+    """Return what a function returns, or raise a `StorageError` with the text of `overdue` if it takes longer."""
     outcome: Future[A] = Future()
     context = contextvars.copy_context()
     # The thread's copies from a device must come after what was computed here, in whichever stream.
@@ -119,7 +120,7 @@ def _who_is_missing(store: Any, name: str, timeout_s: float, world_size: int) ->
 
     silence = f"the ranks have not met within {timeout_s!r} s to save a checkpoint, and their store is silent"
     try:
-        missing = _in_thread(ask, _SOON_S, lambda: f"{silence}: no answer in {_SOON_S} s")
+        missing = in_thread(ask, _SOON_S, lambda: f"{silence}: no answer in {_SOON_S} s")
     except StorageError as error:  # who keeps the store hangs
         return f"{error}. Look after the process that keeps it: rank 0, or the launcher of its node."
     except RuntimeError as error:  # it is gone

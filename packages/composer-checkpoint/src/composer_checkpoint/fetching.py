@@ -20,7 +20,7 @@ from composer_checkpoint.retry import retry
 from composer_checkpoint.stores._faults import Fault, classify
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.stores.base import ObjectStoreTransientError, Progress
-from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 
 __all__ = ["create_symlink_file", "download_object_or_file", "extract_path_from_symlink", "get_file"]
 
@@ -79,10 +79,12 @@ def get_file(
         if parse_uri(path).backend in _WEB:
             _fetch_from_web(path, destination, overwrite, progress_bar)
             return
-        owned = object_store = maybe_create_object_store_from_uri(path)
-        if object_store is None:
+        owned = maybe_create_object_store_from_uri(path)
+        if owned is None:
             _link_local(path, destination, overwrite)
             return
+        reach(owned, path)
+        object_store = owned
         path = parse_uri(path).path
     elif parse_uri(path).backend:
         path = parse_uri(path).path

@@ -16,7 +16,7 @@ from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded._targets import METADATA_NAME
 from composer_checkpoint.stores.addresses import is_uri, parse_uri
 from composer_checkpoint.stores.fsspec_store import FsspecObjectStore
-from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 
 __all__ = ["Source", "find_source", "read_on_rank_zero"]
 
@@ -82,10 +82,10 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
 
 
 def _look(path: str, part: str, wanted: bool | None) -> Source:
-    exists, join, reach = _local_place() if not is_uri(path) else _remote_place(path)
+    exists, join, source = _local_place() if not is_uri(path) else _remote_place(path)
     files = [path, *(join(path, f"{part}.{suffix}") for suffix in _SUFFIXES)]
     if exists(join(path, METADATA_NAME)) and wanted is not False:
-        return reach(path)
+        return source(path)
     file = next((file for file in files if exists(file)), None)
     if file is None:
         if exists(join(path, METADATA_NAME)):
@@ -112,6 +112,7 @@ def _local_place() -> tuple[Callable[[str], bool], Callable[..., str], Callable[
 def _remote_place(uri: str) -> tuple[Callable[[str], bool], Callable[..., str], Callable[[str], Source]]:
     store = maybe_create_object_store_from_uri(uri)
     assert store is not None  # it is no local path
+    reach(store, uri)
 
     def exists(address: str) -> bool:
         try:
@@ -120,7 +121,7 @@ def _remote_place(uri: str) -> tuple[Callable[[str], bool], Callable[..., str], 
             return False
         return True
 
-    def reach(folder: str) -> Source:
+    def source(folder: str) -> Source:
         if not isinstance(store, FsspecObjectStore):
             raise ValueError(
                 f"{folder} is a sharded checkpoint in a store whose files cannot be read in parts. Download the folder "
@@ -128,4 +129,4 @@ def _remote_place(uri: str) -> tuple[Callable[[str], bool], Callable[..., str], 
             )
         return Source(store.get_uri(parse_uri(folder).path), True, store.filesystem.storage_options)
 
-    return exists, posixpath.join, reach
+    return exists, posixpath.join, source

@@ -12,7 +12,7 @@ from typing import Any
 from composer_checkpoint.stores.addresses import parse_uri
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.fsspec_store import FsspecObjectStore
-from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 from composer_dist import dist
 
 __all__ = ["FetchedFolder", "fetch_once_per_node", "fetched_folder", "only_one_process", "store_of"]
@@ -46,6 +46,7 @@ def store_of(folder: str, storage_options: Mapping[str, Any]) -> tuple[ObjectSto
     if store is None:
         parent, _, name = folder.rpartition("/")
         return FsspecObjectStore(parent), name
+    reach(store, folder)
     return store, parse_uri(folder).path
 
 

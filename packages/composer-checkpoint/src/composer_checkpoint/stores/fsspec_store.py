@@ -274,8 +274,8 @@ class FsspecObjectStore(ObjectStore):
             case Fault.TRANSIENT:
                 return ObjectStoreTransientError(f"could not {action} {uri}: {_reason(error)}. Try again.")
         return StorageError(
-            f"could not {action} {uri}: {_reason(error)}. Check that the bucket or folder exists and that these "
-            f"credentials may write to it."
+            f"could not {action} {uri}: {_reason(error)}. Check that the bucket or folder exists, that these "
+            f"credentials may write to it, and that this machine has a network."
         )
 
 

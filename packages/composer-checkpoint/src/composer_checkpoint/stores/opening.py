@@ -2,9 +2,12 @@
 
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from fsspec.core import get_filesystem_class
@@ -31,12 +34,18 @@ __all__ = [
     "list_remote_objects",
     "maybe_create_object_store_from_uri",
     "open_store",
+    "reach",
     "validate_credentials",
 ]
 
 log = logging.getLogger(__name__)
 
+A = TypeVar("A")
+
 CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
+_FIRST_ANSWER_S: Final = 12.0
+_spent_s: Final = dict[tuple[str, str], float]()
+_answered: Final = set[tuple[str, str]]()  # backends and buckets, in this process
 _NO_STORES: Final = {"wandb", "http", "https"}  # fsspec reads some of them
 # By functions, which look the classes up when they are called: tests of users put others in their place.
 _BACKENDS: Final[dict[str, Callable[..., ObjectStore]]] = {
@@ -83,7 +92,8 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         case "dbfs":
             return _databricks_store(parsed.path)
     check_scheme(uri)
-    return FsspecObjectStore(f"{parsed.backend}://{netloc}{'' if netloc else '/'}")
+    address = f"{parsed.backend}://{netloc}{'' if netloc else '/'}"
+    return _made(address, lambda: FsspecObjectStore(address))  # some libraries look for credentials at once
 
 
 def check_scheme(uri: str) -> None:
@@ -156,9 +166,12 @@ def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any
     """
     if remote_backend_name == "dbfs":
         path = str(backend_kwargs.get("path", "")).removeprefix("dbfs:").lstrip("/")
-        return (
-            MLFlowObjectStore(**backend_kwargs) if path.startswith(MLFLOW_PREFIX) else UCObjectStore(**backend_kwargs)
-        )
+        kind, package = (UCObjectStore, "databricks.sdk")
+        if path.startswith(MLFLOW_PREFIX):
+            kind, package = MLFlowObjectStore, "mlflow"
+        with suppress(ImportError):  # of which the store says more
+            import_module(package)  # which may take longer than an answer
+        return _made(f"dbfs:/{path}", lambda: kind(**backend_kwargs))
     if remote_backend_name not in _BACKENDS:
         raise ValueError(
             f"remote_backend_name={remote_backend_name!r} is not known. Use one of {', '.join(_BACKENDS)} or dbfs, or "
@@ -175,12 +188,77 @@ def validate_credentials(store: ObjectStore, remote_file_name: str = CREDENTIALS
         remote_file_name: What the file is called there.
 
     Raises:
-        StorageError: If the store refuses, or does not answer after three attempts.
+        StorageError: If the store refuses, or does not answer in three attempts, or 12 seconds; with what to check.
     """
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe"
         probe.write_text("credentials_validated_successfully")
-        retry(ObjectStoreTransientError)(store.upload_object)(remote_file_name, str(probe))
+        place = type(store).__name__
+        with suppress(NotImplementedError):
+            place = store.get_uri(remote_file_name)
+        _first_answer(place, lambda: store.upload_object(remote_file_name, str(probe)))
+
+
+def reach(store: ObjectStore, address: str) -> None:
+    """Raise if a store gives no answer, whichever, to whether it has an object. One that has answered is not asked.
+
+    The libraries of some stores try for minutes, and their callers several times more.
+
+    Args:
+        store: In which the address lies.
+        address: Of an object or a folder.
+
+    Raises:
+        StorageError: If so, with what to check.
+    """
+    backend, bucket, name = parse_uri(address)
+    if (backend, bucket) in _answered:
+        return
+
+    def ask() -> None:
+        try:
+            store.get_object_size(name)
+        except ObjectStoreTransientError:
+            raise
+        except Exception as error:  # an answer, of which the caller will hear
+            log.debug("%s answers: %s", address, error)
+
+    _first_answer(address, ask)
+    _answered.add((backend, bucket))
+
+
+def _made(address: str, make: Callable[[], ObjectStore]) -> ObjectStore:
+    """Return a store whose maker may have to ask for credentials; the time counts as part of its first answer."""
+    began = time.monotonic()
+    store = _first_answer(address, make)
+    _spent_s[parse_uri(address)[:2]] = time.monotonic() - began
+    return store
+
+
+def _first_answer(place: str, ask: Callable[[], A]) -> A:
+    from composer_checkpoint._bounded import in_thread  # loads torch
+
+    failures: list[str] = []
+
+    def attempt() -> A:
+        try:
+            return ask()
+        except ObjectStoreTransientError as error:
+            failures.append(f" ({error})")
+            raise
+
+    def told() -> str:
+        return (
+            f"{place} gives no answer{''.join(failures[-1:])}, and {_FIRST_ANSWER_S:g} s are enough for one. Check the "
+            f"credentials, which may have to be fetched over the network, too; whether this machine has a network, or "
+            f"needs a proxy; and the endpoint, if one is set."
+        )
+
+    timeout_s = max(_FIRST_ANSWER_S - _spent_s.pop(parse_uri(place)[:2], 0.0), 1.0)
+    try:
+        return in_thread(retry(ObjectStoreTransientError)(attempt), timeout_s, told)
+    except ObjectStoreTransientError as error:
+        raise ObjectStoreTransientError(told()) from error
 
 
 def list_remote_objects(remote_path: str) -> list[str]:
@@ -220,7 +298,6 @@ def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
 
 
 def _databricks_store(path: str) -> ObjectStore:
-    if path.startswith(MLFLOW_PREFIX):
-        return MLFlowObjectStore(path=path)
-    UCObjectStore.validate_path(path)
-    return UCObjectStore(path=path)
+    if not path.startswith(MLFLOW_PREFIX):
+        UCObjectStore.validate_path(path)
+    return build_remote_backend("dbfs", {"path": path})
