@@ -514,3 +514,18 @@ def test_a_folder_in_the_place_of_the_link_is_found_before_training(loop, saver,
     run = loop([saver("ba{batch}-rank{rank}.pt", save_interval="1000ba")])
     with pytest.raises(CheckpointConflictError, match="is a folder, so that no link to the latest"):
         run.fit()
+
+
+def test_names_of_a_saver_that_was_made_can_be_set_as_text(loop, tmp_path):
+    """AttributeError: "'str' object has no attribute 'filename'" at the first save, or no setter at once."""
+    saver = CheckpointSaver(str(tmp_path / "old"), latest_filename="old-link", save_interval="1ba")
+    saver.filename, saver.latest_filename, saver.remote_file_name = "ba{batch}.pt", "link", None
+    saver.folder = tmp_path / "new"
+    saver.saved_checkpoints = ["earlier.pt"]
+    saver.all_saved_checkpoints_to_timestamp = {}
+    loop([saver], "1ep").fit()
+    assert names(tmp_path) == ["new"]
+    assert names(tmp_path / "new") == ["ba1.pt", "ba2.pt", "link"]
+    assert saver.saved_checkpoints == ["earlier.pt", *(str(tmp_path / "new" / name) for name in ("ba1.pt", "ba2.pt"))]
+    assert list(saver.all_saved_checkpoints_to_timestamp) == saver.saved_checkpoints[1:]
+    assert saver.filename.format(None, keep_placeholders=True) == str(tmp_path / "new" / "ba{batch}.pt")

@@ -11,6 +11,7 @@ from composer_checkpoint import CheckpointSaver, stores
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.stores import (
     FsspecObjectStore,
+    GCSObjectStore,
     LibcloudObjectStore,
     MLFlowObjectStore,
     ObjectStore,
@@ -453,6 +454,40 @@ def test_a_saver_begins_a_run_of_mlflow_that_no_logger_has_begun(loop, tmp_path,
     assert begun == ["e"]
     assert saver.remote_file_name.filename == "databricks/mlflow-tracking/e/r/artifacts/ck/ba{batch}.pt"
     assert (tmp_path / "ck" / "ba2.pt").is_file()
+
+
+@pytest.mark.parametrize("experiment", ["{mlflow_experiment_id}", "e", "f"])
+def test_a_run_of_mlflow_that_is_active_is_the_one_that_is_saved_to(experiment, tmp_path, monkeypatch):
+    """A new run was begun, beside the one that the script had begun itself."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    active = SimpleNamespace(info=SimpleNamespace(experiment_id="e", run_id="r"))
+    new = SimpleNamespace(info=SimpleNamespace(experiment_id=experiment, run_id="new"))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=lambda: active))
+    client = Tracking(tmp_path)
+    client.create_run = lambda experiment: new
+    store = MLFlowObjectStore(f"databricks/mlflow-tracking/{experiment}/{{mlflow_run_id}}/artifacts/ck", client=client)
+    assert (store.experiment_id, store.run_id) == (("f", "new") if experiment == "f" else ("e", "r"))
+
+
+def test_paths_of_databricks_are_taken_apart_and_put_together(tmp_path, monkeypatch):
+    """AttributeError: scripts of Composer's call `parse_dbfs_path` and `get_dbfs_path`."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    path = "databricks/mlflow-tracking/e/r/artifacts/ck/ep1.pt"
+    assert MLFlowObjectStore.parse_dbfs_path(f"dbfs:/{path}") == ("e", "r", "ck/ep1.pt")
+    assert MLFlowObjectStore.parse_dbfs_path(path.removesuffix("/ck/ep1.pt")) == ("e", "r", "")
+    with pytest.raises(ValueError, match="is no path of MLflow artifacts"):
+        MLFlowObjectStore.parse_dbfs_path("dbfs:/Volumes/a/b/c")
+    store = MLFlowObjectStore(path, client=Tracking(tmp_path))
+    assert store.get_dbfs_path("ck/ep1.pt") == store.get_dbfs_path(path) == path
+    assert store.get_uri("ck/ep1.pt") == f"dbfs:/{path}"
+
+
+@pytest.mark.parametrize(("prefix", "key"), [("", "ep1.pt"), ("run", "run/ep1.pt"), ("/a/b/", "a/b/ep1.pt")])
+def test_a_key_is_the_name_in_the_bucket(prefix, key, monkeypatch):
+    """AttributeError: scripts of Composer's call `GCSObjectStore.get_key`."""
+    monkeypatch.setenv("GCS_KEY", "key")
+    monkeypatch.setenv("GCS_SECRET", "secret")
+    assert GCSObjectStore("bucket", prefix).get_key("ep1.pt") == key
 
 
 def test_errors_of_a_store_are_errors_of_storage():

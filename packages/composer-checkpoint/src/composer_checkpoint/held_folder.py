@@ -22,11 +22,12 @@ class HeldFolder:
         folder: With `{run_name}` and the ranks' placeholders.
 
     Attributes:
+        name: As above.
         is_held: Whether this run has it.
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self.name = folder
         self._lock: FolderLock | None = None
         self.is_held = False
 
@@ -56,7 +57,7 @@ class HeldFolder:
             lock.release()
 
     def _take(self, state: "State", refuse_later: str | None, link: PartialFilePath | None) -> None:
-        folder = format_name_with_dist(self._folder, state.run_name)
+        folder = format_name_with_dist(self.name, state.run_name)
         if self._lock is None:
             self._lock = FolderLock(folder).acquire()
         try:

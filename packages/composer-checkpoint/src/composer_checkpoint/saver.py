@@ -58,6 +58,24 @@ _REMOTE_NAME: Final = f"{_FOLDER}/{_NAME}"
 _REMOTE_POINTER: Final = f"{_FOLDER}/{_LATEST}"
 
 
+class _Template:
+    """A saver's name of a file: a `PartialFilePath`, or `None`. It may be set as text, too."""
+
+    def __init__(self, *, is_in_folder: bool = False) -> None:
+        self._is_in_folder = is_in_folder
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = f"_{name}"
+
+    def __get__(self, saver: Any, owner: type | None = None) -> Any:
+        return self if saver is None else getattr(saver, self._attribute)
+
+    def __set__(self, saver: Any, name: str | os.PathLike[str] | PartialFilePath | None) -> None:
+        if name is not None and not isinstance(name, PartialFilePath):
+            name = to_path(os.fspath(name), saver.folder if self._is_in_folder else None)
+        setattr(saver, self._attribute, name)
+
+
 class CheckpointSaver(Callback):
     """Save the training state at intervals, and at the end of training, whole or not at all.
 
@@ -133,6 +151,11 @@ class CheckpointSaver(Callback):
         >>> engine.close()
     """
 
+    filename: _Template = _Template(is_in_folder=True)
+    latest_filename: _Template = _Template(is_in_folder=True)
+    remote_file_name: _Template = _Template()
+    latest_remote_file_name: _Template = _Template()
+
     def __init__(
         self,
         folder: str = _FOLDER,
@@ -187,10 +210,8 @@ class CheckpointSaver(Callback):
             self.remote_uploader, self.overwrite, upload_timeout_in_seconds, self._kept_remotely
         )
         self.folder = folder
-        self.filename = PartialFilePath(filename, folder)
-        self.latest_filename = to_path(latest_filename, folder)
-        self.remote_file_name = to_path(remote_file_name)
-        self.latest_remote_file_name = to_path(latest_remote_file_name)
+        self.filename, self.latest_filename = filename, latest_filename
+        self.remote_file_name, self.latest_remote_file_name = remote_file_name, latest_remote_file_name
 
         self._history = SaveHistory(self._kept, self._uploads)
         self.last_checkpoint_batch: Time[int] | None = None
@@ -199,20 +220,42 @@ class CheckpointSaver(Callback):
         self.rank_saves_symlinks = False
         self.resumes = False
         self.before_save: Callable[[], object] | None = None
-        self._folder = HeldFolder(folder)
         self._async: AsyncSaver | None = None
         self._committed: list[Save] = []
         self._measured = Measured()
+
+    @property
+    def folder(self) -> str:
+        """Where checkpoints are written."""
+        return self._folder.name
+
+    @folder.setter
+    def folder(self, folder: str) -> None:
+        self._folder = HeldFolder(os.fspath(folder))
+        for name in ("filename", "latest_filename"):
+            if (path := getattr(self, name, None)) is not None:
+                setattr(self, name, path.filename)
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """The paths, or the addresses in a store, of what this process has saved and not deleted, oldest first."""
         return self._kept.names if None in (self._remote_folder, self.remote_file_name) else self._uploads.addresses
 
+    @saved_checkpoints.setter
+    def saved_checkpoints(self, paths: list[str]) -> None:
+        if self.saved_checkpoints is self._kept.names:
+            self._kept.names = paths
+        else:
+            self._uploads.addresses = paths
+
     @property
     def all_saved_checkpoints_to_timestamp(self) -> dict[str, Timestamp]:
         """When in training each path was saved, also before a resumption."""
         return self._history.timestamps
+
+    @all_saved_checkpoints_to_timestamp.setter
+    def all_saved_checkpoints_to_timestamp(self, timestamps: dict[str, Timestamp]) -> None:
+        self._history.timestamps = timestamps
 
     def init(self, state: "State", logger: "Logger") -> None:
         """Put the run of MLflow into names that ask for it, and find out whether the store lets us write."""
@@ -338,7 +381,6 @@ class CheckpointSaver(Callback):
             return
         run = run_of(logger, self.remote_uploader)
         self.folder = with_run(self.folder, run)
-        self._folder = HeldFolder(self.folder)
         for name, path in paths.items():
             setattr(self, name, path_with_run(path, run))
         if self.remote_uploader is not None and self._remote_folder is not None:

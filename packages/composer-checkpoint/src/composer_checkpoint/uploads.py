@@ -16,7 +16,7 @@ from composer_checkpoint.remote_retention import KeptRemotely
 from composer_checkpoint.save_names import Save
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.state_io import own_file
-from composer_checkpoint.stores.addresses import is_uri
+from composer_checkpoint.stores.addresses import is_uri, parse_uri
 from composer_checkpoint.upload import RemoteUploader
 from composer_time import Timestamp
 
@@ -68,6 +68,10 @@ class CheckpointUploads:
         """Where this process has saved in the store what was not deleted there, oldest first."""
         deleted = () if self._kept is None else self._kept.deleted
         return [address for name, address in self._addresses.items() if name not in deleted]
+
+    @addresses.setter
+    def addresses(self, addresses: list[str]) -> None:
+        self._addresses = {parse_uri(address).path: address for address in addresses}
 
     def note(self, job: Save) -> None:
         """Take note of a save that was committed. One of the same name is gone."""

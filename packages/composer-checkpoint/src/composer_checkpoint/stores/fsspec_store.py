@@ -79,6 +79,10 @@ class FsspecObjectStore(ObjectStore):
         """Return the address of an object, whether or not it exists."""
         return f"{self.uri}{'' if self.uri.endswith('/') else '/'}{object_name.lstrip('/')}"
 
+    def get_key(self, object_name: str) -> str:
+        """Return the name that an object has in its bucket, where this store may begin with a prefix."""
+        return posixpath.join(getattr(self, "prefix", ""), object_name.lstrip("/"))
+
     def upload_object(
         self,
         object_name: str,

@@ -2,6 +2,7 @@
 
 import os
 import posixpath
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ class MLFlowObjectStore(ObjectStore):
 
     Args:
         path: `databricks/mlflow-tracking/<experiment>/<run>/artifacts/...`. The placeholders `{mlflow_experiment_id}`
-            and `{mlflow_run_id}` stand for a new experiment or run.
+            and `{mlflow_run_id}` stand for those of the run that is active in this process, or else for new ones.
         multipart_upload_chunk_size: In bytes, how large the parts of large files are; MLflow reads it from
             `MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE`, which is set for each upload.
         client: An `mlflow.MlflowClient`. One of the environment's workspace when `None`.
@@ -54,6 +55,19 @@ class MLFlowObjectStore(ObjectStore):
                 f"workspace."
             )
 
+    @staticmethod
+    def parse_dbfs_path(path: str) -> tuple[str, str, str]:
+        """Return the experiment, the run, and the path below its artifacts.
+
+        Raises:
+            ValueError: If it is no path of MLflow's artifacts.
+
+        Example:
+            >>> MLFlowObjectStore.parse_dbfs_path("dbfs:/databricks/mlflow-tracking/7/5eed/artifacts/ck/ep1.pt")
+            ('7', '5eed', 'ck/ep1.pt')
+        """
+        return (*_parse(path), "/".join(path.removeprefix("dbfs:").lstrip("/").split("/")[5:]))
+
     def get_artifact_path(self, object_name: str) -> str:
         """Return a name relative to the run's artifacts.
 
@@ -77,10 +91,14 @@ class MLFlowObjectStore(ObjectStore):
             )
         return "/".join(name.split("/")[5:])
 
+    def get_dbfs_path(self, object_name: str) -> str:
+        """Return the whole path of an object, `databricks/mlflow-tracking/<experiment>/<run>/artifacts/<name>`."""
+        artifacts = f"{MLFLOW_PREFIX}{self.experiment_id}/{self.run_id}/artifacts"
+        return f"{artifacts}/{self.get_artifact_path(object_name)}"
+
     def get_uri(self, object_name: str) -> str:
         """Return the address of an object, whether or not it exists."""
-        folder = f"dbfs:/{MLFLOW_PREFIX}{self.experiment_id}/{self.run_id}/artifacts"
-        return f"{folder}/{self.get_artifact_path(object_name)}"
+        return f"dbfs:/{self.get_dbfs_path(object_name)}"
 
     def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # there is nothing more to say
         self,
@@ -157,6 +175,11 @@ class MLFlowObjectStore(ObjectStore):
         return next((entry.file_size for entry in entries if entry.path == name and not entry.is_dir), None)
 
     def _create_run(self) -> None:
+        find_active: Any = getattr(sys.modules.get("mlflow"), "active_run", lambda: None)  # who began one has loaded it
+        active = find_active()
+        if active is not None and self.experiment_id in (EXPERIMENT_PLACEHOLDER, active.info.experiment_id):
+            self.experiment_id, self.run_id = active.info.experiment_id, active.info.run_id
+            return
         if self.experiment_id == EXPERIMENT_PLACEHOLDER:
             self.experiment_id = self.client.create_experiment(f"/Shared/composer-checkpoints-{os.urandom(4).hex()}")
         self.run_id = self.client.create_run(self.experiment_id).info.run_id
