@@ -1,17 +1,19 @@
 """What the parts of a dataloader hold that changes from epoch to epoch, or while they are read.
 
 Parts are all objects that a dataloader leads to by attributes, items, arguments, closures and the globals that its
-functions name. Of these, a checkpoint keeps what is small: generators of random numbers, what `state_dict` gives, and
-numbers, flags and texts that are no longer as they were when the run began. Settings are not kept.
+methods name. Of these, a checkpoint keeps generators of random numbers, what `state_dict` gives, and the numbers that
+samplers count with.
 """
 
 import copy
 import functools
 import inspect
 import logging
+import marshal
 import random
 import sys
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,17 +28,18 @@ from torch.utils.data import DataLoader
 from composer_checkpoint._encoding import encode
 from composer_checkpoint._more_than_data import refuse_more_than_data
 
-__all__ = ["HeldState", "changing_state", "holds_generators", "set_epoch_everywhere"]
+__all__ = ["HeldState", "holds_generators", "holds_state", "set_epoch_everywhere"]
 
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _LEAVES = (str, bytes, int, float, bool, type(None), type, ModuleType, BuiltinFunctionType, np.ndarray, torch.Tensor)
 _NOT_DATA = (logging.Logger, torch.optim.Optimizer, random.SystemRandom)
-_PLAIN = (int, float, bool, str, type(None))
+_NUMBERS = (int, float)  # and not bool
+_UNSET = (int, bool, type(None))
 _FOREIGN = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"__main__"})  # whose classes hold no generators
 _MAX_OBJECTS = 5_000
-_MAX_ITEMS = 64  # a dataset may list millions of samples, which are all alike, and has few transforms
-_MAX_CHARACTERS = 1_000
+_MAX_ITEMS = 1_000  # a dataset may list millions of samples, which are all alike, and has few transforms
 _MISSING = object()
+_refusing = set[type]()  # whose `set_epoch` has raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,12 @@ class _Part:
     Attributes:
         name: How it is reached.
         value: The object.
-        loads: Whether it serves to load samples, not to choose them.
+        role: `"loads"` for parts of the dataset and of `collate_fn`, `"chooses"` for parts of the samplers.
     """
 
     name: str
     value: Any
-    loads: bool
+    role: str
 
 
 class HeldState:
@@ -65,61 +68,98 @@ class HeldState:
     def __init__(self, loader: Any, only_generators: bool = False) -> None:
         self.loader = loader
         self._only_generators = only_generators
-        self._first = {part.name: _plain_values(part.value) for part in _parts(loader)}
+        self._first = {name: inner if type(inner) in _NUMBERS else None for name, inner in self._of_samplers()}
         self._warned = set[str]()
 
-    def capture(self, *, whole: bool = False) -> dict[str, Any]:
-        """Return what changes, by the name of the part; nothing where there is nothing.
+    def capture(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; nothing where there is nothing.
 
-        Args:
-            whole: Whether to return numbers, flags and texts that are as they were when the run began, too.
+        Settings are not kept, but only numbers that have changed since the run began.
         """
-        found: dict[str, dict[str, Any]] = {"generators": {}, "values": {}, "objects": {}}
-        for part in _parts(self.loader):
+        found: dict[str, dict[str, Any]] = {"generators": {}, "objects": {}, "numbers": {}}
+        parts = _parts(self.loader)
+        for part in parts:
             if isinstance(part.value, _KINDS):
                 found["generators"][part.name] = _generator_state(part.value)
-            if isinstance(part.value, _KINDS) or self._only_generators:
-                continue
-            values = _plain_values(part.value)
-            first = {} if whole else self._first.get(part.name, {})
-            # With its type, since True equals 1.
-            changed = {
-                key: value
-                for key, value in values.items()
-                if (type(value), value) != (type(first.get(key)), first.get(key, _MISSING))
-            }
-            if changed:
-                found["values"][part.name] = changed
-            if part.value is not self.loader and _has_own_state(part.value):
+            elif not self._only_generators and part.value is not self.loader and _has_own_state(part.value):
                 state = self._ask(part)
                 if state is not _MISSING:
-                    found["objects"][part.name] = {"state": state, "values": values}
+                    found["objects"][part.name] = {"state": state, "unset": _unset(part.value)}
+        numbers = {} if self._only_generators else self.numbers()
+        # A number in the place of `None`, such as a file descriptor, counts nothing.
+        changed = {name: now for name, now in numbers.items() if self._first.get(name, _MISSING) not in (None, now)}
+        if changed:
+            found["numbers"] = {"changed": changed, "rest": self._rest()}
         return {kind: entries for kind, entries in found.items() if entries}
 
-    def restore(self, saved: Mapping[str, Any], *, loads: bool | None = None) -> None:
+    def restore(self, saved: Mapping[str, Any], *, role: str | None = None) -> None:
         """Put back what `capture` returned.
 
         Args:
             saved: What to put back, as far as the dataloader has these parts.
-            loads: Whether to do so for what loads samples, or for the others, alone.
+            role: Of the parts to do so for; all when `None`.
         """
-        parts = [part for part in _parts(self.loader) if loads is None or part.loads == loads]
-        for part in parts if not self._only_generators else ():
-            if part.name in saved.get("objects", {}):
-                _load(part.value, **saved["objects"][part.name])
-            _set_values(part.value, saved.get("values", {}).get(part.name, {}))
+        if not saved:
+            return
+        parts = [part for part in _parts(self.loader) if role in (None, part.role)]
+        objects = {} if self._only_generators else saved.get("objects", {})
+        for part in parts:
+            if part.name in objects:
+                _load(part.value, **objects[part.name])
+        numbers = saved.get("numbers")
+        # Next to an order or a flag that is not as it was then, a number may be wrong: a sampler that has sorted in its
+        # first epoch would look for what it has not kept.
+        if numbers and role != "loads" and numbers["rest"] == self._rest():
+            self.set_numbers(numbers["changed"])
         for part in parts:
             if isinstance(part.value, _KINDS) and part.name in saved.get("generators", {}):
                 _set_generator_state(part.value, saved["generators"][part.name])
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers that samplers and their parts hold as attributes."""
+        return {name: inner for name, inner in self._of_samplers() if type(inner) in _NUMBERS}
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Set attributes of samplers and their parts, unless they hold something else than numbers now."""
+        parts = {part.name: part.value for part in _parts(self.loader)}
+        for name, number in numbers.items():
+            owner, _, key = name.rpartition(".")
+            if owner in parts and type(_attributes(parts[owner]).get(key, number)) in _NUMBERS:
+                object.__setattr__(parts[owner], key, number)
+
+    def _of_samplers(self) -> list[tuple[str, Any]]:
+        parts = [part for part in _parts(self.loader) if part.role == "chooses"]
+        return [(f"{part.name}.{key}", inner) for part in parts for key, inner in _attributes(part.value).items()]
+
+    def _rest(self) -> int:
+        """Return a hash of what samplers and their parts hold as attributes besides numbers."""
+        rest = ((name, inner) for name, inner in self._of_samplers() if type(inner) not in _NUMBERS)
+        contents = sorted((name, zlib.crc32(_content_of(inner))) for name, inner in rest)
+        return zlib.crc32(repr(contents).encode())
 
     def missing(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the names of generators and of objects with a state that the dataloader does not have, or not yet."""
         kinds = {part.name: type(part.value) for part in _parts(self.loader)}
         return [name for kind in ("generators", "objects") for name in saved.get(kind, ()) if name not in kinds]
 
+    def warn_of_copies(self) -> None:
+        """Warn once if the dataset or `collate_fn`, which worker processes have copies of, defines `set_epoch`."""
+        names = [part.name for part in _parts(self.loader) if part.role == "loads" and _takes_epoch(part.value)]
+        if names and not self._warned.issuperset(names):
+            self._warned.update(names)
+            warnings.warn(
+                f"train_dataloader.{' and '.join(names)} defines set_epoch, and the worker processes of a "
+                f"{type(self.loader).__name__} with persistent_workers=True keep copies that have the number of the "
+                "epoch in which they were started. Leave persistent_workers=True out, or use torch's DataLoader.",
+                stacklevel=2,
+            )
+
     def shares_generators(self) -> bool:
         """Return whether what chooses samples draws from a generator that what loads them draws from, too."""
-        return any(True for _ in _shared_generators(self.loader))
+        parts = _parts(self.loader)
+        loading = {id(part.value) for part in parts if part.role == "loads" and isinstance(part.value, _KINDS)}
+        others = [part.value for part in parts if part.role != "loads"]
+        return any(id(inner) in loading for value in others for _, inner in _inside(value))
 
     def _ask(self, part: _Part) -> Any:
         try:
@@ -139,7 +179,7 @@ class HeldState:
 
 
 def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -> list[object]:
-    """Call `set_epoch` of every part of a dataloader that has it, the innermost first.
+    """Call `set_epoch` on every part of a dataloader that defines it, the innermost first.
 
     Args:
         holder: The dataloader, or what holds parts of it.
@@ -147,14 +187,27 @@ def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -
         done: Those of the parts that have the number already.
 
     Returns:
-        The parts that have it now.
+        The parts that define it.
     """
     has_it = {id(part) for part in done}
-    found = [part.value for part in reversed(_parts(holder)) if callable(getattr(type(part.value), "set_epoch", None))]
+    found = [part.value for part in reversed(_parts(holder)) if _takes_epoch(part.value)]
     for part in found:
         if id(part) not in has_it:
-            part.set_epoch(epoch)
+            try:
+                part.set_epoch(epoch)
+            except Exception as error:  # such as for want of more arguments: it may serve something else
+                if type(part) not in _refusing:
+                    _refusing.add(type(part))
+                    warnings.warn(
+                        f"{type(part).__name__}.set_epoch({epoch}) raised {type(error).__name__}: {error} Training "
+                        "goes on, and may read the same in each epoch. Let it take the number of an epoch alone.",
+                        stacklevel=2,
+                    )
     return found
+
+
+def _takes_epoch(value: object) -> bool:
+    return callable(getattr(type(value), "set_epoch", None))
 
 
 def holds_generators(*holders: object) -> bool:
@@ -169,40 +222,30 @@ def holds_generators(*holders: object) -> bool:
     return any(isinstance(part.value, _KINDS) for part in _parts(holders))
 
 
-def changing_state(*holders: object) -> dict[str, Any]:
-    """Return the numbers, flags, texts and states that objects hold, to compare them with those of later."""
-    parts = _parts(holders)
-    states = {part.name: repr(part.value.state_dict()) for part in parts if _has_own_state(part.value)}
-    return {"states": states, **{part.name: _plain_values(part.value) for part in parts}}
+def holds_state(*holders: object) -> bool:
+    """Return whether objects hold random number generators, or objects with `state_dict` and `load_state_dict`."""
+    return any(isinstance(part.value, _KINDS) or _has_own_state(part.value) for part in _parts(holders))
 
 
 def _parts(loader: Any) -> list[_Part]:
     """Return the parts of a dataloader, what loads samples first, and each of them before what it holds."""
     found: list[_Part] = []
     seen = {id(_owner(random.random)), id(_owner(np.random.rand)), id(torch.default_generator)}
-    loading = [(name, getattr(loader, name)) for name in ("dataset", "collate_fn")] if _is_torchs(loader) else []
-    for loads, waiting in ((True, deque(loading)), (False, deque([("", loader)]))):
+    starts: dict[str, tuple[str, ...]] = {"": ()}
+    if isinstance(loader, DataLoader):
+        starts = {"loads": ("dataset", "collate_fn"), "chooses": ("sampler", "batch_sampler"), "": ()}
+    for role, names in starts.items():
+        waiting = deque([(name, getattr(loader, name)) for name in names] or [("", loader)])
         limit = len(found) + _MAX_OBJECTS
         while waiting and len(found) < limit:
             name, value = waiting.popleft()
             if isinstance(value, _LEAVES) or id(value) in seen or not _is_data(value):
                 continue
             seen.add(id(value))
-            found.append(_Part(name, value, loads))
+            found.append(_Part(name, value, role))
             if not isinstance(value, _KINDS):
                 waiting.extend((f"{name}.{key}" if name else str(key), inner) for key, inner in _inside(value))
     return found
-
-
-def _shared_generators(loader: Any) -> Iterator[object]:
-    choosing = [part.value for part in _parts(loader) if not part.loads]
-    loading = {id(part.value) for part in _parts(loader) if part.loads and isinstance(part.value, _KINDS)}
-    for value in choosing:
-        yield from (inner for _, inner in _inside(value) if id(inner) in loading)
-
-
-def _is_torchs(loader: Any) -> bool:
-    return isinstance(loader, DataLoader)
 
 
 def _is_data(value: Any) -> bool:
@@ -246,6 +289,7 @@ def _outside(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the cells of a function's closure, its defaults, and the generators among the globals that it names."""
     yield from zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((f"default {number}", default) for number, default in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
     for name in _names(function.__code__):
         if isinstance(inner := function.__globals__.get(name), _KINDS):
             yield name, inner
@@ -271,46 +315,13 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
     return list(found.items())
 
 
-def _plain_values(value: Any) -> dict[Any, Any]:
-    """Return the numbers, flags and texts that an object holds itself."""
-    match value:
-        case dict() | list() | deque():
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            found = dict(items) if len(value) <= _MAX_ITEMS else {}
-        case tuple() | set() | functools.partial() | MethodType():
-            return {}
-        case _:
-            found = _attributes(value)
-    return {
-        key: inner.item() if isinstance(inner, np.generic) else inner
-        for key, inner in found.items()
-        if type(inner) in _PLAIN or isinstance(inner, np.number | np.bool_)
-        if not isinstance(inner, str) or len(inner) <= _MAX_CHARACTERS
-        if type(key) in (str, int) and key != "training"
-    }
-
-
-def _is_same(value: object, other: object) -> bool:
-    return type(value) is type(other) and value == other  # 1 is not True
-
-
-def _set_values(value: Any, saved: Mapping[Any, Any]) -> None:
-    """Set what an object holds, unless there is something now that is no number, flag or text."""
-    is_container = isinstance(value, dict | list | deque)
-    key: Any
-    for key, wanted in saved.items():
-        items: Any = dict(enumerate(value)) if isinstance(value, list | deque) else value
-        items = items if is_container else _attributes(value)
-        if key in items and type(items[key]) not in _PLAIN and not isinstance(items[key], np.generic):
-            continue
-        if isinstance(value, dict) or (is_container and key in items):
-            value[key] = wanted
-        elif is_container:
-            continue
-        elif hasattr(value, "__dict__") and (key in vars(value) or not hasattr(type(value), key)):
-            vars(value)[key] = wanted  # without a setter, which may refuse it, as a DataLoader's does
-        elif hasattr(type(value), key):
-            object.__setattr__(value, key, wanted)
+def _content_of(value: Any) -> bytes:
+    """Return what equal values have in common in each process: all of plain data and arrays, the type of others."""
+    try:
+        value = value.numpy(force=True) if isinstance(value, torch.Tensor) else value
+        return marshal.dumps(value, 2)  # a version that does not tell what is the same from what is equal
+    except Exception:  # whatever it raises for what is not plain
+        return type(value).__name__.encode()
 
 
 def _has_own_state(value: Any) -> bool:
@@ -324,17 +335,21 @@ def _has_own_state(value: Any) -> bool:
     return True
 
 
-def _load(value: Any, state: Any, values: Mapping[Any, Any]) -> None:
-    """Load a state of the start of an epoch.
+def _unset(value: Any) -> dict[str, Any]:
+    return {key: inner for key, inner in _attributes(value).items() if type(inner) in _UNSET and not inner}
 
-    What it makes of a place that was reached then, such as at the end of the epoch before, begins to matter with an
-    iteration only; so the attributes that loading has changed become what they were.
+
+def _load(value: Any, state: Any, unset: Mapping[str, Any]) -> None:
+    """Load a state of the start of an epoch, and set what was not set then to what it was.
+
+    That may be a place to go on from in the next iteration, where that of the epoch before has ended.
     """
-    before = _plain_values(value)
+    before = _attributes(value)
     value.load_state_dict(copy.deepcopy(state))
-    after = _plain_values(value)
-    changed = {key for key in {*before, *after} if before.get(key, _MISSING) != after.get(key, _MISSING)}
-    _set_values(value, {key: values[key] for key in changed if key in values})
+    now = _attributes(value)
+    for key, wanted in unset.items():
+        if key in now and now[key] is not before.get(key, _MISSING):
+            object.__setattr__(value, key, wanted)
 
 
 def _generator_state(generator: Any) -> Any:

@@ -1,6 +1,7 @@
 """Where a run stands in its data, so that a resumed one reads the very same batches."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._drawless import draws_nothing
-from composer_checkpoint._held_state import HeldState, holds_generators, set_epoch_everywhere
+from composer_checkpoint._held_state import HeldState, holds_generators, holds_state, set_epoch_everywhere
 from composer_checkpoint.seeded_batches import (
     SeededBatches,
     can_be_seeded,
@@ -50,8 +51,7 @@ SEED_KEY = "seed"
 
 # In each entry under `EPOCH_START_KEY`: what the parts of the dataloader held when the epoch began, and at the save,
 _HELD, _AT_SAVE = "held", "held_at_save"
-_ORDER = "order"  # with, there, a hash of the order of the epoch so far,
-_IN_WORKERS = "changes_workers"  # and whether loading changes what worker processes hold.
+_ORDER = "order"  # with, there, a hash of the order of the epoch so far.
 _ATTRIBUTE = "data_position"
 
 
@@ -64,8 +64,9 @@ class DataPosition:
     themselves; what they draw in this process is drawn from the same seed. Everything else is read from the start of
     the epoch, with random numbers of its own, and what was trained on is dropped.
 
-    Generators, states and numbers that samplers, datasets and dataloaders hold are kept for each rank, as they were
-    when the epoch began and at the save; see `HeldState`. One warning names what cannot be brought back.
+    Generators and states that samplers, datasets and dataloaders hold, and the numbers that samplers count with, are
+    kept for each rank, as they were when the epoch began and at the save; see `HeldState`. One warning names what
+    cannot be brought back.
 
     A loop of one's own attaches one to its state before it loads, so that `CheckpointSaver` and `load_checkpoint` find
     it, and begins each epoch with `open`.
@@ -149,20 +150,21 @@ class DataPosition:
         loader = state.train_dataloader if dataloader is None else dataloader
         epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
         self.restore_between_epochs(state)
-        held, saved, returns = self.watch(loader), (self._start or {}).get(_HELD, {}), False
-        if self._is_resumed and self._start is not None:
-            if _has_place(loader):
-                held.restore(saved)
-            elif self.spin or num_read == 0:
-                self._warm_up(loader, epoch, self._start.get(SEED_KEY, state.rank_zero_seed))
-                returns = True
-        if returns and num_read == 0:
+        held, start = self.watch(loader), (self._start if self._is_resumed else None) or {}
+        returns = bool(start) and (_has_place(loader) or self.spin or num_read == 0)
+        saved = start.get(_HELD, {}) if returns else {}
+        if returns and not _has_place(loader):
+            self._warm_up(loader, epoch, start.get(SEED_KEY, state.rank_zero_seed))
+            self._warn_of(loader, epoch, held.missing(saved) if num_read > 0 else ())
+        # Numbers of inside the epoch may be those that a listener has set in place of the epoch's.
+        if num_read == 0:
             held.restore(saved)
         parts = set_epoch_everywhere(loader, epoch)
-        if returns and num_read > 0:
+        if num_read > 0:
             held.restore(saved)
-        if returns:
-            self._warn_of(loader, epoch, held.missing(saved) if num_read > 0 else ())
+        is_known = can_be_seeded(loader) or reads_in_workers(loader)
+        if epoch > 0 and isinstance(loader, DataLoader) and loader.persistent_workers and not is_known:
+            held.warn_of_copies()
         self._begun = loader, epoch, parts
 
     def open(self, state: "State", dataloader: Iterable[Any] | None = None) -> Iterator[Any]:
@@ -195,7 +197,7 @@ class DataPosition:
         batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
         if is_resumed and num_read > 0 and (knows_place or is_spun):
             if getattr(loader, "num_workers", None) == 0:  # so that this process has loaded what it has trained on
-                self.watch(loader).restore(self._at_save, loads=True)
+                self.watch(loader).restore(self._at_save, role="loads")
             if rng is not None:
                 load_rng_state(rng)
         return batches
@@ -240,14 +242,11 @@ class DataPosition:
         Of what this process loads, checkpoints say where its generators were.
         """
         if loader.num_workers > 0:
-            return reads_in_workers(loader) or self._loading_changes_workers(loader)
+            return reads_in_workers(loader) or holds_state(loader.dataset, loader.collate_fn)
         return self.watch(loader).shares_generators()
 
-    def _loading_changes_workers(self, loader: Any) -> bool:
-        return self._at_save.get(_IN_WORKERS, False) or holds_generators(loader.dataset, loader.collate_fn)
-
     def _warm_up(self, loader: Any, epoch: int, seed: int) -> None:
-        """Load the first batch of epoch 0, for what a dataset makes as it does, and put all else back.
+        """Load the first batch of epoch 0, for what a dataset makes as it does, and put the samplers' numbers back.
 
         A process of before had done so, and workers that persist had, in each epoch. In epoch 0, `open` does it.
         """
@@ -264,7 +263,7 @@ class DataPosition:
         if is_map and not is_own and draws_nothing(loader.dataset, loader.collate_fn):
             return
         held = self.watch(loader)
-        before = held.capture(whole=True)
+        before = held.numbers()
         for earlier in range(1 if is_map or not persists else epoch):
             set_epoch_everywhere(loader, earlier)
             if is_map or reads_in_workers(loader):
@@ -273,19 +272,17 @@ class DataPosition:
                 first = open_streamed(loader, derive_seed(seed, earlier, get_global_rank()))
             for _ in islice(first, batches):
                 pass
-        held.restore(before)
+        held.set_numbers(before)
 
     def _warn_of(self, loader: Any, epoch: int, missing: Sequence[str]) -> None:
         """Warn of what neither a checkpoint nor reading again brings back."""
-        told = [f"train_dataloader.{name}, which there is not any more" for name in missing]
-        if isinstance(loader, DataLoader):
-            if epoch > 0 and loader.persistent_workers and self._loading_changes_workers(loader):
-                told.append(
-                    f"what train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn holds in worker "
-                    "processes that persist, and goes on from in each epoch"
-                )
-        elif isinstance(loader, Iterator) and not hasattr(loader, "__dict__") and epoch > 0:
-            told.append(f"train_dataloader, a {type(loader).__name__}, which does not begin again in each epoch")
+        told = [f"train_dataloader.{name}, which no longer exists" for name in missing]
+        persists = epoch > 0 and isinstance(loader, DataLoader) and loader.persistent_workers
+        if persists and holds_state(loader.dataset, loader.collate_fn):
+            told.append(
+                f"what train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn holds in worker "
+                "processes that persist, and goes on from in each epoch"
+            )
         if told:
             warnings.warn(
                 f"The resumed run may read other samples than if it had not been stopped, since it cannot bring back "
@@ -318,13 +315,11 @@ class DataPosition:
     def state_dict(self, state: "State") -> dict[str, Any]:
         """Return what this rank needs to go on from here: what the batches of the open epoch depend on."""
         held, num_read = self.watch(state.train_dataloader).capture(), int(state.timestamp.batch_in_epoch)
-        found: dict[str, Any] = {}
-        if self._seeded is not None and self._seeded.loader is state.train_dataloader:
-            order = {} if num_read == 0 else {_ORDER: self._seeded.order_of(num_read)}
-            found = {_IN_WORKERS: self._seeded.changes_workers(), **order}
         if num_read == 0:
-            return {SEED_KEY: state.rank_zero_seed, _HELD: held, _AT_SAVE: found}
-        return {**(self._start or {}), _AT_SAVE: {**held, **found}}
+            return {SEED_KEY: state.rank_zero_seed, _HELD: held}
+        if self._seeded is not None and self._seeded.loader is state.train_dataloader:
+            held[_ORDER] = self._seeded.order_of(num_read)
+        return {**(self._start or {}), _AT_SAVE: held}
 
     def _hand_over(self, loader: Any) -> bool:
         """Let a dataloader with a state of its own take its place, and say whether it did."""
@@ -336,15 +331,27 @@ class DataPosition:
 
 
 def keeps_own_state(dataloader: Any) -> bool:
-    """Say whether a dataloader, such as torchdata's `StatefulDataLoader`, knows where it stands.
+    """Return whether a dataloader, such as torchdata's `StatefulDataLoader`, knows where it stands.
 
-    One whose dataset knows it, such as mosaicml-streaming's, need not be asked: the dataset is.
+    One whose dataset knows it, such as mosaicml-streaming's, need not be asked: the dataset is. Torchdata's draws from
+    generators once more as it goes to its place, so that where there are any it is read from the start of the epoch.
     """
-    return _has_state(dataloader) and not dataset_counts_samples(dataloader)
+    return _has_state(dataloader) and not dataset_counts_samples(dataloader) and not _draws_again(dataloader)
+
+
+def _draws_again(loader: Any) -> bool:
+    torchdata = sys.modules.get("torchdata.stateful_dataloader")
+    if torchdata is None or not isinstance(loader, torchdata.StatefulDataLoader):
+        return False
+    # Its own samplers, and a dataset with a state, go to their place without that.
+    samplers = (loader.sampler, loader.batch_sampler)
+    own = [sampler for sampler in samplers if not type(sampler).__module__.startswith("torchdata.")]
+    dataset = None if _has_state(loader.dataset) else loader.dataset
+    return holds_generators(loader.generator, dataset, loader.collate_fn, *own)
 
 
 def dataset_counts_samples(dataloader: Any) -> bool:
-    """Say whether a dataloader's dataset, such as a `StreamingDataset`, finds its place by a number of samples."""
+    """Return whether a dataloader's dataset, such as a `StreamingDataset`, finds its place by a number of samples."""
     dataset: Any = getattr(dataloader, "dataset", None)
     if not _has_state(dataset):
         return False
@@ -398,8 +405,8 @@ def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] 
     # not, lest two ranks draw the same.
     first = rng[0].get(EPOCH_START_KEY) or {}
     found = {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
-    values = first.get(_HELD, {}).get("values")
-    return {**found, _HELD: {"values": values}} if values else found
+    numbers = first.get(_HELD, {}).get("numbers")
+    return {**found, _HELD: {"numbers": numbers}} if numbers else found
 
 
 def _has_place(dataloader: Any) -> bool:

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._drawless import draws_nothing
-from composer_checkpoint._held_state import changing_state, holds_generators, set_epoch_everywhere
+from composer_checkpoint._held_state import set_epoch_everywhere
 
 __all__ = [
     "SeededBatches",
@@ -50,7 +50,6 @@ _DRAW_FIRST = (
     DistributedSampler,
 )
 _END = object()
-_NUM_LOOKS = 2  # at the dataset of a worker, after each of the first batches
 _spares: list[Any] = []  # bit generators of NumPy's, which take longer to make than a small batch to load
 
 
@@ -96,7 +95,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def can_be_seeded(loader: object) -> bool:
-    """Say whether a dataloader is torch's own over a map-style dataset, so that its batches can be told apart."""
+    """Return whether a dataloader is torch's own over a map-style dataset, so that its batches can be told apart."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -168,8 +167,7 @@ class SeededBatches:
         self._sets_epoch = sets_epoch
         self._sampler: _SeededSampler | None = None
         self._view: DataLoader[Any] | None = None
-        # With the workers: the epoch, its seed, and whether loading was seen to change what they hold.
-        self._shared = torch.zeros(3, dtype=torch.int64)
+        self._shared = torch.zeros(2, dtype=torch.int64)  # with the workers: the epoch and its seed
         if loader.num_workers > 0:
             self._shared.share_memory_()
 
@@ -201,7 +199,7 @@ class SeededBatches:
             start = lead = 0
         view, sampler = self._prepare(epoch)
         sampler.begin(epoch_seed, start, lead, first, order)
-        self._shared[:2] = torch.tensor([epoch if self._sets_epoch else -1, epoch_seed])
+        self._shared[:] = torch.tensor([epoch if self._sets_epoch else -1, epoch_seed])
         if self.loader.num_workers == 0 and not draws_nothing(self.loader.dataset, self.loader.collate_fn):
             batches = open_seeded(view, epoch_seed, chain(range(lead), count(start)))
         else:
@@ -216,10 +214,6 @@ class SeededBatches:
     def order_of(self, num_batches: int) -> int | None:
         """Return a hash of which samples the first batches of the open epoch are of, or `None` if it is not known."""
         return None if self._sampler is None else self._sampler.orders.get(num_batches)
-
-    def changes_workers(self) -> bool:
-        """Return whether what worker processes have loaded has changed what they hold."""
-        return bool(self._shared[2])
 
     def close(self) -> None:
         """End the workers that persist. Epochs may be opened again, with new ones."""
@@ -367,37 +361,29 @@ class _SeededDataset:
     Args:
         dataset: The dataset.
         collate_fn: What is kept in the worker with it.
-        shared: What `SeededBatches` and its workers tell each other.
+        shared: The epoch, or -1, and its seed.
         epoch: For which it was prepared.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, shared: torch.Tensor, epoch: int) -> None:
-        vars(self).update(_dataset=dataset, _seeded_parts=(dataset, collate_fn), _seeded_shared=shared)
-        vars(self).update(_seeded_epoch=epoch, _seeded_looks=[])
+        parts = dataset, collate_fn
+        vars(self).update(_dataset=dataset, _seeded_parts=parts, _seeded_shared=shared, _seeded_epoch=epoch)
 
     def __getitems__(self, batch: _Numbered) -> Any:
         self._seeded_begin(batch.seed)
         together: Callable[[Any], Any] | None = getattr(self._dataset, "__getitems__", None)
-        samples = together(batch.index) if together else [self._dataset[index] for index in batch.index]
-        self._seeded_look()
-        return samples
+        return together(batch.index) if together else [self._dataset[index] for index in batch.index]
 
     def __getitem__(self, item: Any) -> Any:
         if not isinstance(item, _Numbered):
             return self._dataset[item]
         self._seeded_begin(item.seed)
-        sample = self._dataset[item.index]
-        self._seeded_look()
-        return sample
+        return self._dataset[item.index]
 
     def __iter__(self) -> Iterator[Any]:
         worker: Any = get_worker_info()
         self._seeded_begin(derive_seed(int(self._seeded_shared[1]), worker.id))
-        samples = iter(self._dataset)
-        for sample in islice(samples, _NUM_LOOKS - len(self._seeded_looks)):
-            self._seeded_look()
-            yield sample
-        yield from samples
+        return iter(self._dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -419,14 +405,6 @@ class _SeededDataset:
             set_epoch_everywhere(self._seeded_parts, epoch)
             vars(self)["_seeded_epoch"] = epoch
         _seed_process(seed)
-
-    def _seeded_look(self) -> None:
-        """Find out whether loading goes on from what it has left behind; the first time, it may make what stays."""
-        looks, parts = self._seeded_looks, self._seeded_parts
-        if len(looks) < _NUM_LOOKS:
-            looks.append(changing_state(*parts))
-            if len(looks) == _NUM_LOOKS and (looks[-1] != looks[-2] or holds_generators(*parts)):
-                self._seeded_shared[2] = True
 
 
 class _Stream:
