@@ -1,18 +1,21 @@
-"""torchdata's StatefulDataLoader is resumed through its own state, to the last bit."""
+"""torchdata's StatefulDataLoader is resumed through its own state, to the last bit, or read again where that fails."""
 
 import os
+import random
+import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from composer import Callback, Trainer
 from composer.models import ComposerClassifier, ComposerModel
 from composer.utils import dist
 from composer_dist.testing import run_ranks
 
-StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+StatefulDataLoader = torchdata.StatefulDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 
@@ -98,6 +101,130 @@ class Mean(ComposerModel):
 
     def loss(self, outputs, batch):
         return outputs
+
+
+class Shuffled:
+    """A sampler with a generator of its own."""
+
+    def __init__(self):
+        self.rng = random.Random(3)
+
+    def __iter__(self):
+        return iter(self.rng.sample(range(NUM_POINTS), NUM_POINTS))
+
+    def __len__(self):
+        return NUM_POINTS
+
+
+class WithState(Shuffled):
+    def state_dict(self):
+        return {"rng": self.rng.getstate()}
+
+    def load_state_dict(self, state):
+        version, internal, gauss = state["rng"]
+        self.rng.setstate((version, tuple(internal), gauss))
+
+
+class Noisy(Dataset):
+    def __init__(self):
+        self.rng = random.Random(3)
+
+    def __len__(self):
+        return NUM_POINTS
+
+    def __getitem__(self, index):
+        return index + self.rng.random()
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.inner = Shuffled()
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class ByEpoch(Dataset):
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return NUM_POINTS
+
+    def __getitem__(self, index):
+        return index + 100 * self.epoch
+
+
+def distributed(**workers):
+    sampler = torchdata.sampler.StatefulDistributedSampler(range(NUM_POINTS), num_replicas=1, rank=0)
+    return DataLoader(range(NUM_POINTS), BATCH_SIZE, sampler=sampler, **workers)
+
+
+def seeded_generator():
+    return torch.Generator().manual_seed(3)
+
+
+HOLDERS = {
+    "sampler": lambda **workers: StatefulDataLoader(range(NUM_POINTS), BATCH_SIZE, sampler=Shuffled(), **workers),
+    "sampler with state": lambda **workers: StatefulDataLoader(
+        range(NUM_POINTS), BATCH_SIZE, sampler=WithState(), **workers
+    ),
+    "loader": lambda **workers: StatefulDataLoader(
+        range(NUM_POINTS), BATCH_SIZE, shuffle=True, generator=seeded_generator(), **workers
+    ),
+    "dataset": lambda **workers: StatefulDataLoader(Noisy(), BATCH_SIZE, shuffle=True, **workers),
+    "iterable dataset": lambda **workers: StatefulDataLoader(Stream(), BATCH_SIZE, **workers),
+    "torchdata's sampler in torch's loader": distributed,
+}
+
+
+def read(loader, **settings):
+    model, seen = Mean(), Seen()
+    with Trainer(
+        model=model,
+        train_dataloader=loader,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
+        callbacks=[seen],
+        device="cpu",
+        progress_bar=False,
+        max_duration="3ep",
+        train_subset_num_batches=NUM_POINTS // BATCH_SIZE,  # which no iterable dataset says
+        seed=5,
+        run_name="plum",
+        **settings,
+    ) as trainer:
+        trainer.fit()
+    return seen.batches
+
+
+@pytest.mark.parametrize(
+    ("holder", "num_workers"), [*((holder, 0) for holder in HOLDERS), ("sampler", 1), ("dataset", 1)]
+)
+def test_generators_are_not_drawn_from_once_more(tmp_path, holder, num_workers):
+    """Resumed runs had other orders and noise, and an epoch resumed by torchdata's sampler could be empty."""
+    make = HOLDERS[holder]
+    every = {"save_filename": "ba{batch}.pt", "save_latest_filename": None}
+    expected = read(make(num_workers=num_workers), save_folder=str(tmp_path), save_interval="1ba", **every)
+    for stop in (2, 4, 6):
+        torch.manual_seed(99)
+        resumed = read(make(num_workers=num_workers), load_path=str(tmp_path / f"ba{stop}.pt"))
+        assert resumed == {number: expected[number] for number in range(stop, 12)}, stop
+
+
+def test_workers_that_persist_and_do_not_learn_of_the_epoch_are_named_once():
+    """Every epoch was read as the first one."""
+    with pytest.warns(UserWarning, match="set_epoch") as warned:
+        batches = read(StatefulDataLoader(ByEpoch(), BATCH_SIZE, num_workers=1, persistent_workers=True))
+    assert batches[0] == batches[4] == batches[8]
+    (message,) = [str(warning.message) for warning in warned if "set_epoch" in str(warning.message)]
+    assert message.startswith("train_dataloader.dataset defines set_epoch")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*set_epoch")
+        batches = read(StatefulDataLoader(ByEpoch(), BATCH_SIZE, num_workers=1))
+    assert [batches[first][0] for first in (0, 4, 8)] == [0, 100, 200]
 
 
 def read_share(batch_size, settings):
