@@ -77,8 +77,7 @@ class HeldState:
         Settings are not kept, but only numbers that have changed since the run began.
         """
         found: dict[str, dict[str, Any]] = {"generators": {}, "objects": {}, "numbers": {}}
-        parts = _parts(self.loader)
-        for part in parts:
+        for part in _parts(self.loader):
             if isinstance(part.value, _KINDS):
                 found["generators"][part.name] = _generator_state(part.value)
             elif not self._only_generators and part.value is not self.loader and _has_own_state(part.value):
@@ -99,8 +98,6 @@ class HeldState:
             saved: What to put back, as far as the dataloader has these parts.
             role: Of the parts to do so for; all when `None`.
         """
-        if not saved:
-            return
         parts = [part for part in _parts(self.loader) if role in (None, part.role)]
         objects = {} if self._only_generators else saved.get("objects", {})
         for part in parts:

@@ -344,8 +344,9 @@ def _draws_again(loader: Any) -> bool:
     if torchdata is None or not isinstance(loader, torchdata.StatefulDataLoader):
         return False
     # Its own samplers, and a dataset with a state, go to their place without that.
-    samplers = (loader.sampler, loader.batch_sampler)
-    own = [sampler for sampler in samplers if not type(sampler).__module__.startswith("torchdata.")]
+    own = [
+        part for part in (loader.sampler, loader.batch_sampler) if not type(part).__module__.startswith("torchdata.")
+    ]
     dataset = None if _has_state(loader.dataset) else loader.dataset
     return holds_generators(loader.generator, dataset, loader.collate_fn, *own)
 
