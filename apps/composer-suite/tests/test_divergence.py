@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from composer import Trainer
-from composer.algorithms import GradientClipping
+from composer.algorithms import SAM, GradientClipping
 from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
@@ -164,6 +164,30 @@ def test_a_microbatch_whose_labels_are_all_ignored_changes_nothing(train, microb
         torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)  # a few float32 roundings of values below 1
     seen = [float(loss) for _, loss in logged.data["loss/train/total"]]
     assert seen == pytest.approx(means, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("num_samples", [10, 20])
+def test_a_batch_without_any_label_has_no_loss_however_it_is_cut(train, num_samples):
+    """Ten shares of 0.1 add up to 1.0000001, and a loss of -0.0 was logged, beside which usual losses were spikes."""
+    inputs = torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(1))
+    batches = [(inputs, torch.full((num_samples,), label)) for label in (1, -100, -100, -100, 0)]
+    logged = InMemoryLogger()
+    policy = OnDivergence("raise", spike_factor=10.0, on_spike="raise")
+    settings = {"device_train_microbatch_size": 1, "on_divergence": policy}
+    _, _, error = train(batches, loggers=logged, **settings)
+    assert error is None
+    losses = [float(loss) for _, loss in logged.data["loss/train/total"]]
+    assert [math.isnan(loss) for loss in losses] == [False, True, True, True, False]
+
+
+def test_a_loss_that_is_not_finite_counts_once_where_sam_evaluates_it_twice(train, caplog):
+    batches = make_batches()[:3]
+    batches[1] = (batches[1][0], torch.full((BATCH,), -100))
+    _, _, error = train(batches, algorithms=[SAM()])
+    assert error is None
+    assert [record.message[:19] for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "The loss of batch 1"
+    ]
 
 
 @pytest.mark.parametrize("microbatch_size", [2, 1])

@@ -38,8 +38,6 @@ __all__ = [
 _OF_CHECKPOINT = re.compile(
     r"__\d+_\d+\.distcp|\.metadata|composer_manifest\.json"
     r"|(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|(config|generation_config|adapter_config|special_tokens_map|added_tokens)\.json"
-    r"|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)|merges\.txt|(spiece|sentencepiece\.bpe)\.model|chat_template\.jinja"
 )
 _RACED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 
@@ -100,11 +98,11 @@ def write_atomically(
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Return whether a file of this name in a folder is part of a checkpoint there: sharded, or of Hugging Face.
+    """Return whether a file of this name in a folder would be read as weights or shards of a checkpoint there.
 
     Example:
-        >>> [is_of_checkpoint(name) for name in ("model-00001-of-00002.safetensors", "config.json", "notes.md")]
-        [True, True, False]
+        >>> [is_of_checkpoint(name) for name in ("model-00001-of-00002.safetensors", "tokenizer.json", "notes.md")]
+        [True, False, False]
     """
     return _OF_CHECKPOINT.fullmatch(name) is not None
 

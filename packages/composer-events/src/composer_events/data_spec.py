@@ -206,7 +206,7 @@ def _refuse_undistributed(dataloader: Any) -> None:
         return
     names = " over a ".join(type(sampler).__name__ for sampler in samplers)
     raise ValueError(
-        f"The dataloader reads by a {names}, of which no one says which rank it reads for. If all have the same "
+        f"The dataloader's sampler is {names}, which does not say which rank it reads for. If all have the same "
         f"dataset, each of the {world_size} ranks would read all of it: pass sampler=get_sampler(dataset), of "
         f"composer.utils.dist, to the DataLoader, or torch's DistributedSampler. If each rank has a dataset of its "
         f"own, or ranks hold tensors together and need the same samples, say so by num_replicas=1 and rank=0 of "

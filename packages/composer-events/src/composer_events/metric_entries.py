@@ -69,7 +69,7 @@ def number_of(name: str, value: Any, entry: str) -> Any:
 
 
 def refuse_several(name: str, metric: Any, entry: str) -> None:
-    """Refuse a metric with several numbers of which none was named, as far as a copy that saw nothing knows.
+    """Refuse a metric with several numbers of which none was named, as far as a copy without updates can tell.
 
     Args:
         name: Name of the metric.

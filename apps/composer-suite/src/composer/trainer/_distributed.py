@@ -153,7 +153,7 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage != 3:
         return
-    from composer_algorithms import EMA, SWA  # few train at stage 3
+    from composer_algorithms import EMA, SWA  # imported here because it is rarely needed
 
     for algorithm in algorithms:
         if isinstance(algorithm, EMA | SWA):

@@ -69,7 +69,6 @@ class DivergenceGuard:
         device = state.device.torch_device
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._arrivals = Arrivals(device)
-        self._is_on_host = device.type == "cpu"
         # Of sharded gradients it speaks to all ranks, where each sees only its own parts.
         self._reductions = watch_reductions(strategy) if self._sees_gradients else None
         self._defers = (
@@ -85,6 +84,7 @@ class DivergenceGuard:
         self._num_in_a_row = 0
         self._num_overflows = 0
         self._num_bad_losses = 0
+        self._latest_bad_loss = -1
         self._refused: Divergence | None = None
 
     def begin_batch(self) -> None:
@@ -235,6 +235,9 @@ class DivergenceGuard:
                     self._note_bad_loss(batch)
 
     def _note_bad_loss(self, batch: int) -> None:
+        if batch == self._latest_bad_loss:  # another evaluation of the same batch
+            return
+        self._latest_bad_loss = batch
         self._num_bad_losses += 1
         if self._num_bad_losses == 1:
             _log.warning(

@@ -16,7 +16,7 @@ class Guard(Protocol):
         ...
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, in such a form that no rank steps while a divergence is on its way to the host."""
+        """Return the loss, so that no rank steps while a divergence has not reached the host yet."""
         ...
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:

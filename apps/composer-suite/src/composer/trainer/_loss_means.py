@@ -28,10 +28,9 @@ def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float)
     dtype = torch.promote_types(loss.dtype, torch.float32)
     missing = torch.nan_to_num((loss * 0).to(dtype), nan=share)
     _add(losses, name, torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0))
+    _add(losses, name + _SHARE, share - missing)
     if name == TOTAL:
         _add(losses, _MISSING, missing)
-    else:
-        _add(losses, name + _SHARE, share - missing)
 
 
 def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
@@ -42,7 +41,7 @@ def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
 
 def mean_total(losses: Mapping[str, Tensor], strategy: Strategy) -> Tensor:
     """Return the mean of the total over all ranks, without what is not finite. Every rank must call this."""
-    sums = {name: losses[name] for name in (TOTAL, _MISSING) if name in losses}
+    sums = {name: losses[name] for name in (TOTAL, TOTAL + _SHARE, _MISSING) if name in losses}
     return over_their_shares(strategy.mean(sums))[TOTAL]
 
 
@@ -74,13 +73,14 @@ class LossMeans:
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of each loss over the samples, of all ranks, that have it. Every rank must call this."""
-        self._note({name for name in losses if name + _SHARE in losses})
+        self._note({name for name in losses if name != TOTAL and name + _SHARE in losses})
         if self._is_first:
             self.compare_names()
             self._is_first = False
         total = losses[TOTAL].detach()
         none, no_share = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.float32)
         asked = {TOTAL: total, _MISSING: losses.get(_MISSING, no_share)}
+        asked[TOTAL + _SHARE] = losses.get(TOTAL + _SHARE, no_share)
         for name in self._names:
             asked[name] = losses.get(name, none).detach()
             asked[name + _SHARE] = losses.get(name + _SHARE, no_share)
@@ -95,17 +95,14 @@ class LossMeans:
 
 def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return each loss over the share of the batch that has it: NaN where none of the batch has a finite one."""
-    return {
-        name: loss / share if (share := _share_of(name, losses)) is not None else loss
+    means = {
+        name: loss / losses[name + _SHARE] if name + _SHARE in losses else loss
         for name, loss in losses.items()
         if not name.endswith((_SHARE, _MISSING))
     }
-
-
-def _share_of(name: str, losses: Mapping[str, Tensor]) -> Tensor | None:
-    if name == TOTAL and _MISSING in losses:
-        return 1 - losses[_MISSING]  # 1 exactly where all are finite, so that the total keeps its last bit
-    return losses.get(name + _SHARE)
+    if _MISSING in losses:  # otherwise the shares add up to 1 but for their rounding, and the total keeps its last bit
+        means[TOTAL] = torch.where(losses[_MISSING] > 0, means[TOTAL], losses[TOTAL])
+    return means
 
 
 def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:

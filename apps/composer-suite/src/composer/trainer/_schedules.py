@@ -174,8 +174,9 @@ def following_load(state: State) -> Iterator[None]:
     if loaded != given and get_global_rank() == 0:
         _log.warning(
             "The script's lr=%s is replaced by the checkpoint's lr=%s. To train with the script's, pass "
-            "load_ignore_keys=['state/schedulers/*'], or set it in optimizer.param_groups where no scheduler moves it.",
+            "load_ignore_keys=['%s'].",
             *(", ".join(f"{lr:g}" for lr in dict.fromkeys(lrs)) for lrs in (given, loaded)),
+            "state/schedulers/*" if schedulers else "state/optimizers/*/lr",
         )
 
 

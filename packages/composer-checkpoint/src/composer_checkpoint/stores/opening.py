@@ -200,7 +200,7 @@ def validate_credentials(store: ObjectStore, remote_file_name: str = CREDENTIALS
 
 
 def reach(store: ObjectStore, address: str) -> None:
-    """Raise if a store gives no answer, whichever, to whether it has an object. One that has answered is not asked.
+    """Raise if a store does not respond. A store that has responded before is not asked again.
 
     The libraries of some stores try for minutes, and their callers several times more.
 
@@ -249,7 +249,7 @@ def _first_answer(place: str, ask: Callable[[], A]) -> A:
 
     def told() -> str:
         return (
-            f"{place} gives no answer{''.join(failures[-1:])}, and {_FIRST_ANSWER_S:g} s are enough for one. Check the "
+            f"{place} did not respond within {_FIRST_ANSWER_S:g} s{''.join(failures[-1:])}. Check the "
             f"credentials, which may have to be fetched over the network, too; whether this machine has a network, or "
             f"needs a proxy; and the endpoint, if one is set."
         )
