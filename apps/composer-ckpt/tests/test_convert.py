@@ -163,6 +163,7 @@ def test_what_is_no_part_of_a_checkpoint_stays_in_a_folder_that_is_replaced(run,
     save_sharded({"w": torch.ones(2)}, "new")
     os.makedirs("new/results")
     mine = {"notes.md": "precious", "results/eval.json": "7", "optimizer.safetensors": "mine, too", "train.py": "code"}
+    mine["tokenizer.json"] = "of the model, which the conversion does not write"
     for name, text in mine.items():
         (beside / "new" / name).write_text(text)
     for command in ("convert ep2.pt new --to dcp", "reshard sharded new --world-size 2"):
@@ -172,7 +173,7 @@ def test_what_is_no_part_of_a_checkpoint_stays_in_a_folder_that_is_replaced(run,
     assert verify("new") is not None
     assert run("convert", "sharded", "new", "--to", "dcp", "--overwrite")[0] == 0
     assert sorted(os.listdir("new")) == sorted(
-        [*os.listdir("sharded"), "notes.md", "optimizer.safetensors", "results", "train.py"]
+        [*os.listdir("sharded"), "notes.md", "optimizer.safetensors", "results", "tokenizer.json", "train.py"]
     )
 
 
