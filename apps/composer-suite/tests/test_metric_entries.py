@@ -12,6 +12,7 @@ from composer.metrics import MAP
 from composer.models import ComposerClassifier
 from composer.report import RunRecorder, read_run
 
+pytest.importorskip("pycocotools", reason="the wheel alone comes without the extra coco")
 CLASSES = {"MulticlassAccuracy/0", "MulticlassAccuracy/1"}
 BOX = torch.tensor([[0.0, 0.0, 10.0, 10.0]])
 
@@ -55,6 +56,7 @@ def train(make_trainer, make_loader):
 
 def test_each_logger_has_each_entry_under_its_own_name(train, tmp_path, capsys):
     """Seen before: a dict under `metrics/eval/MAP`, which TensorBoard and the run report left out."""
+    pytest.importorskip("tensorboard", reason="the wheel alone comes without the extra tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     memory = InMemoryLogger()
