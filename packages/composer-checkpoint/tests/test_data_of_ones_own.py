@@ -440,20 +440,151 @@ def test_a_set_epoch_that_cannot_be_called_is_left_out_with_one_warning(kind):
     assert message.startswith(f"{kind.__name__}.set_epoch(0) raised ")
 
 
+NOISE = np.random.default_rng(3)
+
+
+def noisy(value, is_twice=False):
+    return value + noise(is_twice)
+
+
+def noise(is_twice):
+    return noisy(0) if is_twice else round(NOISE.random(), 3)  # the two call each other
+
+
+class ByHelper(Numbers):
+    def __getitem__(self, index):
+        return torch.tensor(noisy(index))
+
+
+class ByStaticMethod(Numbers):
+    @staticmethod
+    def noisy(value):
+        return value + round(NOISE.random(), 3)
+
+    def __getitem__(self, index):
+        return torch.tensor(self.noisy(index))
+
+
+class ByProperty(Numbers):
+    @property
+    def noise(self):
+        return round(NOISE.random(), 3)
+
+    def __getitem__(self, index):
+        return torch.tensor(index + self.noise)
+
+
+@pytest.mark.parametrize("kind", [ByHelper, ByStaticMethod, ByProperty])
+@pytest.mark.parametrize("stop", [2, 6])
+def test_a_generator_of_the_module_is_found_through_what_draws_from_it(tmp_path, kind, stop):
+    """Other numbers were drawn after a resumption, and nothing said so."""
+
+    def make():
+        NOISE.bit_generator.state = np.random.default_rng(3).bit_generator.state
+        return make_state(DataLoader(kind(), BATCH_SIZE))
+
+    expected = read(make(), tmp_path, [stop])
+    state = make()
+    load_checkpoint(tmp_path / f"{stop}.pt", state, None)
+    assert read(state) == {batch: expected[batch] for batch in expected if batch > stop}
+
+
+class Scaled(Numbers):
+    def __init__(self):
+        self.scale, self.is_late, self.num_read = 1.0, False, 0
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        return torch.tensor(index * self.scale + 100 * self.is_late)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6, 8, 9, 11])
+def test_what_a_listener_sets_on_a_dataset_at_the_start_of_an_epoch_is_there_inside_it(tmp_path, stop):
+    """The first samples after a resumption were those of another epoch, since EPOCH_START is not sent inside one."""
+
+    def read_with_listener(state, path=None):
+        seen, position = {}, DataPosition.of(state)
+        while state.timestamp.epoch < NUM_EPOCHS:
+            position.begin(state)
+            if state.timestamp.batch_in_epoch == 0:  # as the Trainer sends EPOCH_START
+                dataset = state.train_dataloader.dataset
+                dataset.is_late = state.timestamp.epoch > 1
+                if state.timestamp.epoch == 1:
+                    dataset.scale = 2.0
+            batches = position.open(state)
+            while state.timestamp.batch_in_epoch < BATCHES_PER_EPOCH:
+                batch = next(batches)
+                state.timestamp = state.timestamp.to_next_batch(samples=BATCH_SIZE)
+                number = int(state.timestamp.batch)
+                seen[number] = batch.tolist()
+                if number == stop and path is not None:
+                    save_checkpoint(state, f"{path}/saved.pt")
+            if not seen or min(seen) > int(state.timestamp.batch):
+                position.skip_to_end(state.train_dataloader)
+            state.timestamp = state.timestamp.to_next_epoch()
+        position.close()
+        return seen
+
+    seed()
+    expected = read_with_listener(make_state(DataLoader(Scaled(), BATCH_SIZE, shuffle=True)), tmp_path)
+    state = make_state(DataLoader(Scaled(), BATCH_SIZE, shuffle=True))
+    load_checkpoint(tmp_path / "saved.pt", state, None)
+    assert read_with_listener(state) == {batch: expected[batch] for batch in expected if batch > stop}
+
+
 class InPlace(Shuffled):
     def __init__(self):
-        self.order = list(range(100, 100 + NUM_SAMPLES))
+        self.order = list(range(NUM_SAMPLES))
 
     def __iter__(self):
         random.shuffle(self.order)
-        return (index - 100 for index in self.order)
+        return iter(list(self.order))
+
+
+class ArrayInPlace(Shuffled):
+    def __init__(self):
+        self.order = np.arange(NUM_SAMPLES)
+
+    def __iter__(self):
+        np.random.shuffle(self.order)
+        return iter(self.order.tolist())
+
+
+class Permuted(Shuffled):
+    def __init__(self):
+        self.order = torch.arange(NUM_SAMPLES)
+
+    def __iter__(self):
+        self.order = self.order[torch.randperm(NUM_SAMPLES)]
+        return iter(self.order.tolist())
+
+
+class InPlaceByText(Shuffled):
+    def __init__(self):
+        self.order = [str(index) for index in range(NUM_SAMPLES)]
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return map(int, list(self.order))
+
+
+@pytest.mark.parametrize("kind", [InPlace, ArrayInPlace, Permuted])
+@pytest.mark.parametrize("stop", [3, 4, None, 6, 8, 11])
+def test_an_order_that_changes_from_epoch_to_epoch_goes_on(tmp_path, kind, stop):
+    """Another order came, in silence where the checkpoint was from between two epochs."""
+    seed()
+    expected = read(make_state(DataLoader(Numbers(), BATCH_SIZE, sampler=kind())), tmp_path, [stop])
+    state = make_state(DataLoader(Numbers(), BATCH_SIZE, sampler=kind()))
+    load_checkpoint(tmp_path / f"{stop}.pt", state, None)
+    first = (stop or BATCHES_PER_EPOCH) + 1
+    assert read(state) == {batch: expected[batch] for batch in expected if batch >= first}
 
 
 def test_a_sampler_whose_order_cannot_be_brought_back_is_named_inside_an_epoch(tmp_path):
     """Some samples were read twice and others never."""
     seed()
-    read(make_state(DataLoader(Numbers(), BATCH_SIZE, sampler=InPlace())), tmp_path, [11])
-    state = make_state(DataLoader(Numbers(), BATCH_SIZE, sampler=InPlace()))
+    read(make_state(DataLoader(Numbers(), BATCH_SIZE, sampler=InPlaceByText())), tmp_path, [11])
+    state = make_state(DataLoader(Numbers(), BATCH_SIZE, sampler=InPlaceByText()))
     load_checkpoint(tmp_path / "11.pt", state, None)
     with pytest.warns(UserWarning, match="The sampler of train_dataloader, a BatchSampler, has chosen other samples"):
         read(state)

@@ -1,8 +1,8 @@
 """What the parts of a dataloader hold that changes from epoch to epoch, or while they are read.
 
 Parts are all objects that a dataloader leads to by attributes, items, arguments, closures and the globals that its
-methods name. Of these, a checkpoint keeps generators of random numbers, what `state_dict` gives, and the numbers that
-samplers count with.
+methods name. Of these, a checkpoint keeps generators of random numbers, what `state_dict` gives, and the numbers and
+orders that samplers hold.
 """
 
 import copy
@@ -34,6 +34,7 @@ _KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.B
 _LEAVES = (str, bytes, int, float, bool, type(None), type, ModuleType, BuiltinFunctionType, np.ndarray, torch.Tensor)
 _NOT_DATA = (logging.Logger, torch.optim.Optimizer, random.SystemRandom)
 _NUMBERS = (int, float)  # and not bool
+_PLAIN = (int, float, bool, str)
 _UNSET = (int, bool, type(None))
 _FOREIGN = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"__main__"})  # whose classes hold no generators
 _MAX_OBJECTS = 5_000
@@ -68,13 +69,14 @@ class HeldState:
     def __init__(self, loader: Any, only_generators: bool = False) -> None:
         self.loader = loader
         self._only_generators = only_generators
-        self._first = {name: inner if type(inner) in _NUMBERS else None for name, inner in self._of_samplers()}
+        self._first = {name: _mark(_kept(inner)) for name, inner in self._of_samplers()}
         self._warned = set[str]()
+        self._listened = set[str]()
 
     def capture(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; nothing where there is nothing.
 
-        Settings are not kept, but only numbers that have changed since the run began.
+        Settings are not kept, but only numbers and orders that have changed since the run began.
         """
         found: dict[str, dict[str, Any]] = {"generators": {}, "objects": {}, "numbers": {}}
         for part in _parts(self.loader):
@@ -84,9 +86,11 @@ class HeldState:
                 state = self._ask(part)
                 if state is not _MISSING:
                     found["objects"][part.name] = {"state": state, "unset": _unset(part.value)}
+        settings = self.settings() if self._listened else {}
+        found["listened"] = {name: settings[name] for name in self._listened if name in settings}
         numbers = {} if self._only_generators else self.numbers()
         # A number in the place of `None`, such as a file descriptor, counts nothing.
-        changed = {name: now for name, now in numbers.items() if self._first.get(name, _MISSING) not in (None, now)}
+        changed = {name: now for name, now in numbers.items() if self._has_changed(name, now)}
         if changed:
             found["numbers"] = {"changed": changed, "rest": self._rest()}
         return {kind: entries for kind, entries in found.items() if entries}
@@ -103,26 +107,64 @@ class HeldState:
         for part in parts:
             if part.name in objects:
                 _load(part.value, **objects[part.name])
+        if role != "chooses":
+            values = {part.name: part.value for part in parts}
+            for name, setting in saved.get("listened", {}).items():
+                owner, _, key = name.rpartition(".")
+                if owner in values:
+                    object.__setattr__(values[owner], key, setting)
+                    self._listened.add(name)
         numbers = saved.get("numbers")
-        # Next to an order or a flag that is not as it was then, a number may be wrong: a sampler that has sorted in its
-        # first epoch would look for what it has not kept.
-        if numbers and role != "loads" and numbers["rest"] == self._rest():
-            self.set_numbers(numbers["changed"])
+        if numbers and role != "loads":
+            changed = numbers["changed"]
+            self.set_numbers({name: value for name, value in changed.items() if isinstance(value, bytes)})
+            # Next to a flag, or to an order of another length, that is not as it was then, a number may be wrong: a
+            # sampler that has sorted in its first epoch would look for what it has not kept.
+            if numbers["rest"] == self._rest():
+                self.set_numbers(changed)
         for part in parts:
             if isinstance(part.value, _KINDS) and part.name in saved.get("generators", {}):
                 _set_generator_state(part.value, saved["generators"][part.name])
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers that samplers and their parts hold as attributes."""
-        return {name: inner for name, inner in self._of_samplers() if type(inner) in _NUMBERS}
+        """Return the numbers that samplers and their parts hold as attributes, and orders as bytes."""
+        return {name: kept for name, inner in self._of_samplers() if (kept := _kept(inner)) is not None}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set attributes of samplers and their parts, unless they hold something else than numbers now."""
+        """Set attributes of samplers and their parts, unless they hold something of another kind or length now."""
         parts = {part.name: part.value for part in _parts(self.loader)}
         for name, number in numbers.items():
             owner, _, key = name.rpartition(".")
-            if owner in parts and type(_attributes(parts[owner]).get(key, number)) in _NUMBERS:
+            if owner not in parts:
+                continue
+            now = _attributes(parts[owner]).get(key, number)
+            if isinstance(number, bytes):
+                _set_order(now, np.frombuffer(number, np.int64))
+            elif type(now) in _NUMBERS:
                 object.__setattr__(parts[owner], key, number)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the numbers, flags and texts that datasets, `collate_fn` and their parts hold as attributes."""
+        if self._only_generators:
+            return {}
+        held = (
+            (part, *item)
+            for part in _parts(self.loader)
+            if part.role == "loads"
+            for item in _attributes(part.value).items()
+        )
+        return {f"{part.name}.{key}": inner for part, key, inner in held if type(inner) in _PLAIN}
+
+    def note_listeners(self, before: Mapping[str, Any]) -> None:
+        """Note which settings listeners have changed: a run that is resumed inside the epoch does not call them."""
+        now = self.settings()
+        self._listened |= {name for name in now.keys() & before.keys() if now[name] != before[name]}
+
+    def _has_changed(self, name: str, now: Any) -> bool:
+        first = self._first.get(name, _MISSING)
+        if isinstance(now, bytes):  # an order that there was not, or of another length, is made from something else
+            return isinstance(first, tuple) and first[0] == len(now) and first != _mark(now)
+        return first not in (None, now)
 
     def _of_samplers(self) -> list[tuple[str, Any]]:
         parts = [part for part in _parts(self.loader) if part.role == "chooses"]
@@ -282,14 +324,22 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _outside(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the cells of a function's closure, its defaults, and the generators among the globals that it names."""
+def _outside(function: FunctionType, seen: frozenset[FunctionType] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Yield a function's closure, its defaults, and the generators that it and the functions it calls name."""
     yield from zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((f"default {number}", default) for number, default in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
     for name in _names(function.__code__):
-        if isinstance(inner := function.__globals__.get(name), _KINDS):
+        inner = function.__globals__.get(name)
+        if isinstance(inner, _KINDS):
             yield name, inner
+        elif isinstance(inner, FunctionType) and inner not in seen and not _is_foreign(inner):
+            of_helper = _outside(inner, seen | {function})
+            yield from ((f"{name}.{key}", generator) for key, generator in of_helper if isinstance(generator, _KINDS))
+
+
+def _is_foreign(value: Any) -> bool:
+    return value.__module__.partition(".")[0] in _FOREIGN
 
 
 def _names(code: CodeType) -> set[str]:
@@ -302,14 +352,46 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
     """Return the generators that a class and the functions in it hold."""
     found: dict[str, Any] = {}
     for owner in kind.__mro__:
-        if owner.__module__.partition(".")[0] in _FOREIGN:
+        if _is_foreign(owner):
             continue
         for name, value in vars(owner).items():
+            value = getattr(value, "__func__", getattr(value, "fget", value))  # of a static method, of a property
             if isinstance(value, _KINDS):
                 found.setdefault(name, value)
             elif isinstance(value, FunctionType):
                 found |= {key: inner for key, inner in _outside(value) if isinstance(inner, _KINDS)}
     return list(found.items())
+
+
+def _kept(value: Any) -> Any:
+    """Return a number, or the integers of a list, an array or a tensor as bytes; `None` for other values."""
+    if type(value) in _NUMBERS:
+        return value
+    if not isinstance(value, list | np.ndarray | torch.Tensor):
+        return None
+    if isinstance(value, list) and not (value and type(value[0]) is int):
+        return None
+    try:
+        order: Any = np.asarray(value)
+    except Exception:  # whatever it raises for lists of lists, and tensors elsewhere
+        return None
+    return order.astype(np.int64).tobytes() if order.ndim == 1 and order.dtype.kind == "i" else None
+
+
+def _mark(kept: Any) -> Any:
+    return (len(kept), zlib.crc32(kept)) if isinstance(kept, bytes) else kept
+
+
+def _set_order(value: Any, order: Any) -> None:
+    """Put an order into a list, an array or a tensor of the same length, in place: another part may hold it, too."""
+    if not isinstance(value, list | np.ndarray | torch.Tensor) or len(value) != len(order):
+        return
+    if isinstance(value, list):
+        value[:] = order.tolist()
+    elif isinstance(value, torch.Tensor):
+        value.copy_(torch.from_numpy(order.copy()))
+    elif value.flags.writeable:
+        value[...] = order
 
 
 def _content_of(value: Any) -> bytes:

@@ -95,6 +95,7 @@ class DataPosition:
         self._is_resumed = False
         self._held: HeldState | None = None
         self._begun: tuple[Any, int, list[object]] | None = None  # of which epoch the parts have the number
+        self._settings: dict[str, Any] = {}  # of the dataset, before listeners acted on the start of the epoch
         self._seeded: SeededBatches | None = None  # kept, since its workers may persist
 
     @classmethod
@@ -166,6 +167,7 @@ class DataPosition:
         if epoch > 0 and isinstance(loader, DataLoader) and loader.persistent_workers and not is_known:
             held.warn_of_copies()
         self._begun = loader, epoch, parts
+        self._settings = held.settings()
 
     def open(self, state: "State", dataloader: Iterable[Any] | None = None) -> Iterator[Any]:
         """Return the rest of the current epoch, whose number and first batch the state's timestamp says.
@@ -179,6 +181,7 @@ class DataPosition:
         if self._begun is None or self._begun[0] is not loader or self._begun[1] != epoch:
             self.begin(state, loader)
         (_, _, parts), self._begun = cast("tuple[Any, int, list[object]]", self._begun), None
+        self.watch(loader).note_listeners(self._settings)
         set_epoch_everywhere(loader, epoch, parts)  # those that a listener has put there meanwhile
         rng, self._rng = self._rng, None
         is_resumed, self._is_resumed = self._is_resumed, False
@@ -406,8 +409,8 @@ def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] 
     # not, lest two ranks draw the same.
     first = rng[0].get(EPOCH_START_KEY) or {}
     found = {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
-    numbers = first.get(_HELD, {}).get("numbers")
-    return {**found, _HELD: {"numbers": numbers}} if numbers else found
+    shared = {kind: entries for kind, entries in first.get(_HELD, {}).items() if kind in ("numbers", "listened")}
+    return {**found, _HELD: shared} if shared else found
 
 
 def _has_place(dataloader: Any) -> bool:
