@@ -94,6 +94,14 @@ def test_a_name_that_was_given_counts_from_the_bucket_as_ever():
     assert saver.saved_checkpoints == [f"{bucket}/own/1.pt", f"{bucket}/own/2.pt"]
 
 
+def test_an_address_that_would_get_nothing_is_refused():
+    """All checkpoints were gone at the end of the run, with the temporary folder that they were in."""
+    with pytest.raises(
+        ValueError, match=r"remote_file_name=None uploads nothing, so folder='memory://plums' would get"
+    ):
+        CheckpointSaver("memory://plums", remote_file_name=None)
+
+
 def test_what_was_deleted_in_the_store_is_not_among_the_saved_checkpoints():
     """`saved_checkpoints` had temporary files, one for each that is on this machine until the end."""
     bucket = f"memory://{uuid.uuid4().hex}"

@@ -94,7 +94,7 @@ class CheckpointSaver(Callback):
         filename: What each is called in it, with placeholders for run, ranks and time. Its end says the format.
         remote_file_name: The name for loggers that take files, or in the store, counted from the bucket: the default
             is then `filename` below the path of `folder`, or below `{run_name}/checkpoints` in a bare bucket. `None`
-            uploads nothing.
+            uploads nothing, and needs a folder on a disk.
         latest_filename: The name of the link to the latest one. `None` for no link.
         latest_remote_file_name: The name of the pointer, to which `.symlink` is added. The default is like that of
             `remote_file_name`.
@@ -197,6 +197,11 @@ class CheckpointSaver(Callback):
         self._remove_temporary: Callable[[], object] | None = None
         self._remote_folder = folder if parse_uri(folder).backend else None
         if self._remote_folder is not None:
+            if remote_file_name is None:
+                raise ValueError(
+                    f"remote_file_name=None uploads nothing, so folder={folder!r} would get no checkpoint. Leave "
+                    "remote_file_name out, or give a folder on a disk."
+                )
             self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
             inside = parse_uri(folder).path.strip("/") or _FOLDER
             if remote_file_name == _REMOTE_NAME:
