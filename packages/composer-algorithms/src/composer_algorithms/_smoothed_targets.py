@@ -120,6 +120,8 @@ def _from_indices(
     for each in labels:
         if can_read_values(each) and each.numel() and int(each.max()) >= input.shape[1]:
             ensure_targets_one_hot(input, each)  # which says how many classes there must be
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.float()  # once, as the loss would do for each, so that the gradients of both are rounded together
     losses = [
         F.cross_entropy(input, each, weight, reduction="none", label_smoothing=target.smoothing) for each in labels
     ]
