@@ -193,7 +193,7 @@ def test_a_sampler_that_shards_by_itself_says_so_by_its_attributes(monkeypatch, 
     for loader, name in zip(loaders(mute), ("Mute", "BatchSampler over a .*Mute"), strict=True):
         with pytest.raises(
             ValueError,
-            match=rf"sampler is .*{name}, which does not say which rank.*If all have the same dataset.*of its own, .*by num_",
+            match=rf"sampler is .*{name}, which does not say which rank.*same dataset.*of its own, .*by num_",
         ):
             DataSpec(loader)
     mute.num_replicas, mute.rank = 2, 0
