@@ -96,9 +96,7 @@ def test_a_name_that_was_given_counts_from_the_bucket_as_ever():
 
 def test_an_address_that_would_get_nothing_is_refused():
     """All checkpoints were gone at the end of the run, with the temporary folder that they were in."""
-    with pytest.raises(
-        ValueError, match=r"uploads nothing, so folder='memory://plums' would get"
-    ):
+    with pytest.raises(ValueError, match=r"uploads nothing, so folder='memory://plums' would get"):
         CheckpointSaver("memory://plums", remote_file_name=None)
 
 
