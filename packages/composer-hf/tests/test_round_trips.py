@@ -167,6 +167,7 @@ def test_a_folder_that_exists_is_left_alone(make_model, save, tmp_path):
         "generation_config.json",
         "mine.txt",
         "model.safetensors",
+        "tokenizer.json",  # which is not written, as the model has no tokenizer
     ]
 
 
