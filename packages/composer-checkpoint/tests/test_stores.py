@@ -485,6 +485,7 @@ def test_paths_of_databricks_are_taken_apart_and_put_together(tmp_path, monkeypa
 @pytest.mark.parametrize(("prefix", "key"), [("", "ep1.pt"), ("run", "run/ep1.pt"), ("/a/b/", "a/b/ep1.pt")])
 def test_a_key_is_the_name_in_the_bucket(prefix, key, monkeypatch):
     """AttributeError: scripts of Composer's call `GCSObjectStore.get_key`."""
+    pytest.importorskip("s3fs")
     monkeypatch.setenv("GCS_KEY", "key")
     monkeypatch.setenv("GCS_SECRET", "secret")
     assert GCSObjectStore("bucket", prefix).get_key("ep1.pt") == key
