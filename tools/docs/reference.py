@@ -49,7 +49,7 @@ MODULES = {
         "composer_events",
         "composer_events.arguments",
         "composer_events.passes",
-        "composer_events.value_copies",
+        "composer_events.logger_destination",
     ],
     "composer-dist": ["composer_dist", "composer_dist.dist", "composer_dist.testing"],
     "composer-time": ["composer_time"],

@@ -50,7 +50,7 @@ IMPORT_MAP = [
     ("Batch JSON Dataset MemoryFormat TrainerMode", "composer_events.types", "composer.core composer.core.types"),
     ("PyTorchScheduler BreakEpochException", "composer_events.types", "composer.core composer.core.types"),
     ("Logger", "composer_events.logger", "composer composer.loggers composer.loggers.logger"),
-    ("format_log_data_value", "composer_events.log_values", "composer.loggers.logger"),
+    ("format_log_data_value", "composer_events.logger_destination", "composer.loggers.logger"),
     (
         "LoggerDestination",
         "composer_events.logger_destination",
@@ -68,7 +68,7 @@ IMPORT_MAP = [
     ("WandBLogger", "composer.loggers.wandb_logger", "composer.loggers"),
     ("ProgressBarLogger", "composer.loggers.progress_bar_logger", "composer.loggers"),
     ("Profiler", "composer.profiler.profiler", "composer.profiler"),
-    ("ProfilerAction", "composer_events.profiler_action", "composer.profiler composer.profiler.profiler_action"),
+    ("ProfilerAction", "composer_events.event", "composer.profiler composer.profiler.profiler_action"),
     ("cyclic_schedule", "composer.profiler.profiler_schedule", "composer.profiler"),
     ("Marker", "composer.profiler.marker", "composer.profiler"),
     ("TraceHandler", "composer.profiler.trace_handler", "composer.profiler"),
@@ -139,7 +139,7 @@ IMPORT_MAP = [
         "composer_dist.devices",
         "composer.utils composer.utils.device",
     ),
-    ("batch_get batch_set", "composer_events.batch_helpers", "composer.utils composer.utils.batch_helpers"),
+    ("batch_get batch_set", "composer_events.batches", "composer.utils composer.utils.batch_helpers"),
     (
         "seed_context configure_deterministic_mode get_random_seed seed_all get_rng_state load_rng_state MAX_SEED",
         "composer_dist.reproducibility",
@@ -148,10 +148,10 @@ IMPORT_MAP = [
     ("StringEnum", "composer_time", "composer.utils composer.utils.string_enum"),
     (
         "ensure_tuple map_collection IteratorFileStream",
-        "composer_events.iter_helpers",
+        "composer_events.batches",
         "composer.utils composer.utils.iter_helpers",
     ),
-    ("iterate_with_callback", "composer_events.iter_helpers", "composer.utils.iter_helpers"),
+    ("iterate_with_callback", "composer_events.batches", "composer.utils.iter_helpers"),
     ("model_eval_mode", "composer_models", "composer.utils composer.utils.misc"),
     ("is_notebook", "composer.utils.notebook", "composer.utils composer.utils.misc"),
     ("ParallelismType", "composer_events.parallelism", "composer_events composer.utils composer.utils.misc"),
@@ -816,7 +816,7 @@ IMPORT_MAP = [
         "composer.utils",
     ),
     ("describe_environment main", "composer.utils.collect_env", "composer.cli.collect_env"),
-    ("get_composer_env_dict", "composer_events.env_info", "composer.utils composer.utils.collect_env"),
+    ("get_composer_env_dict", "composer_events.hparams", "composer.utils composer.utils.collect_env"),
     (
         "MLFLOW_EXPERIMENT_ID_FORMAT_KEY MLFLOW_RUN_ID_FORMAT_KEY",
         "composer.utils.object_store.mlflow_object_store",

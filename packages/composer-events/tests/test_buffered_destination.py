@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from composer_events import BufferedDestination, Callback, Engine, Logger, LoggerDestination, State, log_lazily
-from composer_events.value_copies import restored
+from composer_events.logger_destination import restored
 from composer_time import Timestamp
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_events.metric_direction import higher_is_better
+from composer_events.metric_entries import higher_is_better
 
 LOWER = """
     loss val_loss loss/train/total LossMetric CrossEntropy metrics/eval/CrossEntropy LanguageCrossEntropy cross_entropy

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_events.iter_helpers import ensure_tuple
+from composer_events.batches import ensure_tuple
 
 __all__ = ["Replacement", "as_optimizers", "follow_replacements", "rename_in_optimizer", "update_params_in_optimizer"]
 

@@ -20,7 +20,7 @@ from composer_algorithms.metadata import Metadata
 from composer_dist.precision import get_precision_context
 from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
-from composer_events.batch_helpers import batch_set
+from composer_events.batches import batch_set
 from composer_events.event import Event
 from composer_models.eval_mode import model_eval_mode
 

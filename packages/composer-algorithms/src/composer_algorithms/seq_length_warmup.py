@@ -14,8 +14,8 @@ from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms.metadata import Metadata
 from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
+from composer_events.batches import ensure_tuple
 from composer_events.event import Event
-from composer_events.iter_helpers import ensure_tuple
 from composer_time import TimeUnit
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingOptimizerError
 from composer_checkpoint.modular._names import group_names, parameters_by_name
 from composer_dist.wrapping import canonical_name
-from composer_events.iter_helpers import ensure_tuple
+from composer_events.batches import ensure_tuple
 from composer_time import Timestamp
 
 if TYPE_CHECKING:

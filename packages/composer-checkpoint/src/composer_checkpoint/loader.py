@@ -38,7 +38,7 @@ from composer_checkpoint.stores.addresses import is_uri
 from composer_checkpoint.strategy_state import PARTS, load_parts, owner_of
 from composer_checkpoint.train_data import begin_epoch_again, refuse_other_data
 from composer_dist import dist
-from composer_events.iter_helpers import ensure_tuple
+from composer_events.batches import ensure_tuple
 
 if TYPE_CHECKING:
     from composer_checkpoint.stores.base import ObjectStore

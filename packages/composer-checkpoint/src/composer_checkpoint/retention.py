@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from composer_events.arguments import to_time
-from composer_events.metric_direction import higher_is_better
+from composer_events.metric_entries import higher_is_better
 from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from composer_events.algorithm import Algorithm as Algorithm
-    from composer_events.batch_helpers import batch_get as batch_get
-    from composer_events.batch_helpers import batch_set as batch_set
-    from composer_events.buffered_destination import BufferedDestination as BufferedDestination
-    from composer_events.buffered_destination import LoggedMetrics as LoggedMetrics
+    from composer_events.batches import IteratorFileStream as IteratorFileStream
+    from composer_events.batches import batch_get as batch_get
+    from composer_events.batches import batch_set as batch_set
+    from composer_events.batches import ensure_tuple as ensure_tuple
+    from composer_events.batches import iterate_with_callback as iterate_with_callback
+    from composer_events.batches import map_collection as map_collection
     from composer_events.callback import Callback as Callback
     from composer_events.data_spec import DataSpec as DataSpec
     from composer_events.data_spec import default_split_batch as default_split_batch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from composer_events.evaluator import Evaluator as Evaluator
     from composer_events.evaluator import ensure_evaluator as ensure_evaluator
     from composer_events.event import Event as Event
+    from composer_events.event import ProfilerAction as ProfilerAction
     from composer_events.explanation import Explanation as Explanation
     from composer_events.explanation import Turn as Turn
     from composer_events.formatting import format_name_with_dist as format_name_with_dist
@@ -34,17 +37,14 @@ if TYPE_CHECKING:
     from composer_events.hparams import extract_hparams as extract_hparams
     from composer_events.intervals import create_interval_scheduler as create_interval_scheduler
     from composer_events.intervals import evaluate_periodically as evaluate_periodically
-    from composer_events.iter_helpers import IteratorFileStream as IteratorFileStream
-    from composer_events.iter_helpers import ensure_tuple as ensure_tuple
-    from composer_events.iter_helpers import iterate_with_callback as iterate_with_callback
-    from composer_events.iter_helpers import map_collection as map_collection
-    from composer_events.log_values import format_log_data_value as format_log_data_value
     from composer_events.logger import Logger as Logger
     from composer_events.logger import log_lazily as log_lazily
+    from composer_events.logger_destination import BufferedDestination as BufferedDestination
+    from composer_events.logger_destination import LoggedMetrics as LoggedMetrics
     from composer_events.logger_destination import LoggerDestination as LoggerDestination
+    from composer_events.logger_destination import format_log_data_value as format_log_data_value
     from composer_events.parallelism import ParallelismType as ParallelismType
     from composer_events.passes import AlgorithmPass as AlgorithmPass
-    from composer_events.profiler_action import ProfilerAction as ProfilerAction
     from composer_events.serializable import Serializable as Serializable
     from composer_events.state import State as State
     from composer_events.types import JSON as JSON
@@ -79,22 +79,22 @@ _HOME = {
     "Logger": "composer_events.logger",
     "log_lazily": "composer_events.logger",
     "LoggerDestination": "composer_events.logger_destination",
-    "BufferedDestination": "composer_events.buffered_destination",
-    "LoggedMetrics": "composer_events.buffered_destination",
-    "format_log_data_value": "composer_events.log_values",
+    "BufferedDestination": "composer_events.logger_destination",
+    "LoggedMetrics": "composer_events.logger_destination",
+    "format_log_data_value": "composer_events.logger_destination",
     "format_name_with_dist": "composer_events.formatting",
     "format_name_with_dist_and_time": "composer_events.formatting",
     "partial_format": "composer_events.formatting",
     "extract_hparams": "composer_events.hparams",
     "convert_nested_dict_to_flat_dict": "composer_events.hparams",
     "convert_flat_dict_to_nested_dict": "composer_events.hparams",
-    "ProfilerAction": "composer_events.profiler_action",
-    "batch_get": "composer_events.batch_helpers",
-    "batch_set": "composer_events.batch_helpers",
-    "IteratorFileStream": "composer_events.iter_helpers",
-    "ensure_tuple": "composer_events.iter_helpers",
-    "iterate_with_callback": "composer_events.iter_helpers",
-    "map_collection": "composer_events.iter_helpers",
+    "ProfilerAction": "composer_events.event",
+    "batch_get": "composer_events.batches",
+    "batch_set": "composer_events.batches",
+    "IteratorFileStream": "composer_events.batches",
+    "ensure_tuple": "composer_events.batches",
+    "iterate_with_callback": "composer_events.batches",
+    "map_collection": "composer_events.batches",
     "Batch": "composer_events.types",
     "BreakEpochException": "composer_events.types",
     "JSON": "composer_events.types",

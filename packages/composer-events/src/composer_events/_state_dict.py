@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import ast
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from operator import index
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
-from composer_events._metric_layout import get_metric_states
-from composer_events._model_layout import unwrapped
-from composer_events._ranks import get_world_size
-from composer_events.env_info import get_composer_env_dict
-from composer_events.iter_helpers import ensure_tuple
+from composer_events._state_layout import (
+    get_metric_states,
+    set_metric_states,
+    set_model_state,
+    set_optimizer_state,
+    unwrapped,
+)
+from composer_events.algorithm import Algorithm
+from composer_events.arguments import algorithm_modules
+from composer_events.batches import ensure_tuple
+from composer_events.event import Event
+from composer_events.hparams import get_composer_env_dict
+from composer_events.parallelism import any_rank, get_world_size
+from composer_events.passes import DEFAULT_PASSES
+from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = ["SERIALIZED_ATTRIBUTES", "STOPPED_KEY", "build_state_dict", "named_by_class"]
+__all__ = [
+    "DataSource",
+    "dataset_of",
+    "resume_dataset",
+    "load_all",
+    "load_model",
+    "load_optimizers",
+    "apply_required_algorithms",
+    "parse_algorithm",
+    "SERIALIZED_ATTRIBUTES",
+    "STOPPED_KEY",
+    "build_state_dict",
+    "named_by_class",
+]
 
 STOPPED_KEY = "stopped_duration"  # next to the timestamp, of which it is a part: who leaves out one leaves out both
 
@@ -124,3 +151,482 @@ def _metadata(state: State) -> dict[str, Any]:
     if hasattr(dataloader, "batch_size"):
         metadata["train_dataloader_batch_size"] = dataloader.batch_size
     return metadata
+
+
+class DataSource:
+    """The part of `State` that holds the dataloaders."""
+
+    dataset_state: dict[str, Any] | None
+    dataset_resumption: dict[str, Any]
+    _train_dataloader: Any
+    _dataloader: Any = None
+    _dataloader_label: str | None = None
+    _dataloader_len: Time[int] | None = None
+
+    @property
+    def dataloader(self) -> Any:
+        """What the loop reads from now; see `set_dataloader`."""
+        return self._dataloader
+
+    @property
+    def dataloader_label(self) -> str | None:
+        """The name of `dataloader`."""
+        return self._dataloader_label
+
+    @property
+    def dataloader_len(self) -> Time[int] | None:
+        """How many batches the loop reads in an epoch, `None` if that is not known.
+
+        Assign a number to read fewer than there are, or -1 to ask the dataloader.
+
+        Raises:
+            RuntimeError: If it is assigned while there is no dataloader.
+            TypeError: If something else than a whole number or a `Time` is assigned.
+            ValueError: If a `Time` in another unit than batches is assigned.
+        """
+        return self._dataloader_len
+
+    @dataloader_len.setter
+    def dataloader_len(self, num_batches: int | Time[int]) -> None:
+        num_batches = _to_num_batches(num_batches)
+        if self._dataloader is None:
+            raise RuntimeError(
+                f"dataloader_len={num_batches} has no dataloader to refer to. Call "
+                f"state.set_dataloader(dataloader, label, {num_batches}) instead."
+            )
+        length = _length_of(self._dataloader)
+        if length is not None and num_batches > length:
+            warnings.warn(
+                f"DataloaderNumBatchesWarning: dataloader_len={num_batches} is more than the {length} batches that "
+                f"the dataloader has. Each epoch ends after {length} batches.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if num_batches < 0 or (length is not None and num_batches > length):
+            self._dataloader_len = None if length is None else Time(length, TimeUnit.BATCH)
+        else:
+            self._dataloader_len = Time(num_batches, TimeUnit.BATCH)
+
+    def set_dataloader(
+        self,
+        dataloader: Iterable[Any] | None = None,
+        dataloader_label: str | None = None,
+        dataloader_len: int | Time[int] = -1,
+    ) -> None:
+        """Choose what the loop reads from.
+
+        Args:
+            dataloader: Any iterable of batches; `None` for nothing.
+            dataloader_label: Its name, which a dataloader has to have.
+            dataloader_len: How many batches to read in an epoch; -1 asks the dataloader.
+
+        Raises:
+            TypeError: If `dataloader_len` is not a whole number or a `Time`.
+            ValueError: If a dataloader comes without a label, or `dataloader_len` is not in batches.
+        """
+        if dataloader is not None and dataloader_label is None:
+            raise ValueError(
+                f"The dataloader {dataloader!r} has no dataloader_label. Give one, such as 'train' or 'eval': metrics "
+                f"and logs are named by it."
+            )
+        self._dataloader = dataloader
+        self._dataloader_label = None if dataloader is None else dataloader_label
+        self._dataloader_len = None
+        if dataloader is not None:
+            self.dataloader_len = dataloader_len
+
+    @property
+    def train_dataloader(self) -> Any:
+        """What is trained on. A dataset state that waits for a dataset is given to the one assigned here."""
+        return self._train_dataloader
+
+    @train_dataloader.setter
+    def train_dataloader(self, train_dataloader: Iterable[Any] | None) -> None:
+        self._train_dataloader = train_dataloader
+        resume_dataset(self)
+
+
+def resume_dataset(source: DataSource) -> None:
+    """Give the training dataset the state that waits for it, once."""
+    dataset, waiting = dataset_of(source.train_dataloader), source.dataset_state
+    if not waiting or waiting.get("train") is None or not hasattr(dataset, "load_state_dict"):
+        return
+    dataset.load_state_dict(waiting["train"])
+    source.dataset_resumption["train"] = True
+    source.dataset_state = {**waiting, "train": None}  # the dict itself is the caller's
+
+
+def dataset_of(dataloader: Any) -> Any:
+    """Find the dataset under a dataloader, a `DataSpec` or an `Evaluator`; `None` if there is none."""
+    while hasattr(dataloader, "dataloader"):
+        dataloader = dataloader.dataloader
+    return getattr(dataloader, "dataset", None)
+
+
+def _to_num_batches(given: Any) -> int:
+    if isinstance(given, Time):
+        length = cast("Time[Any]", given)
+        if length.unit is not TimeUnit.BATCH:
+            raise ValueError(
+                f"dataloader_len={str(length)!r} is not in batches, which is what a dataloader has. Give a number of "
+                f"batches, or -1 to ask the dataloader."
+            )
+        return int(length)
+    if not isinstance(given, SupportsIndex) or isinstance(given, bool):
+        raise TypeError(
+            f"dataloader_len={given!r} is not a number of batches. Give a whole number, a Time in batches, or -1 to "
+            f"ask the dataloader."
+        )
+    return index(given)
+
+
+def _length_of(dataloader: object) -> int | None:
+    if not isinstance(dataloader, Sized):
+        return None
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError):  # torch dataloaders over iterable datasets have a __len__ that raises
+        return None
+
+
+# Loaded by other means, or kept for people to read.
+_NOT_ATTRIBUTES = frozenset({"model", "integrations", "metadata"})
+
+
+def load_all(
+    state: State,
+    saved: Mapping[str, Any],
+    logger: Any,
+    strict: bool,
+    exclude_algorithms: Sequence[str] | None,
+    algorithm_passes: Sequence[Any] | None,
+) -> None:
+    """Load the model first, since it decides what the rest fits to, and the rest in one order on all ranks."""
+    saved = _with_todays_names(saved)
+    if "model" in saved:
+        load_model(state, saved, logger, strict, exclude_algorithms, algorithm_passes)
+    for name in sorted(saved):
+        if name not in state.serialized_attributes or name in _NOT_ATTRIBUTES:
+            continue
+        load = _LOADERS.get(name)
+        if load is not None:
+            load(state, saved[name])
+            continue
+        try:
+            setattr(state, name, saved[name])
+        except AttributeError:  # an attribute that is computed by now has nothing to restore
+            continue
+
+
+def load_model(
+    state: State,
+    saved: Mapping[str, Any],
+    logger: Any,
+    strict: bool,
+    exclude_algorithms: Sequence[str] | None,
+    algorithm_passes: Sequence[Any] | None,
+) -> None:
+    """Redo the surgery that the saved model went through, then load its weights."""
+    saved = _with_todays_names(saved)
+    algorithms: Any = saved.get("algorithms")
+    # A dict, the form of old checkpoints, does not say in which order they were applied.
+    if algorithms and not isinstance(algorithms, Mapping):
+        apply_required_algorithms(
+            state,
+            cast("Sequence[Any]", algorithms),
+            logger,
+            exclude_algorithms or (),
+            DEFAULT_PASSES if algorithm_passes is None else algorithm_passes,
+        )
+    weights: Mapping[str, Any] = saved["model"] or {}  # rank 0 may be the only one that has read them
+    if saved.get("is_model_ddp") and not state.is_model_ddp:
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    set_model_state(
+        state.model, weights, state.fsdp_state_dict_type, strict=strict, broadcast=state.load_monolith_rank0_only
+    )
+
+
+def load_optimizers(state: State, saved: Mapping[str, Any], strict: bool) -> None:
+    """Load every optimizer that the checkpoint has. Every rank must call this."""
+    states: Mapping[str, Any] = saved["optimizers"] or {}  # rank 0 may be the only one that has read them
+    broadcast = state.load_monolith_rank0_only
+    for name, optimizer in named_by_class(state.optimizers):
+        is_missing = not any_rank(name in states) if broadcast else any_rank(name not in states)
+        if is_missing:
+            _warn_not_saved(name)
+            continue
+        set_optimizer_state(
+            state.model,
+            optimizer,
+            states.get(name, {}),
+            state.fsdp_state_dict_type,
+            strict=strict,
+            broadcast=broadcast,
+        )
+
+
+def _with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the keys of old checkpoints, some of which began with an underscore."""
+    renamed = {"_is_model_ddp_wrapped": "is_model_ddp"}
+    todays = {renamed.get(name, name).removeprefix("_"): value for name, value in saved.items()}
+    metrics: Any = todays.pop("current_metrics", None)  # by label, training's among them
+    if metrics is not None:
+        todays.setdefault("train_metrics", metrics.get("train", {}))
+        todays.setdefault("eval_metrics", {label: value for label, value in metrics.items() if label != "train"})
+    return todays
+
+
+def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
+    def load(state: State, saved: Mapping[str, Any]) -> None:
+        for name, item in named_by_class(ensure_tuple(getattr(state, attribute))):
+            if name in saved:
+                item.load_state_dict(saved[name])
+            else:
+                _warn_not_saved(name)
+
+    return load
+
+
+def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
+    _load_by_class("timestamp")(state, saved)
+    state.timestamp = state.timestamp.copy()  # who has seen the old one takes it for another time
+    state.stopped_duration = saved.get(STOPPED_KEY)
+
+
+def _load_algorithms(state: State, saved: Any) -> None:
+    if not isinstance(saved, Mapping):
+        saved = _numbered(cast("Sequence[Sequence[Any]]", saved))
+    _load_by_class("algorithms")(state, saved)
+
+
+def _numbered(saved: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for name, value in saved:
+        count = sum(1 for key in states if key.partition("#")[0] == name)
+        states[f"{name}#{count}" if count else name] = value
+    return states
+
+
+def _load_optimizers(state: State, saved: Any) -> None:
+    state.load_optim_state({"optimizers": saved})
+
+
+def _load_train_metrics(state: State, saved: Mapping[str, Any]) -> None:
+    set_metric_states(state.train_metrics or {}, saved, state.device)
+
+
+def _load_eval_metrics(state: State, saved: Mapping[str, Any]) -> None:
+    for label, metrics in state.eval_metrics.items():
+        set_metric_states(metrics, saved.get(label, {}), state.device)
+
+
+def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
+    state.dataset_state = saved
+    resume_dataset(state)
+
+
+_LOADERS: Mapping[str, Callable[[Any, Any], None]] = {
+    "optimizers": _load_optimizers,
+    "schedulers": _load_by_class("schedulers"),
+    "algorithms": _load_algorithms,
+    "callbacks": _load_by_class("callbacks"),
+    "scaler": _load_by_class("scaler"),
+    "timestamp": _load_timestamp,
+    "train_metrics": _load_train_metrics,
+    "eval_metrics": _load_eval_metrics,
+    "dataset_state": _load_dataset_state,
+}
+
+
+def _warn_not_saved(name: str) -> None:
+    warnings.warn(f"{name} is not in the state_dict. Its state will not be restored.", UserWarning, stacklevel=2)
+
+
+# More than any algorithm says of itself, less than what would exhaust Python's parser.
+_MAX_LENGTH = 10_000
+
+
+def apply_required_algorithms(
+    state: State,
+    saved: Sequence[Sequence[Any]],
+    logger: Any,
+    exclude: Collection[str],
+    passes: Sequence[Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]],
+) -> None:
+    """Add the algorithms without which the saved weights do not fit, and apply them to the model.
+
+    Args:
+        state: Gets the algorithms; the model is changed by them.
+        saved: Pairs of class name and state, as in a checkpoint.
+        logger: Passed to the algorithms.
+        exclude: Class names to leave out.
+        passes: The engine's passes, which order the algorithms.
+
+    Raises:
+        ValueError: If an algorithm fails, or would have had to be applied before one that has been applied already.
+    """
+    names = [name for name, _ in saved]
+    if unknown := [name for name in exclude if name not in names]:
+        _warn(
+            f"load_exclude_algorithms names {', '.join(map(repr, unknown))}, which the checkpoint does not have. It "
+            f"has {', '.join(map(repr, names)) or 'no algorithms'}."
+        )
+    missing = list(_missing_algorithms(state, saved, exclude))
+    if not missing:
+        return
+    applied = [algorithm for algorithm in state.algorithms if algorithm.match(Event.INIT, state)]
+    order: Sequence[Algorithm] = [*applied, *missing]
+    for algorithm_pass in passes:
+        order = algorithm_pass(order, Event.INIT)
+    _refuse_wrong_order(order, applied, missing)
+    for algorithm in order:
+        if not any(algorithm is one for one in missing):
+            continue
+        state.algorithms.append(algorithm)
+        _apply(algorithm, state, logger)
+
+
+def parse_algorithm(text: str, algorithm_class: type[Algorithm]) -> Algorithm:
+    """Build an algorithm from its repr, which comes from a file and is therefore parsed, never evaluated.
+
+    Args:
+        text: One call of the class, with literals, `Event.X`, `TimeUnit.X` and `Time(...)` as arguments.
+        algorithm_class: The only class that is called.
+
+    Raises:
+        ValueError: If the text is anything else.
+    """
+    if len(text) > _MAX_LENGTH:
+        raise ValueError(f"The text has {len(text)} characters, more than the {_MAX_LENGTH} that are read.")
+    try:
+        call = ast.parse(text, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r} is not a Python expression.") from error
+    name = algorithm_class.__qualname__
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name):
+        raise ValueError(f"{text!r} is not a call of {name}.")
+    return algorithm_class(*map(_value, call.args), **_keywords(call))
+
+
+def _missing_algorithms(state: State, saved: Sequence[Sequence[Any]], exclude: Collection[str]) -> Iterator[Algorithm]:
+    for name, algorithm_state in saved:
+        if name in exclude:
+            continue
+        text = str(algorithm_state.get("repr", ""))
+        # By name: a class that was defined anew, as in a notebook, is another object than the one of an instance.
+        present = [algorithm for algorithm in state.algorithms if type(algorithm).__qualname__ == name]
+        if present:
+            if present[0].required_on_load() and all(repr(algorithm) != text for algorithm in present):
+                _warn(
+                    f"required_on_load algorithm {name} was {text} when the checkpoint was written and is "
+                    f"{present[0]!r} now. The present one is kept; the weights may not fit."
+                )
+            continue
+        algorithm_class = _find_class(name)
+        if algorithm_class is None or not algorithm_class.required_on_load():
+            continue
+        try:
+            yield parse_algorithm(text, algorithm_class)
+        except Exception as error:  # the constructor is called with what the file says and may refuse it in any way
+            _warn(
+                f"required_on_load algorithm {name} could not be rebuilt from {text[:200]!r} ({error}) and is left "
+                f"out. If the weights do not fit, pass the algorithm to algorithms=."
+            )
+
+
+def _find_class(name: str) -> type[Algorithm] | None:
+    # What the program has loaded itself comes first: it needs no import. Of several with one name the newest is meant,
+    # but none that no weights depend on.
+    loaded = [own for own in _subclasses(Algorithm) if own.__qualname__ == name and own.required_on_load()]
+    if loaded:
+        return loaded[-1]
+    for module in algorithm_modules():
+        if name in getattr(module, "__all__", ()):
+            found: Any = getattr(module, name)
+            if isinstance(found, type) and issubclass(found, Algorithm):
+                return found
+    return None
+
+
+def _subclasses(algorithm_class: type[Algorithm]) -> Iterator[type[Algorithm]]:
+    for subclass in algorithm_class.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _refuse_wrong_order(order: Sequence[Algorithm], applied: Sequence[Algorithm], missing: Sequence[Algorithm]) -> None:
+    early: list[Algorithm] = []
+    for algorithm in order:
+        if any(algorithm is one for one in missing):
+            early.append(algorithm)
+        elif early and any(algorithm is one for one in applied):
+            raise ValueError(
+                f"The checkpoint needs {early}, which the engine applies before {algorithm!r}, and that has been "
+                f"applied to the model already. Pass all of them to algorithms=, or leave the former out with "
+                f"load_exclude_algorithms={[type(one).__qualname__ for one in early]}."
+            )
+
+
+def _apply(algorithm: Algorithm, state: State, logger: Any) -> None:
+    name = type(algorithm).__qualname__
+    try:
+        if algorithm.match(Event.INIT, state):
+            algorithm.apply(Event.INIT, state, logger)
+    except Exception as error:
+        raise ValueError(
+            f"The checkpoint needs {algorithm!r}, which could not be applied to the model: {error}. Change the model "
+            f"to what it was when the checkpoint was written, or leave the algorithm out with "
+            f"load_exclude_algorithms=[{name!r}]."
+        ) from error
+    _warn(
+        f"Automatically adding required_on_load algorithm {algorithm!r}, since the weights in the checkpoint depend "
+        f"on it. Pass load_exclude_algorithms=[{name!r}] to leave it out."
+    )
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id="inf" | "nan" as name):
+            return getattr(math, name)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
+            return -math.inf
+        case ast.List(elts=items):
+            return [_value(item) for item in items]
+        case ast.Tuple(elts=items):
+            return tuple(_value(item) for item in items)
+        case ast.Set(elts=items):
+            return {_value(item) for item in items}
+        case ast.Dict(keys=keys, values=values) if None not in keys:  # None stands for an unpacked mapping
+            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case ast.Attribute(value=ast.Name(id="Event"), attr=name):
+            return Event(name)
+        case ast.Attribute(value=ast.Name(id="TimeUnit"), attr=name):
+            return TimeUnit(name)
+        case ast.Call(func=ast.Name(id="Time"), args=arguments):
+            return Time(*map(_value, arguments), **_keywords(node))
+        case _:
+            return _refuse(node)
+
+
+def _keywords(call: ast.Call) -> dict[str, Any]:
+    keywords: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            _refuse(call)
+        keywords[keyword.arg] = _value(keyword.value)
+    return keywords
+
+
+def _refuse(node: ast.expr) -> NoReturn:
+    raise ValueError(
+        f"{ast.unparse(node)!r} is not a value that is read from a checkpoint: only literals, Event.X, TimeUnit.X and "
+        f"Time(...) are."
+    )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)

@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, cast
 
-from composer_events._ranks import get_world_size
-from composer_events._splitting import count_samples, default_split_batch, split_batch_by_count, split_list
 from composer_events.arguments import check_counts, check_functions
+from composer_events.batches import count_samples, default_split_batch, split_batch_by_count, split_list
+from composer_events.parallelism import get_world_size
 
 __all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count", "split_list"]
 

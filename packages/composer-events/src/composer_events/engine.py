@@ -6,26 +6,33 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from operator import is_
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from composer_events._batch_parts import BatchInParts
-from composer_events._calling import blame, call_hook, method_of
-from composer_events._closing import Closer, is_closing
-from composer_events._default_order import DefaultOrder
-from composer_events._explaining import explain, log_explanation
-from composer_events._legacy import adopt_algorithms
-from composer_events._listeners import ENTRANCES, Listeners, listening
-from composer_events._observer import Observer
-from composer_events._open_callbacks import claim, claim_added
-from composer_events._pass_arguments import parse_passes
-from composer_events._requirements import check_requirements
+from composer_events._hooks import (
+    Closer,
+    Observer,
+    adopt_algorithms,
+    blame,
+    call_hook,
+    check_requirements,
+    claim,
+    claim_added,
+    is_closing,
+    method_of,
+    parse_passes,
+)
+from composer_events._lists import WatchedList
+from composer_events._state_dict import DataSource
 from composer_events.algorithm import Algorithm
+from composer_events.arguments import overrides
 from composer_events.callback import Callback
 from composer_events.event import Event
+from composer_events.explanation import explain, log_explanation
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.passes import DEFAULT_PASSES, AlgorithmPass
-from composer_events.state import State
+from composer_events.state import BatchInParts, State
 
 if TYPE_CHECKING:
     from composer_events.explanation import Explanation
@@ -384,3 +391,100 @@ def _checked_order(ordered: object) -> Sequence[Algorithm]:
 def _takes_traces(logger: object) -> bool:
     # Only our own Logger can be asked; whatever else is used as one is simply told.
     return not isinstance(logger, Logger) or logger.takes("log_traces")
+
+
+_MAX_KEPT: Final = 256
+
+
+class DefaultOrder:
+    """Apply the default passes, and remember how they moved things.
+
+    They look at nothing but the event, the classes, and which algorithms blend the loss, so for the same ones the same
+    moves are right again. The warning about blended losses is given when such a combination is first seen.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def __call__(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+        """Return the algorithms in the order in which they act."""
+        if len(matched) < 2:
+            return matched
+        key = (
+            event,
+            *[algorithm.__class__ for algorithm in matched],
+            *[bool(getattr(algorithm, "interpolate_loss", False)) for algorithm in matched],
+        )
+        order = self._orders.get(key)
+        if order is None:
+            order = _positions(matched, event)
+            if len(self._orders) >= _MAX_KEPT:  # algorithms that match by chance would fill the memory
+                self._orders.clear()
+            self._orders[key] = order
+        return [matched[position] for position in order]
+
+
+def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
+    ordered = matched
+    for default_pass in DEFAULT_PASSES:
+        ordered = default_pass(ordered, event)
+    # By identity: algorithms need be neither hashable nor different from one another.
+    place = {id(algorithm): position for position, algorithm in enumerate(matched)}
+    return tuple(place[id(algorithm)] for algorithm in ordered)
+
+
+# A method that was set on a callback itself, not on its class, is noticed before and after these at the latest.
+ENTRANCES: Final = frozenset({Event.INIT, Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})
+
+
+class Listeners:
+    """A table of the callbacks that each event has to call, for the callbacks of a state as they are now.
+
+    Attributes:
+        watched_state: The state, if it is a `State`, whose lists count their changes and are the same lists for life,
+            else `None`.
+        callbacks: The state's callbacks.
+        version: The count of changes of `callbacks` for which the table holds.
+        algorithms: The state's algorithms.
+        by_event: For each event with listeners the ones to call, logger destinations last. The events that begin
+            something are always in it.
+        calls: The same with the name of the method to call, `None` where it is `run_event` that has to be asked.
+    """
+
+    __slots__ = ("_snapshot", "algorithms", "by_event", "callbacks", "calls", "version", "watched_state")
+
+    def __init__(self, state: State) -> None:
+        self.callbacks, self.algorithms = state.callbacks, state.algorithms
+        lists: list[object] = [self.callbacks, self.algorithms]
+        is_state = isinstance(state, DataSource)  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
+        is_watched = is_state and all(isinstance(hooks, WatchedList) for hooks in lists)
+        self.watched_state = state if is_watched else None
+        self.version = self.callbacks.version if is_watched else -1
+        self._snapshot = tuple(self.callbacks)
+        ordered = sorted(self._snapshot, key=lambda callback: isinstance(callback, LoggerDestination))
+        called = {event: tuple(listening(ordered, event)) for event in Event}
+        self.by_event = {event: found for event, found in called.items() if found or event in ENTRANCES}
+        asked = frozenset(id(callback) for callback in ordered if overrides(callback, Callback, "run_event"))
+        self.calls = {
+            event: tuple((callback, None if id(callback) in asked else event.value) for callback in callbacks)
+            for event, callbacks in self.by_event.items()
+        }
+
+    def is_current(self, state: State, event: Event) -> bool:
+        """Answer whether the table still holds for this state at this event."""
+        if event in ENTRANCES:
+            return False
+        if state is self.watched_state:
+            return self.callbacks.version == self.version
+        # A plain list does not tell when it changes. Equal is not enough: equal callbacks may differ.
+        callbacks = state.callbacks
+        return len(callbacks) == len(self._snapshot) and all(map(is_, callbacks, self._snapshot))
+
+
+def listening(callbacks: Iterable[Callback], event: Event) -> list[Callback]:
+    """Return those for which the event can have an effect."""
+    return [
+        callback
+        for callback in callbacks
+        if overrides(callback, Callback, "run_event") or overrides(callback, Callback, event.value)
+    ]

@@ -4,7 +4,7 @@ from difflib import get_close_matches
 
 from composer_time import StringEnum
 
-__all__ = ["Event"]
+__all__ = ["Event", "ProfilerAction"]
 
 
 class Event(StringEnum):
@@ -155,3 +155,21 @@ class Event(StringEnum):
                 f"event {value!r} does not exist. The nearest names are {', '.join(map(repr, nearest))}; "
                 f"`list(Event)` has all {len(names)}, in the order in which they fire."
             ) from None
+
+
+class ProfilerAction(StringEnum):
+    """What a profiler does during one batch. A marker records while the action is one of its own.
+
+    Example:
+        >>> ProfilerAction("active_and_save")
+        <ProfilerAction.ACTIVE_AND_SAVE: 'active_and_save'>
+    """
+
+    SKIP = "skip"
+    """Record nothing."""
+    WARMUP = "warmup"
+    """Record and throw away, so that the cost of starting is over when it counts."""
+    ACTIVE = "active"
+    """Record."""
+    ACTIVE_AND_SAVE = "active_and_save"
+    """Record, and save what was recorded since the last time at the end of the batch."""

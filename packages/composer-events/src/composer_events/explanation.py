@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import combinations, groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
 
 from composer_events.event import Event
+from composer_events.passes import (
+    conflict,
+    precedence,
+    set_filo_order,
+    sort_by_precedence,
+    sort_by_surgery_rank,
+    surgery_rank,
+)
+
+if TYPE_CHECKING:
+    from composer_events.algorithm import Algorithm
+    from composer_events.passes import AlgorithmPass
+    from composer_events.state import State
 
 __all__ = ["Explanation", "Turn"]
 
@@ -105,3 +124,173 @@ def _row(turn: Turn, above: Turn | None) -> tuple[str, ...]:
 def _section(title: str, lines: Iterable[str]) -> str:
     listed = [f"  {line}" for line in lines]
     return "\n".join([title, *listed]) if listed else ""
+
+
+# The name by which users filter it, whichever package the engine lives in.
+_log = logging.getLogger("composer.core.engine")
+
+
+def log_explanation(state: State, passes: Sequence[AlgorithmPass]) -> None:
+    """Write what the classes of the algorithms tell to the log, and conflicts as warnings. No `match` is asked."""
+    explanation = explain(state, passes, asks=False)
+    for sentence in explanation.conflicts:
+        _log.warning("Algorithms conflict: %s", sentence)
+    if explanation.turns:
+        _log.info("The order of algorithms:\n%s", explanation)
+
+
+def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) -> Explanation:
+    """Say who acts when and why.
+
+    Args:
+        state: Whose algorithms to explain.
+        passes: What orders them.
+        asks: Whether `match` is asked, of a copy, where a class does not declare its events.
+    """
+    names = _Names(state.algorithms)
+    events_of: list[tuple[Algorithm, Collection[Event]]] = []
+    undeclared: list[str] = []
+    for algorithm in state.algorithms:
+        declared = _declared_events(algorithm)
+        if declared is None:
+            undeclared.append(names.of(algorithm))
+            declared = _asked_events(algorithm, state) if asks else ()
+        events_of.append((algorithm, declared))
+    turns: list[Turn] = []
+    conflicts = [*_declared_conflicts(state.algorithms, names)]
+    rules: dict[str, str] = {}
+    for event in Event:
+        acting = [algorithm for algorithm, events in events_of if event in events]
+        if acting:
+            course = _Course(event, acting, names)
+            course.follow(passes)
+            turns.extend(course.turns())
+            conflicts.extend(course.conflicts)
+            rules.update(course.rules)
+    return Explanation(tuple(turns), tuple(dict.fromkeys(conflicts)), tuple(undeclared), rules)
+
+
+class _Names:
+    """What algorithms are called: by class, and the second of a class with `#1` behind it."""
+
+    def __init__(self, algorithms: Iterable[Algorithm]) -> None:
+        self._listed: dict[int, tuple[int, str]] = {}
+        seen = Counter[str]()
+        for place, algorithm in enumerate(algorithms):
+            name = type(algorithm).__name__
+            self._listed[id(algorithm)] = (place, f"{name}#{seen[name]}" if seen[name] else name)
+            seen[name] += 1
+
+    def of(self, algorithm: object) -> str:
+        return self._listed[id(algorithm)][1] if id(algorithm) in self._listed else type(algorithm).__name__
+
+    def place(self, algorithm: object) -> int | None:
+        return self._listed[id(algorithm)][0] if id(algorithm) in self._listed else None
+
+
+class _Course:
+    """The algorithms of one event on their way through the passes."""
+
+    def __init__(self, event: Event, acting: Sequence[Algorithm], names: _Names) -> None:
+        self.event = event
+        self.names = names
+        self.conflicts: list[str] = []
+        self.rules: dict[str, str] = {}
+        self._order = list(acting)
+        self._left_out: list[Algorithm] = []
+        self._why: dict[int, list[str]] = {}
+
+    def follow(self, passes: Sequence[AlgorithmPass]) -> None:
+        """Run the passes, up to one that fails."""
+        for algorithm_pass in passes:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    after = list(algorithm_pass(list(self._order), self.event))
+                except Exception as error:  # it will be raised where the event happens
+                    self.conflicts.append(str(error))
+                    return
+            self.conflicts.extend(str(warning.message) for warning in caught)
+            self._compare(algorithm_pass, after)
+
+    def turns(self) -> list[Turn]:
+        """Return the turns in order, those that a pass has left out last."""
+        placed = [*enumerate(self._order), *((None, algorithm) for algorithm in self._left_out)]
+        return [
+            Turn(
+                event=self.event,
+                algorithm=self.names.of(algorithm),
+                order=order,
+                listed=self.names.place(algorithm),
+                why=tuple(self._why.get(id(algorithm), ())),
+            )
+            for order, algorithm in placed
+        ]
+
+    def _compare(self, algorithm_pass: AlgorithmPass, after: list[Algorithm]) -> None:
+        before, self._order = self._order, after
+        if _are_same(before, after):
+            return
+        name = str(getattr(algorithm_pass, "__name__", type(algorithm_pass).__name__))
+        if algorithm_pass.__doc__:
+            self.rules[name] = algorithm_pass.__doc__.strip().partition("\n")[0]
+        self._follow_members(name, before, after)
+        was_at = {id(algorithm): place for place, algorithm in enumerate(before)}
+        for place, algorithm in enumerate(after):
+            own = was_at.get(id(algorithm))
+            if algorithm_pass is set_filo_order:
+                self._note(algorithm, f"{name}: reversed")
+            elif own is None:
+                self._note(algorithm, f"{name}: added")
+            elif overtaken := [one for one in after[place + 1 :] if was_at.get(id(one), own) < own]:
+                names = (self.names.of(one) + _reason(algorithm_pass, algorithm, one) for one in overtaken)
+                self._note(algorithm, f"{name}: before {', '.join(names)}")
+
+    def _follow_members(self, name: str, before: list[Algorithm], after: list[Algorithm]) -> None:
+        present = {id(algorithm) for algorithm in after}
+        gone = [algorithm for algorithm in before if id(algorithm) not in present]
+        for algorithm in gone:
+            self._note(algorithm, f"{name}: left out")
+        self._left_out = [algorithm for algorithm in (*self._left_out, *gone) if id(algorithm) not in present]
+
+    def _note(self, algorithm: Algorithm, why: str) -> None:
+        self._why.setdefault(id(algorithm), []).append(why)
+
+
+def _reason(algorithm_pass: AlgorithmPass, first: Algorithm, second: Algorithm) -> str:
+    if algorithm_pass is sort_by_surgery_rank:
+        return f" ({surgery_rank(first)} < {surgery_rank(second)})"
+    # On events whose name begins with AFTER_ the relation is turned round.
+    if algorithm_pass is sort_by_precedence and (asked := precedence(first, second) or precedence(second, first)):
+        return f" ({asked})"
+    return ""
+
+
+def _are_same(first: Sequence[Algorithm], second: Sequence[Algorithm]) -> bool:
+    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+
+
+def _declared_conflicts(algorithms: Sequence[Algorithm], names: _Names) -> Iterable[str]:
+    for first, second in combinations(algorithms, 2):
+        reason = conflict(first, second) or conflict(second, first)
+        if reason:
+            yield f"{names.of(first)} and {names.of(second)}: {reason}"
+
+
+def _declared_events(algorithm: Algorithm) -> Collection[Event] | None:
+    for owner in algorithm.__class__.__mro__:
+        if "acts_on" in vars(owner):
+            break
+        if "match" in vars(owner):  # it knows better than what a base has declared
+            return None
+    declared: Any = getattr(algorithm, "acts_on", None)
+    return cast("Collection[Event]", declared) if isinstance(declared, Collection) else None
+
+
+def _asked_events(algorithm: Algorithm, state: State) -> Collection[Event]:
+    events: list[Event] = []
+    for event in Event:
+        with suppress(Exception):  # asked at another moment than that of the event, it may miss something
+            if copy.copy(algorithm).match(event, state):
+                events.append(event)
+    return events

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final
 
-from composer_events._ranks import get_global_rank, get_world_size
+from composer_events.parallelism import get_global_rank, get_world_size
 
 if TYPE_CHECKING:
     from composer_time import Timestamp

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
-from composer_events._overrides import overrides
-from composer_events.buffered_destination import MetricBuffer, takes_late
+from composer_events.arguments import overrides
+from composer_events.batches import ensure_tuple
 from composer_events.formatting import format_name_with_dist
-from composer_events.iter_helpers import ensure_tuple
-from composer_events.logger_destination import LoggerDestination
+from composer_events.logger_destination import LoggerDestination, MetricBuffer, takes_late
 from composer_events.state import State
 
 __all__ = ["Logger", "log_lazily"]

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
-from typing import Any
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final, TypeVar, cast
 
-from composer_events._ranks import get_world_size
 from composer_time import StringEnum
 
-__all__ = ["ParallelismType", "make_device_mesh", "parallelism_degrees"]
+__all__ = [
+    "check_fsdp_settings",
+    "check_loading_on_rank_zero",
+    "usable_tp_config",
+    "ParallelismSettings",
+    "any_rank",
+    "gather",
+    "get_global_rank",
+    "get_local_world_size",
+    "get_world_size",
+    "ShardingAnswers",
+    "is_ddp",
+    "is_sharded",
+    "is_wrapper",
+    "ParallelismType",
+    "make_device_mesh",
+    "parallelism_degrees",
+]
 
 _FILLS_UP = -1  # the degree that takes what the others leave of the ranks
 
@@ -135,3 +156,382 @@ def _device_type(device: Any) -> str:
     if hasattr(device, "tensor_to_device"):
         return device.tensor_to_device(torch.empty(0)).device.type
     return "cpu" if device is None else torch.device(device).type
+
+
+# 'local' is the legacy type, which the layer of checkpoints still reads.
+_STATE_DICT_TYPES: Final = (None, "full", "sharded", "local")
+
+
+def check_fsdp_settings(fsdp_config: Any, save_metrics: bool) -> None:
+    """Refuse settings that cannot be meant.
+
+    Raises:
+        ValueError: If the checkpoint's type is none, or metrics or offloading do not go with the rest.
+    """
+    kind: object = getattr(fsdp_config, "state_dict_type", None)
+    if kind not in _STATE_DICT_TYPES:
+        raise ValueError(
+            f"state_dict_type={kind!r} is not a way to save a sharded model: fsdp_state_dict_type must be one of "
+            f"'full', one checkpoint on rank 0, 'sharded', one part on each rank, and None, which means 'full'."
+        )
+    if kind == "sharded" and save_metrics:
+        raise ValueError(
+            "save_metrics=True does not go with state_dict_type='sharded', since metrics are not sharded. Use "
+            "save_metrics=False, or state_dict_type='full'."
+        )
+    if getattr(fsdp_config, "activation_cpu_offload", False) and not _uses_original_parameters(fsdp_config):
+        raise ValueError(
+            "activation_cpu_offload=True is not supported with use_orig_params=False. Use use_orig_params=True, which "
+            "is the default, or leave the activations where they are."
+        )
+
+
+def usable_tp_config(tp_config: Any, fsdp_config: Any) -> Any:
+    """Give the settings of tensor parallelism back, or `None` where they split nothing.
+
+    Raises:
+        ValueError: If there are no FSDP settings that tensor parallelism works with.
+    """
+    if tp_config is None:
+        return None
+    _warn("Tensor parallelism (TP) is experimental and may change in future versions.", FutureWarning)
+    if fsdp_config is None:
+        raise ValueError(
+            f"Tensor parallelism (TP) currently requires FSDP to be enabled. The parallelism configuration has "
+            f"tp={tp_config!r} and no FSDP settings. Give FSDP settings too, or leave tp out."
+        )
+    if not _uses_original_parameters(fsdp_config):
+        raise ValueError(
+            "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
+            "Use use_orig_params=True, which is the default, or leave tp out."
+        )
+    if getattr(tp_config, "tensor_parallel_degree", 1) != 1:
+        return tp_config
+    _warn(
+        "Received tensor_parallel_degree of 1, which is a no-op. Tensor parallelism will not be used. Give 2 or more, "
+        "or leave tp out.",
+        UserWarning,
+    )
+    return None
+
+
+def check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_config: Any) -> None:
+    """Refuse to load on rank 0 alone what the other ranks could not get from there. Every rank must call this.
+
+    Raises:
+        ValueError: With tensor parallelism; with FSDP 1 also if the ranks do not receive rank 0's weights when the
+            model is sharded, or if rank 0 has no weights of its own. On every rank, whichever of them has the fault.
+    """
+    if tp_config is not None:
+        raise ValueError(
+            "load_monolith_rank0_only is not compatible with tensor parallelism (TP), where no rank holds whole "
+            "parameters to pass on. Leave one of the two out."
+        )
+    if version != 1:
+        return
+    if not getattr(fsdp_config, "sync_module_states", False):
+        raise ValueError(
+            "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
+            "other ranks have to receive its weights when the model is sharded. Set both, on every rank."
+        )
+    if any_rank(get_global_rank() == 0 and _has_meta_parameters(model)):
+        raise ValueError(
+            "load_monolith_rank0_only=True needs real weights on rank 0, where the checkpoint is loaded, and the model "
+            "has parameters on the meta device there. Build it on the CPU on rank 0, and on meta on the others only."
+        )
+
+
+def _warn(message: str, category: type[Warning]) -> None:
+    # Past this function, its caller, the mixin and the constructor of State.
+    warnings.warn(message, category, stacklevel=5)
+
+
+def _uses_original_parameters(fsdp_config: Any) -> bool:
+    return bool(getattr(fsdp_config, "use_orig_params", True))
+
+
+def _has_meta_parameters(model: Any) -> bool:
+    return hasattr(model, "parameters") and any(parameter.is_meta for parameter in model.parameters())
+
+
+_PARTS: Final = ("fsdp", "fsdp2", "tp")
+_ACCEPTED: Final = "a ParallelismConfig, an object with the attributes fsdp, fsdp2 and tp, or a dict with these keys"
+
+# What decides how the ranks go on together, with what it is where nobody says it. Others may differ, as `verbose` may.
+_SHARED_BY_RANKS: Final = {
+    "state_dict_type": "full",
+    "load_monolith_rank0_only": False,
+    "sync_module_states": False,
+    "auto_wrap": True,
+    "use_orig_params": True,
+    "activation_cpu_offload": False,
+    "data_parallel_shard_degree": -1,
+    "data_parallel_replicate_degree": None,
+    "sharding_strategy": "FULL_SHARD",
+    "tensor_parallel_degree": 1,
+}
+_OBJECTS: Final = ("device_mesh", "process_group")  # which are another object on every rank
+
+
+@dataclass(frozen=True)
+class ParallelismSettings:
+    """Settings of FSDP, version 1 and 2, and of tensor parallelism, each an object with attributes or `None`."""
+
+    fsdp: Any = None
+    fsdp2: Any = None
+    tp: Any = None
+
+    @classmethod
+    def of(cls, config: Any) -> ParallelismSettings:
+        """Read what the user gave.
+
+        Raises:
+            TypeError: If it is neither a configuration nor a dict, or a part of it is neither.
+            ValueError: If a dict has a key that is none.
+        """
+        if config is None:
+            return cls()
+        if isinstance(config, Mapping):
+            given = cast("Mapping[Any, Any]", config)
+            for key in given:
+                if key not in _PARTS:
+                    raise ValueError(
+                        f"parallelism_config has the key {key!r}, which says nothing. Its keys are "
+                        f"{', '.join(_PARTS)}, each with settings below it: {{'fsdp': {{'state_dict_type': 'full'}}}}."
+                    )
+        elif any(hasattr(config, part) for part in _PARTS):
+            given = {part: getattr(config, part, None) for part in _PARTS}
+        else:
+            raise TypeError(
+                f"parallelism_config={config!r} is a {type(config).__name__!r} and says nothing of parallelism. Give "
+                f"{_ACCEPTED}; an FSDPConfig goes into ParallelismConfig(fsdp=...)."
+            )
+        return cls(**{part: _as_object(part, given.get(part)) for part in _PARTS})
+
+    def is_none(self) -> bool:
+        """Answer whether nothing is asked for."""
+        return self.fsdp is None and self.fsdp2 is None and self.tp is None
+
+    def check_all_ranks_agree(self, save_metrics: bool) -> None:
+        """Refuse settings that differ between ranks, which would wait for each other. Every rank must call this.
+
+        Raises:
+            ValueError: On every rank alike, with the first setting that differs.
+        """
+        settings = gather({**self._described(), "save_metrics": repr(save_metrics)})
+        names = dict.fromkeys(name for own in settings for name in own)
+        for name in names:
+            values = {rank: own.get(name, "no such settings") for rank, own in enumerate(settings)}
+            if len(set(values.values())) > 1:
+                raise ValueError(
+                    f"The ranks have different settings of parallelism: {name} is {values} by rank. All of them shard "
+                    f"and load together, so give every rank the same."
+                )
+
+    def _described(self) -> dict[str, str]:
+        """Write what has to be the same everywhere as text, for which nobody needs the classes."""
+        described: dict[str, str] = {}
+        for part in _PARTS:
+            config = getattr(self, part)
+            if config is None:
+                continue
+            for name, default in _SHARED_BY_RANKS.items():
+                described[f"{part}.{name}"] = repr(getattr(config, name, default))
+            for name in _OBJECTS:
+                described[f"{part}.{name}"] = "None" if getattr(config, name, None) is None else "given"
+        return described
+
+
+def _as_object(part: str, config: Any) -> Any:
+    """Turn a dict of settings into an object that has them as attributes."""
+    if isinstance(config, Mapping):
+        settings = cast("Mapping[str, Any]", config)
+        return SimpleNamespace(**{str(name): value for name, value in settings.items()})
+    if config is None or hasattr(config, "__dict__") or hasattr(config, "__slots__"):
+        return config
+    raise TypeError(
+        f"The {part} settings of parallelism_config are {config!r}, a {type(config).__name__!r}. Give an object with "
+        f"the settings as attributes, such as an FSDPConfig or a TPConfig, or a dict of them."
+    )
+
+
+T = TypeVar("T")
+
+
+def get_global_rank() -> int:
+    """Answer this process's number among all, 0 when it is alone."""
+    distributed = _process_group()
+    return int(distributed.get_rank()) if distributed is not None else _from_environment("RANK", 0)
+
+
+def get_world_size() -> int:
+    """Answer how many processes train together."""
+    distributed = _process_group()
+    return int(distributed.get_world_size()) if distributed is not None else _from_environment("WORLD_SIZE", 1)
+
+
+def get_local_world_size() -> int:
+    """Answer how many of them run on this machine, as far as the launcher says."""
+    return _from_environment("LOCAL_WORLD_SIZE", 1)
+
+
+def any_rank(flag: bool) -> bool:
+    """Answer whether the flag is up on any rank. Every rank must call this."""
+    return any(gather(flag))
+
+
+def gather(value: T) -> list[T]:
+    """Return what every rank has, in their order. Every rank must call this."""
+    distributed = _process_group()
+    if distributed is None or distributed.get_world_size() == 1:
+        return [value]
+    # Of the collectives only this one chooses a device that the backend can use by itself.
+    values: list[Any] = [None] * int(distributed.get_world_size())
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def _process_group() -> Any:
+    # A process that has not imported torch.distributed cannot have started it.
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def _from_environment(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    if not value:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {name}={value!r} is not a whole number. The launcher sets it for each process; "
+            f"unset it to train in one process."
+        ) from None
+
+
+def is_ddp(model: object) -> bool:
+    """Answer whether the model is wrapped in `DistributedDataParallel`."""
+    parallel = sys.modules.get("torch.nn.parallel")
+    return parallel is not None and isinstance(model, parallel.DistributedDataParallel)
+
+
+def is_wrapper(model: object) -> bool:
+    """Return whether the model is another one's wrapper that trains it on several devices and is no sharded module."""
+    parallel, deepspeed = sys.modules.get("torch.nn.parallel"), sys.modules.get("deepspeed")
+    return (parallel is not None and isinstance(model, (parallel.DistributedDataParallel, parallel.DataParallel))) or (
+        deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
+    )
+
+
+def is_sharded(model: Any) -> bool:
+    """Answer whether any part of the model is sharded with FSDP, either version."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not hasattr(model, "modules"):  # nobody can have sharded a model without importing it
+        return False
+    return any(isinstance(part, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for part in model.modules())
+
+
+class ShardingAnswers:
+    """The part of `State` that reads the parallelism configuration.
+
+    A configuration is any object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with these keys; each of them
+    is `None`, an object with the settings as attributes, or a dict of them.
+    """
+
+    model: Any
+    device: Any
+    tp_config: Any
+    device_mesh: Any
+    save_metrics: bool
+    _fsdp_config: Any
+    _fsdp2_config: Any
+
+    def _set_parallelism(self, parallelism_config: Any, save_metrics: bool) -> None:
+        self._fsdp_config = self._fsdp2_config = self.tp_config = self.device_mesh = None
+        settings = ParallelismSettings.of(parallelism_config)
+        if settings.is_none():
+            return
+        settings.check_all_ranks_agree(save_metrics)
+        self._fsdp_config, self._fsdp2_config = settings.fsdp, settings.fsdp2
+        check_fsdp_settings(self.fsdp_config, save_metrics)
+        self.tp_config = usable_tp_config(settings.tp, self.fsdp_config)
+        if self.load_monolith_rank0_only:
+            check_loading_on_rank_zero(self.model, self.fsdp_config, self.fsdp_config_version, self.tp_config)
+        self.device_mesh = make_device_mesh(self.fsdp_config, self.tp_config, self.device)
+
+    @property
+    def fsdp_config(self) -> Any:
+        """The FSDP settings, those of version 2 first; `None` without sharding.
+
+        What is assigned takes the place of both versions. It is checked and the device mesh is made anew, so that every
+        rank must assign it.
+
+        Raises:
+            TypeError: If something else than an `FSDPConfig` or an `FSDP2Config` is assigned.
+            ValueError: As when the state was made. Everything is left as it was then.
+        """
+        return self._fsdp_config if self._fsdp2_config is None else self._fsdp2_config
+
+    @fsdp_config.setter
+    def fsdp_config(self, fsdp_config: Any) -> None:
+        # By name: the classes belong to a package on a floor above.
+        names = {base.__name__ for base in type(fsdp_config).__mro__}
+        kind = "fsdp2" if "FSDP2Config" in names else "fsdp"
+        if not names & {"FSDPConfig", "FSDP2Config"}:
+            raise TypeError(
+                f"fsdp_config={fsdp_config!r} is a {type(fsdp_config).__name__!r}, neither an FSDPConfig nor an "
+                f"FSDP2Config. Build one of them from your settings first."
+            )
+        before = self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh
+        try:
+            self._set_parallelism({kind: fsdp_config, "tp": self.tp_config}, self.save_metrics)
+        except BaseException:
+            self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh = before
+            raise
+
+    @property
+    def fsdp_config_version(self) -> int:
+        """2 or 1 for the version of FSDP that is configured, 0 for none."""
+        if self._fsdp2_config is not None:
+            return 2
+        return 0 if self._fsdp_config is None else 1
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether any part of the model is sharded by now."""
+        return is_sharded(self.model)
+
+    @property
+    def fsdp_device_mesh(self) -> Any:
+        """The mesh that the model is spread over, under its older name."""
+        return self.device_mesh
+
+    @property
+    def fsdp_state_dict_type(self) -> str | None:
+        """`'full'` or `'sharded'`: how weights and optimizer state are saved. `None` where nothing is sharded."""
+        if not self.fsdp_enabled:
+            return None
+        return getattr(self.fsdp_config, "state_dict_type", None) or "full"
+
+    @property
+    def fsdp_sharded_state_dict_enabled(self) -> bool:
+        """Whether every rank saves its own shard."""
+        return self.fsdp_config is not None and self.fsdp_state_dict_type == "sharded"
+
+    @property
+    def load_monolith_rank0_only(self) -> bool:
+        """Whether only rank 0 reads a checkpoint and the other ranks receive it."""
+        config = self.fsdp_config
+        if config is None or (getattr(config, "state_dict_type", None) or "full") != "full":
+            return False
+        if self.fsdp_config_version == 1 and not getattr(config, "auto_wrap", True):
+            return False
+        return bool(getattr(config, "load_monolith_rank0_only", False))
+
+    @property
+    def is_model_ddp(self) -> bool:
+        """Whether the model is wrapped in `DistributedDataParallel`."""
+        return is_ddp(self.model)

@@ -7,30 +7,114 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from composer_events._batch_parts import BatchInParts
-from composer_events._data_source import DataSource, dataset_of
-from composer_events._entry_points import to_device, to_precision
-from composer_events._kept_list import KeptList, OptimizerList, SteppingList
-from composer_events._loading import load_all, load_model, load_optimizers
-from composer_events._model_layout import get_model_state
-from composer_events._optimizer_layout import get_optimizer_state
-from composer_events._ranks import get_global_rank
-from composer_events._sharding import ShardingAnswers
-from composer_events._state_dict import SERIALIZED_ATTRIBUTES, build_state_dict, named_by_class
-from composer_events._watched_list import WatchedList
+from composer_events._lists import KeptList, OptimizerList, SteppingList, WatchedList
+from composer_events._state_dict import (
+    SERIALIZED_ATTRIBUTES,
+    DataSource,
+    build_state_dict,
+    dataset_of,
+    load_all,
+    load_model,
+    load_optimizers,
+    named_by_class,
+)
+from composer_events._state_layout import get_model_state, get_optimizer_state
 from composer_events.algorithm import Algorithm
-from composer_events.batch_helpers import batch_get, batch_set
+from composer_events.arguments import to_device, to_precision
+from composer_events.batches import batch_get, batch_set
 from composer_events.callback import Callback
+from composer_events.parallelism import ShardingAnswers, get_global_rank
 from composer_time import Serializable, Time, Timestamp, TimeUnit, ensure_time
+
+__all__ = ["BatchInParts", "State"]
+
+_NAMES: Final = ("inputs", "targets")
+
+
+class BatchPart:
+    """A descriptor for one of the two parts of a batch of inputs and targets; see `BatchInParts`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self._index = _NAMES.index(name)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        if self._name not in instance.__dict__:
+            raise self._missing(instance)
+        return instance.batch[self._index] if _is_paired(instance) else instance.__dict__[self._name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        own: dict[str, Any] = instance.__dict__
+        own[self._name] = value
+        if _is_paired(instance):
+            parts = list(instance.batch)
+            parts[self._index] = value
+            instance.batch = tuple(parts)
+        elif own["num_running_events"] == 0:
+            _take_from_loop(instance, self._name)
+
+    def __delete__(self, instance: Any) -> None:
+        if self._name not in instance.__dict__:
+            raise self._missing(instance)
+        del instance.__dict__[self._name]
+        instance.__dict__["_is_loop_of_pairs"] = False
+
+    def _missing(self, instance: Any) -> AttributeError:
+        message = f"{type(instance).__name__!r} object has no attribute {self._name!r}"
+        return AttributeError(message, name=self._name, obj=instance)
+
+
+class BatchInParts:
+    """The part of `State` that holds `inputs` and `targets`.
+
+    In a loop such as `for state.inputs, state.targets in dataloader:` nobody sets `state.batch`, which is what
+    algorithms read and replace. So once a loop has given both parts while there was no batch, the batch is the pair of
+    them: assigning a part replaces it in the batch, and reading a part reads it there. Where an algorithm or another
+    loop has put something else in its place, the next pair is the batch again.
+
+    With a Trainer, which sets `state.batch` itself, both are attributes like any that a user adds. So they are where
+    algorithms and callbacks assign them, and where one of them is `None`, until a loop begins as above.
+    """
+
+    batch: Any
+    inputs = BatchPart()
+    targets = BatchPart()
+
+    def _begin_without_parts(self) -> None:
+        # The engine counts, so that what algorithms and callbacks assign is told from what the loop does.
+        self.num_running_events = 0
+        self._is_loop_of_pairs = False
+        self._new_parts: frozenset[str] = frozenset()
+
+
+def _take_from_loop(instance: Any, name: str) -> None:
+    """Make a batch of the parts that the loop has given, if both are new and nobody else gives it batches."""
+    own: dict[str, Any] = instance.__dict__
+    new = own["_new_parts"] | {name}
+    is_whole = len(new) == len(_NAMES)
+    own["_new_parts"] = frozenset() if is_whole else new
+    if not is_whole or any(own.get(part) is None for part in _NAMES):
+        return
+    if instance.batch is None or own["_is_loop_of_pairs"]:
+        own["_is_loop_of_pairs"] = True
+        instance.batch = tuple(own[part] for part in _NAMES)
+
+
+def _is_paired(instance: Any) -> bool:
+    if not instance.__dict__["_is_loop_of_pairs"]:
+        return False
+    batch = instance.batch
+    return type(batch) in (tuple, list) and len(batch) == len(_NAMES)
+
 
 if TYPE_CHECKING:
     from composer_events.evaluator import Evaluator
 else:  # for typing.get_type_hints: an evaluator needs State, too
     Evaluator = Any
-
-__all__ = ["State"]
 
 
 class State(DataSource, BatchInParts, ShardingAnswers, Serializable):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer_events import BufferedDestination, Logger
-from composer_events.value_copies import restored
+from composer_events.logger_destination import restored
 from composer_time import Timestamp
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from composer_events.batch_helpers import batch_get
+from composer_events.batches import batch_get
 from composer_models.base import ComposerModel
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from composer_dist import dist
-from composer_events.env_info import get_composer_env_dict
+from composer_events.hparams import get_composer_env_dict
 
 __all__ = ["get_system_description"]
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from composer_events.arguments import check_functions, check_texts
-from composer_events.metric_direction import higher_is_better
-from composer_events.metric_entries import metric_with, number_of, refuse_several
+from composer_events.metric_entries import higher_is_better, metric_with, number_of, refuse_several
 
 if TYPE_CHECKING:
     from composer_events.state import State

@@ -34,7 +34,7 @@ class EarlyStopper(Callback):
         dataloader_label: Whose: `'train'`, or the label of an evaluator.
         comp: Which of two values is better: `'greater'`, `'less'`, or a function of the new and the best value. By
             default as the metric's own `higher_is_better` says, or else its name: see
-            `composer_events.metric_direction`.
+            `composer_events.metric_entries`.
         min_delta: By how much more than this it must get better to count.
         patience: How long it may go without getting better: epochs, or a time in epochs (`'3ep'`) or batches
             (`'500ba'`).

@@ -11,8 +11,8 @@ from torch import nn
 from composer.utils.inference import ExportFormat, Transform, export_with_logger
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_functions, check_places, check_text_lists
+from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
-from composer_events.iter_helpers import ensure_tuple
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger

@@ -33,7 +33,7 @@ class ThresholdStopper(Callback):
         threshold: What is good enough.
         comp: Which of two values is better: `'greater'`, `'less'`, or a function of the value and the threshold. By
             default as the metric's own `higher_is_better` says, or else its name: see
-            `composer_events.metric_direction`.
+            `composer_events.metric_entries`.
         stop_on_batch: Whether to look after every batch, and not only after epochs and evaluations.
 
     Attributes:

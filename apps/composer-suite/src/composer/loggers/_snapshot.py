@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from composer_events.log_values import format_log_data_value
-from composer_events.value_copies import detached_copy, map_values
+from composer_events.logger_destination import detached_copy, format_log_data_value, map_values
 
 __all__ = ["Snapshot", "as_number"]
 

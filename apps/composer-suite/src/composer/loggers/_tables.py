@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from composer_events.log_values import format_log_data_value
+from composer_events.logger_destination import format_log_data_value
 
 __all__ = ["table_as_json", "table_as_text"]
 

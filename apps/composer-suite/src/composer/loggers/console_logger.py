@@ -10,9 +10,8 @@ from composer.loggers._tables import table_as_json, table_as_text
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
 from composer_events.arguments import check_flags, to_time
-from composer_events.buffered_destination import BufferedDestination, LoggedMetrics
-from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
+from composer_events.logger_destination import BufferedDestination, LoggedMetrics, format_log_data_value
 from composer_events.state import State
 from composer_time import Time, TimeUnit
 

@@ -19,9 +19,8 @@ from composer.loggers._stream_capture import StreamCapture
 from composer.loggers._tables import table_as_json
 from composer_events.arguments import check_counts, check_flags, check_numbers, check_places
 from composer_events.formatting import check_placeholders, format_name_with_dist
-from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
+from composer_events.logger_destination import LoggerDestination, format_log_data_value
 from composer_events.state import State
 
 __all__ = ["FileLogger"]

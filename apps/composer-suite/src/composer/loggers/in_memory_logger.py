@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer.loggers._tables import table_as_json
-from composer_events.buffered_destination import BufferedDestination, LoggedMetrics
 from composer_events.logger import Logger
+from composer_events.logger_destination import BufferedDestination, LoggedMetrics, restored
 from composer_events.state import State
-from composer_events.value_copies import restored
 from composer_time import Timestamp
 
 if TYPE_CHECKING:

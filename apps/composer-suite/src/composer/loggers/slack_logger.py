@@ -11,9 +11,8 @@ from composer.loggers._outbox import PATIENCE_S, Outbox
 from composer.loggers._slack_retries import retry_handlers
 from composer.loggers._snapshot import Snapshot
 from composer_events.arguments import check_counts, check_functions, check_text_lists, check_texts, to_time
-from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
+from composer_events.logger_destination import LoggerDestination, format_log_data_value
 from composer_events.state import State
 from composer_time import Time, TimeUnit
 

@@ -14,9 +14,8 @@ from composer.loggers._snapshot import Snapshot, as_number
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.hparams import convert_nested_dict_to_flat_dict
-from composer_events.log_values import format_log_data_value
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
+from composer_events.logger_destination import LoggerDestination, format_log_data_value
 from composer_events.state import State
 
 __all__ = ["TensorboardLogger"]

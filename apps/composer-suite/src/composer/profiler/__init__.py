@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from composer.profiler.system_profiler import SystemProfiler as SystemProfiler
     from composer.profiler.torch_profiler import TorchProfiler as TorchProfiler
     from composer.profiler.trace_handler import TraceHandler as TraceHandler
-    from composer_events.profiler_action import ProfilerAction as ProfilerAction
+    from composer_events.event import ProfilerAction as ProfilerAction
 
 __all__ = [
     "EventRecorder",
@@ -38,6 +38,6 @@ __getattr__, __dir__ = lazy_face(
         "composer.profiler.system_profiler": ["SystemProfiler"],
         "composer.profiler.torch_profiler": ["TorchProfiler"],
         "composer.profiler.trace_handler": ["TraceHandler"],
-        "composer_events.profiler_action": ["ProfilerAction"],
+        "composer_events.event": ["ProfilerAction"],
     },
 )

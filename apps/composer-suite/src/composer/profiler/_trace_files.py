@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.conflicts import ensure_folder_is_empty
 from composer_dist import dist
-from composer_events.profiler_action import ProfilerAction
+from composer_events.event import ProfilerAction
 
 if TYPE_CHECKING:
     from composer_events.state import State

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from composer_events.profiler_action import ProfilerAction
+from composer_events.event import ProfilerAction
 
 if TYPE_CHECKING:
     from composer.profiler.profiler import Profiler

@@ -13,10 +13,10 @@ from composer.profiler.torch_profiler import TorchProfiler
 from composer.profiler.trace_handler import TraceHandler
 from composer_checkpoint.uris import parse_uri
 from composer_events.arguments import check_flags, check_texts
+from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
-from composer_events.iter_helpers import ensure_tuple
+from composer_events.event import ProfilerAction
 from composer_events.logger import Logger
-from composer_events.profiler_action import ProfilerAction
 from composer_events.state import State
 from composer_time import Timestamp
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from composer_events.arguments import check_counts
-from composer_events.profiler_action import ProfilerAction
+from composer_events.event import ProfilerAction
 
 if TYPE_CHECKING:
     from composer_events.state import State

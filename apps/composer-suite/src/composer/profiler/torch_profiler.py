@@ -19,13 +19,13 @@ from composer.profiler.utils import export_memory_timeline_html
 from composer_dist import dist
 from composer_events.arguments import check_counts, check_flags, check_places, check_texts
 from composer_events.callback import Callback
+from composer_events.event import ProfilerAction
 from composer_events.formatting import (
     OF_TIME,
     check_placeholders,
     format_name_with_dist,
     format_name_with_dist_and_time,
 )
-from composer_events.profiler_action import ProfilerAction
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger

@@ -14,9 +14,9 @@ from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU
 from composer_dist.precision import validate_precision
 from composer_events.arguments import to_interval
+from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec
 from composer_events.evaluator import Evaluator
-from composer_events.iter_helpers import ensure_tuple
 from composer_models import ComposerModel
 from composer_optim import DecoupledSGDW
 from composer_time import Time, TimeUnit, ensure_time

@@ -19,7 +19,7 @@ from composer.report.recorder import RunRecorder
 from composer.trainer._arguments import how_to_make
 from composer.trainer._caller import level_of_user
 from composer.trainer._first_failure import first_failure_of_others
-from composer_events.iter_helpers import ensure_tuple
+from composer_events.batches import ensure_tuple
 from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:

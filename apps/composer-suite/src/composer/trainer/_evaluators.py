@@ -11,8 +11,8 @@ from torch import Tensor
 from composer.trainer._arguments import check_interval, check_iterable, check_subset
 from composer.trainer._caller import level_of_user
 from composer_dist.devices import Device
+from composer_events.batches import ensure_tuple
 from composer_events.evaluator import Evaluator, ensure_evaluator
-from composer_events.iter_helpers import ensure_tuple
 from composer_models import ComposerModel
 
 _log = logging.getLogger("composer.trainer.trainer")

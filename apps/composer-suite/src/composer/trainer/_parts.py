@@ -29,8 +29,8 @@ from composer.trainer._schedules import Schedule, check_optimizers_of
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer_dist.devices import get_device
 from composer_events.algorithm import Algorithm
+from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
-from composer_events.iter_helpers import ensure_tuple
 from composer_events.state import State
 
 if TYPE_CHECKING:

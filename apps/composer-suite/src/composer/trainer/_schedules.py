@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer_dist import get_global_rank
-from composer_events.iter_helpers import ensure_tuple
+from composer_events.batches import ensure_tuple
 from composer_events.state import State
 from composer_optim import compile_composer_schedulers
 from composer_optim.side_by_side import check_together, compiled_for, set_last_rates, set_rates

@@ -73,19 +73,19 @@ if TYPE_CHECKING:
     from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
     from composer_dist.wrapping import is_model_fsdp as is_model_fsdp
     from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
-    from composer_events.batch_helpers import batch_get as batch_get
-    from composer_events.batch_helpers import batch_set as batch_set
-    from composer_events.env_info import get_composer_env_dict as get_composer_env_dict
+    from composer_events.batches import IteratorFileStream as IteratorFileStream
+    from composer_events.batches import batch_get as batch_get
+    from composer_events.batches import batch_set as batch_set
+    from composer_events.batches import ensure_tuple as ensure_tuple
+    from composer_events.batches import map_collection as map_collection
     from composer_events.formatting import format_name_with_dist as format_name_with_dist
     from composer_events.formatting import format_name_with_dist_and_time as format_name_with_dist_and_time
     from composer_events.formatting import partial_format as partial_format
     from composer_events.hparams import convert_flat_dict_to_nested_dict as convert_flat_dict_to_nested_dict
     from composer_events.hparams import convert_nested_dict_to_flat_dict as convert_nested_dict_to_flat_dict
     from composer_events.hparams import extract_hparams as extract_hparams
+    from composer_events.hparams import get_composer_env_dict as get_composer_env_dict
     from composer_events.intervals import create_interval_scheduler as create_interval_scheduler
-    from composer_events.iter_helpers import IteratorFileStream as IteratorFileStream
-    from composer_events.iter_helpers import ensure_tuple as ensure_tuple
-    from composer_events.iter_helpers import map_collection as map_collection
     from composer_events.parallelism import ParallelismType as ParallelismType
     from composer_events.warnings import VersionedDeprecationWarning as VersionedDeprecationWarning
     from composer_fsdp.config import FSDP2Config as FSDP2Config
@@ -247,16 +247,15 @@ __getattr__, __dir__ = lazy_face(
         "composer_dist.ports": ["get_free_tcp_port"],
         "composer_dist.precision": ["STR_TO_DTYPE"],
         "composer_dist.wrapping": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],
-        "composer_events.batch_helpers": ["batch_get", "batch_set"],
-        "composer_events.env_info": ["get_composer_env_dict"],
-        "composer_events.formatting": ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"],
+        "composer_events.batches": ["batch_get", "batch_set", "ensure_tuple", "map_collection", "IteratorFileStream"],
         "composer_events.hparams": [
+            "get_composer_env_dict",
             "extract_hparams",
             "convert_nested_dict_to_flat_dict",
             "convert_flat_dict_to_nested_dict",
         ],
+        "composer_events.formatting": ["format_name_with_dist", "format_name_with_dist_and_time", "partial_format"],
         "composer_events.intervals": ["create_interval_scheduler"],
-        "composer_events.iter_helpers": ["ensure_tuple", "map_collection", "IteratorFileStream"],
         "composer_events.parallelism": ["ParallelismType"],
         "composer_events.warnings": ["VersionedDeprecationWarning"],
         "composer_fsdp.config": ["FSDPConfig", "FSDP2Config", "TPConfig", "ParallelismConfig"],

@@ -7,7 +7,7 @@ from importlib.metadata import distributions
 from types import TracebackType
 from typing import Any, TextIO
 
-from composer_events.env_info import get_composer_env_dict
+from composer_events.hparams import get_composer_env_dict
 
 __all__ = [
     "configure_excepthook",

@@ -21,7 +21,7 @@ from composer_algorithms.bridges._lightning_checks import (
 from composer_algorithms.bridges._loop_events import BridgedModel, LoopEvents, shallow_copy
 from composer_algorithms.bridges._refusals import computes_between, needs_model_loss
 from composer_events.algorithm import Algorithm
-from composer_events.batch_helpers import batch_get, batch_set
+from composer_events.batches import batch_get, batch_set
 from composer_events.event import Event
 from composer_models.base import ComposerModel
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from composer_events._model_layout import canonical_name, sharded_options, unwrapped
-from composer_events._ranks import any_rank, gather
-from composer_events._sharding import is_sharded
+from composer_events.parallelism import any_rank, gather, is_sharded, is_wrapper
 
-__all__ = ["get_optimizer_state", "set_optimizer_state"]
+__all__ = [
+    "get_metric_states",
+    "set_metric_states",
+    "canonical_name",
+    "get_model_state",
+    "set_model_state",
+    "sharded_options",
+    "unwrapped",
+    "get_optimizer_state",
+    "set_optimizer_state",
+]
 
 
 def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None) -> dict[str, Any]:
@@ -187,3 +198,161 @@ def _refuse_mismatch(current: Collection[str], saved: Collection[str]) -> None:
             f"The saved optimizer state has the parameter {unknown[0]!r} ({len(unknown)} in all), which is not "
             f"optimized now. {advice}"
         )
+
+
+def get_metric_states(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the state of torchmetrics metrics by name."""
+    states: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        metric.persistent(True)  # torchmetrics leaves the accumulated values out of state_dict otherwise
+        states[name] = {"state_dict": metric.state_dict(), "_computed": getattr(metric, "_computed", None)}
+    return states
+
+
+def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], device: Any) -> None:
+    """Load what `get_metric_states` gave into the metrics of the same names; others are passed over.
+
+    Also read are the forms of older checkpoints: whole metric objects (0.13.5 and before), and NumPy arrays in place
+    of tensors (0.14 to 0.16).
+
+    Args:
+        metrics: Changed in place and moved to the device.
+        states: By name.
+        device: A `Device`, or anything else to leave the metrics where they are.
+    """
+    for name, metric in metrics.items():
+        if name not in states:
+            continue
+        state_dict, computed = _read(states[name])
+        metric.persistent(True)
+        incompatible = metric.load_state_dict(state_dict, strict=False)
+        for kind, keys in (("lacks", incompatible.missing_keys), ("has unknown", incompatible.unexpected_keys)):
+            if keys:
+                warnings.warn(
+                    f"The saved state of the metric {name!r} {kind} values {list(keys)}. They are not restored, so "
+                    f"the metric begins them afresh.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        metric._computed = computed
+        metric._update_count += 1  # compute() warns about a metric that was never updated
+        if hasattr(device, "module_to_device"):
+            device.module_to_device(metric)
+
+
+def _read(state: Any) -> tuple[dict[str, Any], Any]:
+    if isinstance(state, Mapping):
+        saved = cast("Mapping[str, Any]", state)
+        values: Mapping[str, Any] = saved["state_dict"]
+        return {key: _to_tensor(value) for key, value in values.items()}, _to_tensor(saved.get("_computed"))
+    state.persistent(True)
+    return dict(state.state_dict()), getattr(state, "_computed", None)
+
+
+def _to_tensor(value: Any) -> Any:
+    # By name: NumPy is not needed to have no arrays.
+    if type(value).__module__ != "numpy":
+        return value
+    import torch
+
+    return torch.as_tensor(value)
+
+
+log = logging.getLogger("composer.core.state")
+
+# Names under which torch.compile and activation checkpointing keep the module that they wrap. Packages above take those
+# of composer-dist, which is a neighbour of this one.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def unwrapped(model: Any) -> Any:
+    """Take off DDP, DataParallel, DeepSpeed's engine and `torch.compile`, in whatever order they were put on.
+
+    It is what `composer_dist.unwrap_model` does, for packages above; this one has no neighbors that it could ask.
+    """
+    while True:
+        if is_wrapper(model):
+            model = model.module
+        elif "_orig_mod" in getattr(model, "_modules", ()):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def canonical_name(name: str) -> str:
+    """Leave the wrappers' parts out of a parameter's name."""
+    parts = name.split(".")
+    return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
+
+
+def get_model_state(model: Any, state_dict_type: str | None) -> dict[str, Any]:
+    """Collect the weights by name.
+
+    Args:
+        model: Where it is not sharded, the tensors of the result are its own.
+        state_dict_type: `'full'` gathers a sharded model on rank 0's host, other ranks get nothing; `'sharded'`
+            gives every rank its shard on the host. Every rank must call this with both.
+    """
+    if is_sharded(model):
+        # Sharded models only: importing this takes longer than saving a small model.
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return cast("dict[str, Any]", get_model_state_dict(model, options=sharded_options(state_dict_type)))
+    weights: dict[str, Any] = unwrapped(model).state_dict()
+    if all(canonical_name(name) == name for name in weights):
+        return weights
+    return OrderedDict((canonical_name(name), value) for name, value in weights.items())
+
+
+def set_model_state(
+    model: Any, weights: Mapping[str, Any], state_dict_type: str | None, *, strict: bool, broadcast: bool
+) -> None:
+    """Load weights by name.
+
+    Args:
+        model: Changed in place.
+        weights: What `get_model_state` gave. Not changed.
+        state_dict_type: As it was when saving.
+        strict: Whether names that are missing or too many are an error; otherwise they are logged.
+        broadcast: Whether rank 0 alone has the weights of a sharded model.
+
+    Raises:
+        RuntimeError: With the text `Error(s) in loading state_dict`, if names or shapes do not fit.
+    """
+    if is_sharded(model):
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        options = sharded_options(state_dict_type, strict=strict, broadcast=broadcast)
+        incompatible: Any = set_model_state_dict(model, dict(weights), options=options)
+    else:
+        target = unwrapped(model)
+        wrapped_names = {canonical_name(name): name for name in target.state_dict()}
+        renamed = {wrapped_names.get(canonical_name(name), name): value for name, value in weights.items()}
+        incompatible = target.load_state_dict(renamed, strict=strict)
+    _log_first("%d weights of the model are not in the checkpoint and stay as they are: %s", incompatible.missing_keys)
+    _log_first(
+        "%d weights of the checkpoint are not in the model and are passed over: %s", incompatible.unexpected_keys
+    )
+
+
+def _log_first(message: str, names: Sequence[str]) -> None:
+    if names:
+        log.warning(message, len(names), ", ".join(names[:10]))
+
+
+def sharded_options(state_dict_type: str | None, *, strict: bool = True, broadcast: bool = False) -> Any:
+    """Say to torch how a sharded model is saved.
+
+    Raises:
+        NotImplementedError: If the type is not `'full'` or `'sharded'`.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    if state_dict_type not in ("full", "sharded"):
+        raise NotImplementedError(
+            f"fsdp_state_dict_type={state_dict_type!r} is not a way to save a sharded model. Use 'full', one "
+            f"checkpoint on rank 0, or 'sharded', one part on each rank."
+        )
+    return StateDictOptions(
+        full_state_dict=state_dict_type == "full", cpu_offload=True, strict=strict, broadcast_from_rank0=broadcast
+    )

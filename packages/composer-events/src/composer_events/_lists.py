@@ -1,0 +1,147 @@
+"""An attribute that is one list for life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
+
+from composer_events.batches import ensure_tuple
+
+__all__ = ["KeptList", "OptimizerList", "SteppingList", "WatchedList"]
+
+T = TypeVar("T")
+
+
+class WatchedList(list[T]):
+    """A list whose `version` grows with every change, so that what was derived from it can be kept until then.
+
+    An item that changes in itself does not count. A state that has such lists keeps each of them for life and replaces
+    only its contents, so whoever holds the list need not ask the state for it again.
+
+    Example:
+        >>> numbers = WatchedList([2, 1])
+        >>> before = numbers.version
+        >>> numbers.sort()
+        >>> numbers.version > before
+        True
+    """
+
+    # On the class, because pickle and copy fill the list before it has an attribute of its own.
+    version: int = 0
+
+    def append(self, item: T, /) -> None:
+        self.version += 1
+        super().append(item)
+
+    def extend(self, items: Iterable[T], /) -> None:
+        self.version += 1
+        super().extend(items)
+
+    def insert(self, index: SupportsIndex, item: T, /) -> None:
+        self.version += 1
+        super().insert(index, item)
+
+    def remove(self, item: T, /) -> None:
+        self.version += 1
+        super().remove(item)
+
+    def pop(self, index: SupportsIndex = -1, /) -> T:
+        self.version += 1
+        return super().pop(index)
+
+    def clear(self) -> None:
+        self.version += 1
+        super().clear()
+
+    def reverse(self) -> None:
+        self.version += 1
+        super().reverse()
+
+    def sort(self, *, key: Callable[[T], Any] | None = None, reverse: bool = False) -> None:
+        self.version += 1
+        super().sort(key=key, reverse=reverse)  # pyright: ignore[reportArgumentType, reportCallIssue]  # as list has it
+
+    @overload
+    def __setitem__(self, index: SupportsIndex, item: T, /) -> None: ...
+    @overload
+    def __setitem__(self, index: slice, item: Iterable[T], /) -> None: ...
+    def __setitem__(self, index: Any, item: Any, /) -> None:
+        self.version += 1
+        super().__setitem__(index, item)
+
+    def __delitem__(self, index: SupportsIndex | slice, /) -> None:
+        self.version += 1
+        super().__delitem__(index)
+
+    def __iadd__(self, items: Iterable[T], /) -> WatchedList[T]:
+        self.extend(items)
+        return self
+
+    def __imul__(self, times: SupportsIndex, /) -> WatchedList[T]:
+        self.version += 1
+        super().__imul__(times)
+        return self
+
+
+L = TypeVar("L", bound=WatchedList[Any])
+
+
+class SteppingList(WatchedList[Any]):
+    """Optimizers or schedulers: `step` and `zero_grad` go to each, so that a loop written for one serves several."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step every item in order; answer what the last one answered."""
+        result = None
+        for item in self:
+            result = item.step(*args, **kwargs)
+        return result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the gradients of every optimizer."""
+        for item in self:
+            item.zero_grad(*args, **kwargs)
+
+
+class OptimizerList(SteppingList):
+    """Optimizers, of which there must be one by the time they step."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step every optimizer in order; answer what the last one answered.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        if not self:
+            raise RuntimeError(
+                "state.optimizers=[] has nothing to step, so no weight would change. Set one before training, such as "
+                "state.optimizers = torch.optim.SGD(state.model.parameters(), lr=0.1)."
+            )
+        return super().step(*args, **kwargs)
+
+
+class KeptList(Generic[L]):
+    """A descriptor for a list whose contents an assignment replaces, so that whoever holds the list sees it.
+
+    One object, several, or `None` for no object may be assigned. The instance has to put its list into its `__dict__`
+    under the attribute's name first.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> KeptList[L]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> L: ...
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self if instance is None else instance.__dict__[self._name]
+
+    def __set__(self, instance: object, items: Any) -> None:
+        kept = instance.__dict__.get(self._name)
+        if kept is None:
+            raise AttributeError(f"The list {self._name!r} does not exist yet. Call State.__init__ first.")
+        kept[:] = ensure_tuple(items)
+
+    def __delete__(self, instance: object) -> None:
+        # Scripts that train one model after another free the last one by deleting every attribute of its state.
+        del instance.__dict__[self._name]
