@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from composer_dist import dist
-from composer_dist.averaging import average_gradients, average_values, broadcast_tensors, sum_counts
+from composer_dist.ddp import average_gradients, average_values, broadcast_tensors, sum_counts
 from composer_dist.testing import run_ranks
 
 SHAPES = [(), (3, 2), (5,), (4, 1), (2,)]

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from composer_dist import Precision, get_device, parse_deepspeed_config
-from composer_dist.deepspeed_config import check_deepspeed_fits
+from composer_dist.deepspeed import check_deepspeed_fits
 
 RUN = {"batch_size": 8, "microbatch_size": 2, "world_size": 4, "precision": "fp32"}
 INFERRED = {

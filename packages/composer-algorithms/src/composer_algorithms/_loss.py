@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from composer_algorithms._batch import require_tensor
 from composer_algorithms.label_smoothing import LabelSmoothing
-from composer_dist.precision import get_precision_context
+from composer_dist.devices import get_precision_context
 
 if TYPE_CHECKING:
     from composer_events.state import State

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms.module_surgery import replace_module_classes
-from composer_dist.precision import Precision
+from composer_dist.devices import Precision
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning

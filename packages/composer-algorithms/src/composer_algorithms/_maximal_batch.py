@@ -9,7 +9,7 @@ from torch import Tensor
 
 from composer_algorithms._loss import find_loss
 from composer_dist import dist
-from composer_dist.precision import get_precision_context
+from composer_dist.devices import get_precision_context
 
 if TYPE_CHECKING:
     from composer_events.state import State

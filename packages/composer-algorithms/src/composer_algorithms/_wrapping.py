@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
+from composer_dist.strategy import canonical_name, is_model_deepspeed, unwrap_model
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from composer_algorithms._low_precision import LowPrecisionNorm, swap_norms, to_autocast_dtype
 from composer_algorithms.metadata import Metadata
-from composer_dist.precision import Precision
+from composer_dist.devices import Precision
 from composer_events.event import Event
 
 if TYPE_CHECKING:

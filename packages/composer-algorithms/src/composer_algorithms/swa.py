@@ -13,7 +13,7 @@ from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms.ema.averaging import compute_ema
 from composer_algorithms.ema.parameters import EMAParameters
 from composer_algorithms.metadata import Metadata
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit

@@ -12,7 +12,7 @@ import torch
 from composer_checkpoint._state_fit import named_optimizers
 from composer_checkpoint.modular._names import group_names
 from composer_checkpoint.strategy_state import name_of_optimizer, owner_of
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 
 if TYPE_CHECKING:
     from composer_events import State

@@ -12,7 +12,7 @@ from composer_checkpoint._hugging_face_hints import hint_for_file
 from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingWeightsError
 from composer_checkpoint.modular._names import names_in_model
-from composer_dist.wrapping import canonical_name, unwrap_model
+from composer_dist.strategy import canonical_name, unwrap_model
 
 if TYPE_CHECKING:
     from composer_events import State

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
 from composer_checkpoint.loader import load_checkpoint
-from composer_dist.wrapping import unwrap_model
+from composer_dist.strategy import unwrap_model
 from composer_events.arguments import check_flags, check_places
 from composer_events.callback import Callback
 from composer_events.event import Event

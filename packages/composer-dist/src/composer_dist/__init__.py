@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from composer_dist.ddp import ddp_sync_context as ddp_sync_context
     from composer_dist.ddp import prepare_ddp_module as prepare_ddp_module
     from composer_dist.deepspeed import DeepSpeed as DeepSpeed
-    from composer_dist.deepspeed_config import parse_deepspeed_config as parse_deepspeed_config
+    from composer_dist.deepspeed import parse_deepspeed_config as parse_deepspeed_config
+    from composer_dist.devices import STR_TO_DTYPE as STR_TO_DTYPE
     from composer_dist.devices import Device as Device
     from composer_dist.devices import DeviceCPU as DeviceCPU
     from composer_dist.devices import DeviceGPU as DeviceGPU
@@ -33,36 +34,35 @@ if TYPE_CHECKING:
     from composer_dist.devices import DeviceMPS as DeviceMPS
     from composer_dist.devices import DeviceNeuron as DeviceNeuron
     from composer_dist.devices import DeviceTPU as DeviceTPU
+    from composer_dist.devices import Precision as Precision
     from composer_dist.devices import get_device as get_device
+    from composer_dist.devices import get_precision_context as get_precision_context
     from composer_dist.devices import is_hpu_installed as is_hpu_installed
     from composer_dist.devices import is_xla_installed as is_xla_installed
+    from composer_dist.devices import validate_precision as validate_precision
     from composer_dist.env import MissingEnvironmentError as MissingEnvironmentError
+    from composer_dist.env import get_free_tcp_port as get_free_tcp_port
     from composer_dist.env import get_global_rank as get_global_rank
     from composer_dist.env import get_local_rank as get_local_rank
     from composer_dist.env import get_local_world_size as get_local_world_size
     from composer_dist.env import get_node_rank as get_node_rank
     from composer_dist.env import get_world_size as get_world_size
     from composer_dist.initialize import initialize_dist as initialize_dist
-    from composer_dist.ports import get_free_tcp_port as get_free_tcp_port
-    from composer_dist.precision import STR_TO_DTYPE as STR_TO_DTYPE
-    from composer_dist.precision import Precision as Precision
-    from composer_dist.precision import get_precision_context as get_precision_context
-    from composer_dist.precision import validate_precision as validate_precision
     from composer_dist.reproducibility import MAX_SEED as MAX_SEED
     from composer_dist.reproducibility import configure_deterministic_mode as configure_deterministic_mode
     from composer_dist.reproducibility import get_random_seed as get_random_seed
     from composer_dist.reproducibility import get_rng_state as get_rng_state
+    from composer_dist.reproducibility import get_sampler as get_sampler
     from composer_dist.reproducibility import load_rng_state as load_rng_state
     from composer_dist.reproducibility import seed_all as seed_all
     from composer_dist.reproducibility import seed_context as seed_context
-    from composer_dist.sampler import get_sampler as get_sampler
     from composer_dist.strategy import SingleDevice as SingleDevice
     from composer_dist.strategy import Strategy as Strategy
-    from composer_dist.wrapping import is_model_ddp as is_model_ddp
-    from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
-    from composer_dist.wrapping import is_model_fsdp as is_model_fsdp
-    from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
-    from composer_dist.wrapping import unwrap_model as unwrap_model
+    from composer_dist.strategy import is_model_ddp as is_model_ddp
+    from composer_dist.strategy import is_model_deepspeed as is_model_deepspeed
+    from composer_dist.strategy import is_model_fsdp as is_model_fsdp
+    from composer_dist.strategy import is_model_fsdp2 as is_model_fsdp2
+    from composer_dist.strategy import unwrap_model as unwrap_model
 
 _HOME = {
     "get_world_size": "composer_dist.env",
@@ -72,7 +72,7 @@ _HOME = {
     "get_node_rank": "composer_dist.env",
     "MissingEnvironmentError": "composer_dist.env",
     "initialize_dist": "composer_dist.initialize",
-    "get_sampler": "composer_dist.sampler",
+    "get_sampler": "composer_dist.reproducibility",
     "Device": "composer_dist.devices",
     "DeviceCPU": "composer_dist.devices",
     "DeviceGPU": "composer_dist.devices",
@@ -83,11 +83,11 @@ _HOME = {
     "get_device": "composer_dist.devices",
     "is_xla_installed": "composer_dist.devices",
     "is_hpu_installed": "composer_dist.devices",
-    "get_free_tcp_port": "composer_dist.ports",
-    "STR_TO_DTYPE": "composer_dist.precision",
-    "Precision": "composer_dist.precision",
-    "get_precision_context": "composer_dist.precision",
-    "validate_precision": "composer_dist.precision",
+    "get_free_tcp_port": "composer_dist.env",
+    "STR_TO_DTYPE": "composer_dist.devices",
+    "Precision": "composer_dist.devices",
+    "get_precision_context": "composer_dist.devices",
+    "validate_precision": "composer_dist.devices",
     "MAX_SEED": "composer_dist.reproducibility",
     "get_random_seed": "composer_dist.reproducibility",
     "seed_all": "composer_dist.reproducibility",
@@ -102,15 +102,15 @@ _HOME = {
     "ddp_sync_context": "composer_dist.ddp",
     "prepare_ddp_module": "composer_dist.ddp",
     "DeepSpeed": "composer_dist.deepspeed",
-    "parse_deepspeed_config": "composer_dist.deepspeed_config",
+    "parse_deepspeed_config": "composer_dist.deepspeed",
     "RankDisagreementError": "composer_dist.agreement",
     "check_agreement": "composer_dist.agreement",
     "describe_model": "composer_dist.agreement",
-    "is_model_ddp": "composer_dist.wrapping",
-    "is_model_deepspeed": "composer_dist.wrapping",
-    "is_model_fsdp": "composer_dist.wrapping",
-    "is_model_fsdp2": "composer_dist.wrapping",
-    "unwrap_model": "composer_dist.wrapping",
+    "is_model_ddp": "composer_dist.strategy",
+    "is_model_deepspeed": "composer_dist.strategy",
+    "is_model_fsdp": "composer_dist.strategy",
+    "is_model_fsdp2": "composer_dist.strategy",
+    "unwrap_model": "composer_dist.strategy",
 }
 __all__ = [
     "get_world_size",

@@ -5,6 +5,11 @@ Torch's own package is `dist` in here, and every function asks it anew for what 
 
 import torch.distributed as dist  # noqa: F401  # a public name: tests written for Composer patch torch through it
 
+from composer_dist.agreement import busy_wait_for_local_rank_zero as busy_wait_for_local_rank_zero
+from composer_dist.agreement import get_node_signal_file_name as get_node_signal_file_name
+from composer_dist.agreement import local_rank_zero_download_and_wait as local_rank_zero_download_and_wait
+from composer_dist.agreement import run_local_rank_zero_first as run_local_rank_zero_first
+from composer_dist.agreement import write_signal_file as write_signal_file
 from composer_dist.collectives import (
     all_gather,
     all_gather_object,
@@ -25,12 +30,7 @@ from composer_dist.env import (
     get_world_size,
 )
 from composer_dist.initialize import initialize_dist
-from composer_dist.sampler import get_sampler
-from composer_dist.waiting import busy_wait_for_local_rank_zero as busy_wait_for_local_rank_zero
-from composer_dist.waiting import get_node_signal_file_name as get_node_signal_file_name
-from composer_dist.waiting import local_rank_zero_download_and_wait as local_rank_zero_download_and_wait
-from composer_dist.waiting import run_local_rank_zero_first as run_local_rank_zero_first
-from composer_dist.waiting import write_signal_file as write_signal_file
+from composer_dist.reproducibility import get_sampler
 
 __all__ = [
     "is_available",

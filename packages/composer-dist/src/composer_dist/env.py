@@ -10,6 +10,7 @@ make it.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from types import ModuleType
@@ -26,6 +27,7 @@ __all__ = [
     "get_local_rank",
     "get_node_rank",
     "check_environment",
+    "get_free_tcp_port",
 ]
 
 SINGLE_RANK = {"NODE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
@@ -186,3 +188,18 @@ def _from_other_launchers(variable: str) -> int | None:
     if variable == "NODE_RANK" and rank.isdecimal() and ranks_per_node.isdecimal() and int(ranks_per_node) > 0:
         return int(rank) // int(ranks_per_node)
     return None
+
+
+def get_free_tcp_port() -> int:
+    """Return the number of a TCP port on which nobody listens on this machine.
+
+    It is not reserved: another process may take it before you do. Where you can, let the system choose by listening
+    on port 0, and ask which it was.
+
+    Example:
+        >>> 0 < get_free_tcp_port() < 65536
+        True
+    """
+    with socket.socket() as listener:
+        listener.bind(("", 0))  # all addresses, since whoever gets the number may listen on any
+        return listener.getsockname()[1]

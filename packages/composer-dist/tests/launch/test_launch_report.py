@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from composer_dist.launch.report import crash_report, root_cause, witness
+from composer_dist.launch.failures import crash_report, root_cause, witness
 from composer_dist.launch.workers import Ending
 
 CHAIN = """\

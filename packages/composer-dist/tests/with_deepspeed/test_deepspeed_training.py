@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from composer_dist import dist, get_device, is_model_deepspeed
-from composer_dist.deepspeed import DeepSpeed
-from composer_dist.deepspeed_config import parse_deepspeed_config
+from composer_dist.deepspeed import DeepSpeed, parse_deepspeed_config
 from composer_dist.strategy import Strategy
 from composer_dist.testing import run_ranks
 

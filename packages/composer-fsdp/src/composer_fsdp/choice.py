@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_fsdp.activation import chosen_for_checkpointing, warn_of_none_chosen
 from composer_fsdp.agreement import agreed
 from composer_fsdp.mixed_precision import resolve_dtypes

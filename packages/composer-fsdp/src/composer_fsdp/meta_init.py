@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_fsdp.placements import own_region
 from composer_fsdp.wrap_rules import stays_whole
 

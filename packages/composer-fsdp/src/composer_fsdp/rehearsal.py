@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only  # nor for these
 
-from composer_dist.averaging import average_gradients
+from composer_dist.ddp import average_gradients
 from composer_fsdp.activation import chosen_for_checkpointing
 from composer_fsdp.choice import units_of
 from composer_fsdp.fake_world import FakeMeshes

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_fsdp.checks import warn
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.wrap_rules import Unit, has_forward, stays_whole

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_fsdp.placements import own_region
 
 __all__ = ["get_model", "get_optimizer", "set_model", "set_optimizer"]

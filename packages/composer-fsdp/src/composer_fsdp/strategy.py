@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from composer_dist import dist, seed_context
-from composer_dist.averaging import average_gradients, average_values, sum_counts
+from composer_dist.ddp import average_gradients, average_values, sum_counts
 from composer_dist.devices import Device
 from composer_dist.strategy import SingleDevice, TNumber
 from composer_fsdp import state_dicts

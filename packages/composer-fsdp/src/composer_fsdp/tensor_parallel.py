@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_fsdp.keys import explain_key
 
 __all__ = ["check_layer_plan", "split_tensors"]

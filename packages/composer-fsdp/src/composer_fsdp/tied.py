@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_fsdp.wrap_rules import Unit
 
 __all__ = [

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import Variable
 
 from composer_dist import dist
-from composer_dist.averaging import average_gradients
+from composer_dist.ddp import average_gradients
 
 __all__ = ["average_after_backward"]
 

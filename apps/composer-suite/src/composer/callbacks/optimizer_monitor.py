@@ -11,7 +11,7 @@ from torch import Tensor
 
 from composer.callbacks._at_hand import numbers_at_hand
 from composer_dist import dist
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 from composer_events.arguments import check_counts, check_flags
 from composer_events.callback import Callback
 

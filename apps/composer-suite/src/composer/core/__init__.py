@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
-    from composer_dist.precision import Precision as Precision
-    from composer_dist.precision import get_precision_context as get_precision_context
+    from composer_dist.devices import Precision as Precision
+    from composer_dist.devices import get_precision_context as get_precision_context
     from composer_events.algorithm import Algorithm as Algorithm
     from composer_events.callback import Callback as Callback
     from composer_events.data_spec import DataSpec as DataSpec
@@ -76,7 +76,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_events.data_spec": ["DataSpec", "ensure_data_spec"],
         "composer_events.evaluator": ["Evaluator", "ensure_evaluator", "validate_eval_automicrobatching"],
         "composer_events.intervals": ["evaluate_periodically"],
-        "composer_dist.precision": ["Precision", "get_precision_context"],
+        "composer_dist.devices": ["Precision", "get_precision_context"],
         "composer_events.serializable": ["Serializable"],
         "composer_events.types": [
             "Batch",

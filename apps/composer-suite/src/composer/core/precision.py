@@ -1,5 +1,5 @@
 """The number formats that a model computes in."""
 
-from composer_dist.precision import Precision, get_precision_context
+from composer_dist.devices import Precision, get_precision_context
 
 __all__ = ["Precision", "get_precision_context"]

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from composer.trainer._argument_kinds import is_whole
 from composer.trainer._caller import call_for_user, level_of_user
 from composer_dist import Precision, reproducibility
-from composer_dist.devices import Device, DeviceGPU
-from composer_dist.precision import validate_precision
+from composer_dist.devices import Device, DeviceGPU, validate_precision
 from composer_events.arguments import to_interval
 from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from composer_dist import get_precision_context
-from composer_dist.precision import Precision
+from composer_dist.devices import Precision
 from composer_dist.strategy import Strategy
 from composer_events.state import State
 

@@ -17,7 +17,7 @@ from composer.trainer._refusals import compare
 from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
-from composer_dist.deepspeed_config import check_deepspeed_fits, parse_deepspeed_config
+from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.env import check_environment
 from composer_dist.strategy import SingleDevice, Strategy
 from composer_events.logger_destination import LoggerDestination
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from composer_dist.ddp import DDPSyncStrategy
-    from composer_dist.devices import Device
-    from composer_dist.precision import Precision
+    from composer_dist.devices import Device, Precision
     from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
     from composer_events.data_spec import DataSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from composer_dist.wrapping import unwrap_model
+from composer_dist.strategy import unwrap_model
 
 if TYPE_CHECKING:
     from composer.utils.inference import ExportFormat

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 
 _PLAIN = {Tensor}  # what needs no look at each
 

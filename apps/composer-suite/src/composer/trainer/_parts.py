@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from composer.trainer._given import Given
     from composer_checkpoint.saver import CheckpointSaver
-    from composer_dist.devices import Device
-    from composer_dist.precision import Precision
+    from composer_dist.devices import Device, Precision
     from composer_dist.strategy import Strategy
     from composer_events.data_spec import DataSpec
     from composer_events.evaluator import Evaluator

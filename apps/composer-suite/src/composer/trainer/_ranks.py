@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from composer.trainer._blame import name_dataset
 from composer.trainer._loss_means import LossMeans, over_their_shares
 from composer_dist import get_global_rank, get_world_size
-from composer_dist.averaging import sum_counts
+from composer_dist.ddp import sum_counts
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
 

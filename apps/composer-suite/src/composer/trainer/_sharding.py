@@ -11,8 +11,7 @@ from composer_dist import get_global_rank, get_world_size
 if TYPE_CHECKING:
     from composer.trainer._given import Given
     from composer_dist.ddp import DDPSyncStrategy
-    from composer_dist.devices import Device
-    from composer_dist.precision import Precision
+    from composer_dist.devices import Device, Precision
     from composer_dist.strategy import Strategy
     from composer_events.algorithm import Algorithm
     from composer_events.state import State

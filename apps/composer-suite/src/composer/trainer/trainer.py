@@ -31,9 +31,8 @@ from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import IgnoreKeys
 from composer_dist import dist
 from composer_dist.ddp import DDPSyncStrategy
-from composer_dist.devices import Device
+from composer_dist.devices import Device, Precision
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
-from composer_dist.precision import Precision
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
 from composer_events.event import Event

@@ -65,14 +65,14 @@ if TYPE_CHECKING:
     from composer_checkpoint.uris import validate_credentials as validate_credentials
     from composer_dist import dist as dist
     from composer_dist import reproducibility as reproducibility
+    from composer_dist.devices import STR_TO_DTYPE as STR_TO_DTYPE
     from composer_dist.devices import get_device as get_device
     from composer_dist.devices import is_hpu_installed as is_hpu_installed
     from composer_dist.devices import is_xla_installed as is_xla_installed
-    from composer_dist.ports import get_free_tcp_port as get_free_tcp_port
-    from composer_dist.precision import STR_TO_DTYPE as STR_TO_DTYPE
-    from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
-    from composer_dist.wrapping import is_model_fsdp as is_model_fsdp
-    from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
+    from composer_dist.env import get_free_tcp_port as get_free_tcp_port
+    from composer_dist.strategy import is_model_deepspeed as is_model_deepspeed
+    from composer_dist.strategy import is_model_fsdp as is_model_fsdp
+    from composer_dist.strategy import is_model_fsdp2 as is_model_fsdp2
     from composer_events.batches import IteratorFileStream as IteratorFileStream
     from composer_events.batches import batch_get as batch_get
     from composer_events.batches import batch_set as batch_set
@@ -243,10 +243,9 @@ __getattr__, __dir__ = lazy_face(
         "composer_checkpoint.remote_uploader_downloader": ["maybe_create_remote_uploader_downloader_from_uri"],
         "composer_checkpoint.retry": ["retry"],
         "composer_checkpoint.state_io": ["get_save_filename", "save_checkpoint"],
-        "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed"],
-        "composer_dist.ports": ["get_free_tcp_port"],
-        "composer_dist.precision": ["STR_TO_DTYPE"],
-        "composer_dist.wrapping": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],
+        "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed", "STR_TO_DTYPE"],
+        "composer_dist.env": ["get_free_tcp_port"],
+        "composer_dist.strategy": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],
         "composer_events.batches": ["batch_get", "batch_set", "ensure_tuple", "map_collection", "IteratorFileStream"],
         "composer_events.hparams": [
             "get_composer_env_dict",

@@ -4,9 +4,9 @@ from composer._former_modules import ONLY_TORCH_2
 from composer._lazy import lazy_face
 from composer.utils.notebook import is_notebook
 from composer_algorithms.dataset_transforms import add_vision_dataset_transform
-from composer_dist.ports import get_free_tcp_port
-from composer_dist.precision import STR_TO_DTYPE
-from composer_dist.wrapping import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2
+from composer_dist.devices import STR_TO_DTYPE
+from composer_dist.env import get_free_tcp_port
+from composer_dist.strategy import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2
 from composer_events.formatting import partial_format
 from composer_events.intervals import create_interval_scheduler
 from composer_events.parallelism import ParallelismType

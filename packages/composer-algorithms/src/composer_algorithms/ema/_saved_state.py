@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_algorithms.ema.parameters import EMAParameters
-from composer_dist.wrapping import canonical_name
+from composer_dist.strategy import canonical_name
 
 FORMAT = 2
 """Format 1 is Composer's: without a number, and with the prefixes of wrappers in the names."""

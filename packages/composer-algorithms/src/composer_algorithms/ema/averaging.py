@@ -12,7 +12,7 @@ from composer_algorithms._wrapping import (
 )
 from composer_algorithms.ema._plan import AveragingPlan
 from composer_algorithms.ema.parameters import EMAParameters, give_own_memory, parameters_in
-from composer_dist.wrapping import canonical_name, unwrap_model
+from composer_dist.strategy import canonical_name, unwrap_model
 
 __all__ = ["compute_ema"]
 

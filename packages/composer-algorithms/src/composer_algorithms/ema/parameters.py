@@ -18,7 +18,7 @@ from composer_algorithms._wrapping import (
     write_parameters,
 )
 from composer_algorithms.ema._plan import AveragingPlan, Fingerprint
-from composer_dist.wrapping import is_model_deepspeed
+from composer_dist.strategy import is_model_deepspeed
 
 __all__ = ["EMAParameters"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_dist.wrapping import canonical_name, unwrap_model
+from composer_dist.strategy import canonical_name, unwrap_model
 
 __all__ = [
     "group_names",

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from composer_checkpoint.modular._names import parameters_by_name
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_dist.reproducibility import seed_context
-from composer_dist.wrapping import unwrap_model
+from composer_dist.strategy import unwrap_model
 
 __all__ = ["follow_parameters", "shard_model"]
 

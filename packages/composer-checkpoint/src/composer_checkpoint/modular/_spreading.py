@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.sharded._ranks import Ranks
-from composer_dist.objects import cpu_group
+from composer_dist.collectives import cpu_group
 
 __all__ = ["Slot", "TensorSender", "fill", "map_slots"]
 

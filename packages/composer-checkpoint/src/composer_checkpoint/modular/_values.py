@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._staging import storage_key
 from composer_checkpoint._tree import map_tree
-from composer_dist.precision import STR_TO_DTYPE
+from composer_dist.devices import STR_TO_DTYPE
 
 __all__ = ["as_dtype", "cast_state", "gather", "map_tensors", "offload"]
 

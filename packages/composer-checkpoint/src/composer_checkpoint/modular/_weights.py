@@ -18,7 +18,7 @@ from composer_checkpoint.modular._values import as_dtype, cast_state
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import select_keys
 from composer_checkpoint.sharded._ranks import Ranks
-from composer_dist.wrapping import unwrap_model
+from composer_dist.strategy import unwrap_model
 
 __all__ = ["WeightsMismatchError", "load_weights"]
 

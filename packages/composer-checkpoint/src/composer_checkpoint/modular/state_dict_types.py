@@ -23,7 +23,7 @@ from composer_checkpoint.modular._optimizers import receive_state
 from composer_checkpoint.modular._spreading import Slot, TensorSender, map_slots
 from composer_checkpoint.modular._state_dict_types import check_type, of_type, own_part, room_for
 from composer_checkpoint.sharded._ranks import Ranks
-from composer_dist.wrapping import canonical_name, unwrap_model
+from composer_dist.strategy import canonical_name, unwrap_model
 
 __all__ = [
     "fsdp_get_optim_state_dict",

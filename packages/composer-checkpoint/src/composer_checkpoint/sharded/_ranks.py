@@ -10,9 +10,8 @@ import torch.distributed as tdist
 
 from composer_checkpoint._bounded import PATIENCE, meet_within, work_within
 from composer_checkpoint.errors import CheckpointError
-from composer_dist.collectives import is_initialized
+from composer_dist.collectives import cpu_group, is_initialized
 from composer_dist.env import get_world_size
-from composer_dist.objects import cpu_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,20 +1,29 @@
 """The `composer` command."""
 
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import entry_points
+from typing import Any
 
 from composer_dist.launch.args import Options, parse_options
-from composer_dist.launch.commands import find_command
-from composer_dist.launch.console import open_console, release_console, say
-from composer_dist.launch.explain import explain, explain_elastic
-from composer_dist.launch.preflight import CannotStartError, check_command, check_meeting_point, check_rendezvous
-from composer_dist.launch.rendezvous import Rendezvous, resolve_rendezvous
+from composer_dist.launch.output import named_file, open_console, release_console, say
+from composer_dist.launch.preflight import (
+    CannotStartError,
+    Rendezvous,
+    check_command,
+    check_meeting_point,
+    check_rendezvous,
+    resolve_rendezvous,
+)
 from composer_dist.launch.topology import Topology, resolve, resolve_nproc
+from composer_dist.launch.workers import child_command, child_environments, common_environment
 from composer_dist.stale_memory import tidy_shared_memory
 
-__all__ = ["main"]
+__all__ = ["GROUP", "find_command", "explain", "explain_elastic", "main"]
 
 _USAGE_ERROR = 2
 
@@ -65,7 +74,7 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
     tidy_shared_memory()  # a dataset may need the names that a killed run has left
     # What follows loads torch, which neither `--help` nor a wrong command line should wait for.
     if rendezvous is not None:
-        from composer_dist.launch.elastic import run_elastic
+        from composer_dist.launch.run import run_elastic
 
         return lambda: run_elastic(options, rendezvous)
     from composer_dist.launch.run import run
@@ -100,3 +109,122 @@ def _count_accelerators() -> int:
     import torch  # only if nobody said how many processes to start
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+GROUP = "composer.commands"
+
+
+def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
+    """Return the command that a command line begins with, or `None` if it names a script to launch.
+
+    A distribution offers a command by an entry point of the group `composer.commands`: a function from the arguments
+    after the name to the exit status. A file of that name comes first, since scripts need no ending.
+
+    Args:
+        arguments: The command line after `composer`.
+    """
+    name = arguments[0] if arguments else ""
+    if not name.isidentifier() or os.path.exists(name):  # neither options nor paths are looked for
+        return None
+    for found in entry_points(group=GROUP, name=name):
+        return found.load()
+    return None
+
+
+def explain(options: Options, topology: Topology, environ: Mapping[str, str]) -> str:
+    """Return what would be started on this node.
+
+    Args:
+        options: What was typed.
+        topology: This node's place.
+        environ: The launcher's environment.
+    """
+    envs = child_environments(topology, options, environ)
+    return json.dumps({"engine": "fixed"} | _plan(options, topology, envs, environ), indent=2)
+
+
+def explain_elastic(
+    options: Options, rendezvous: Rendezvous, topology: Topology | None, environ: Mapping[str, str]
+) -> str:
+    """Return what is known before the nodes have met, which on a single node is all but the address of their store.
+
+    Args:
+        options: What was typed.
+        rendezvous: Where they would meet.
+        topology: This node's place, if the number of nodes does not change.
+        environ: The launcher's environment.
+    """
+    plan = {"engine": "elastic", "rendezvous": asdict(rendezvous), "max_restarts": options.max_restarts}
+    if topology is None or topology.is_multi_node:  # who comes first gets the first ranks
+        return json.dumps(
+            plan
+            | {
+                "env": common_environment(rendezvous.nproc, options, environ),
+                "argv": child_command(options, environ),
+            },
+            indent=2,
+        )
+    added = {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_RUN_ID": rendezvous.run_id,
+    }
+    envs = {lr: env | added for lr, env in child_environments(topology, options, environ).items()}
+    for env in envs.values():
+        del env["MASTER_ADDR"], env["MASTER_PORT"]
+    later = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "torch, when the rendezvous is complete")
+    ranks = _plan(options, topology, envs, environ)
+    return json.dumps(plan | ranks | {"env_sources": ranks["env_sources"] | later}, indent=2)
+
+
+def _plan(
+    options: Options, topology: Topology, envs: Mapping[int, Mapping[str, str]], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return where this node is, and what its ranks are started with."""
+    return {
+        "topology": {
+            name: {"value": getattr(topology, name), "source": source} for name, source in topology.sources.items()
+        },
+        "env_sources": _sources(options, topology, environ, next(iter(envs.values()))),
+        "ranks": [
+            {
+                "rank": int(env["RANK"]),
+                "local_rank": local_rank,
+                "argv": child_command(options, {**environ, **env}),
+                "env": env,
+                "stdout": _destination("stdout", options, env, environ),
+                "stderr": _destination("stderr", options, env, environ),
+            }
+            for local_rank, env in envs.items()
+        ],
+    }
+
+
+def _sources(
+    options: Options, topology: Topology, environ: Mapping[str, str], env: Mapping[str, str]
+) -> dict[str, str]:
+    """Return where each variable of a rank comes from."""
+    of_topology = {
+        "RANK": f"base_rank + LOCAL_RANK; base_rank from {topology.sources['base_rank']}",
+        "LOCAL_RANK": "the number of the process on this node",
+        "LOCAL_WORLD_SIZE": topology.sources["nproc"],
+        **{name.upper(): topology.sources[name] for name in ("world_size", "node_rank", "master_addr", "master_port")},
+    }
+    others = {
+        "OMP_NUM_THREADS": "usable processor cores / nproc",
+        "COMPOSER_ELASTIC_BATCH": "--elastic_batch",
+        "COMPOSER_RUNS": "--no_runs" if options.no_runs else "--runs" if options.runs else "the default of --runs",
+        "TORCHELASTIC_MAX_RESTARTS": "--max_restarts",
+    }
+    own = {name: name for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
+    known = of_topology | others | own
+    return {name: known.get(name, "the launcher") for name in env}
+
+
+def _destination(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Return where a stream goes beside the folder of the logs."""
+    if env["LOCAL_RANK"] == "0" or options.tee:
+        return "console"
+    return named_file(stream, options, env, environ) or "shown if the rank fails"

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from composer_dist.env import get_free_tcp_port
 from composer_dist.launch.args import Options
 from composer_dist.launch.cluster import ClusterHints, Found, infer
 from composer_dist.launch.guardian import LAUNCH_ID, is_within
-from composer_dist.ports import get_free_tcp_port
 
 __all__ = ["FREE_PORT", "Topology", "resolve", "resolve_nproc"]
 

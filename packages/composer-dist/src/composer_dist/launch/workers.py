@@ -3,24 +3,35 @@
 import json
 import logging
 import os
+import re
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SubprocessContext, start_processes
+from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext, start_processes
 
-from composer_dist.launch.args import SIGNAL_TIMEOUT_S, Options
+from composer_dist.launch.args import RUNS, SIGNAL_TIMEOUT_S, Options
 from composer_dist.launch.guardian import Guardian, process_state
-from composer_dist.launch.logs import Logs
+from composer_dist.launch.output import Logs
 from composer_dist.launch.preflight import CannotStartError
+from composer_dist.launch.topology import Topology
 
-__all__ = ["Ending", "Workers"]
-
-_log = logging.getLogger("composer_dist.launch")
+__all__ = [
+    "child_command",
+    "child_environments",
+    "common_environment",
+    "hook_environment",
+    "Signals",
+    "Ending",
+    "Workers",
+]
 
 _NEWS_S = 2.0  # how much later than its peers the launcher may learn that a rank was killed
 _LINGER_S = 4.0  # how long a rank that has raised may take to end, with its exit handlers
@@ -320,3 +331,186 @@ def _describe(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     return f"exited with code {128 - code} (killed by {name})"
+
+
+_HOOK_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+_log = logging.getLogger("composer_dist.launch")
+
+
+def child_environments(topology: Topology, options: Options, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """Return, for each local rank, the variables that differ from the launcher's own."""
+    common = common_environment(topology.nproc, options, environ) | {
+        "WORLD_SIZE": str(topology.world_size),
+        "LOCAL_WORLD_SIZE": str(topology.nproc),
+        "NODE_RANK": str(topology.node_rank),
+        "MASTER_ADDR": topology.master_addr,
+        "MASTER_PORT": str(topology.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # the launcher of rank 0 listens there, and rank 0 need not
+    }
+    return {
+        local_rank: common | {"RANK": str(topology.base_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank in range(topology.nproc)
+    }
+
+
+def common_environment(nproc: int, options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks get alike, however their numbers are found."""
+    common = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    common |= {name: environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
+    if nproc > 1 and not environ.get("OMP_NUM_THREADS"):
+        # Each rank would take all cores, and torchrun's choice of one thread leaves cores idle.
+        common["OMP_NUM_THREADS"] = str(max(1, _num_usable_cores() // nproc))
+        _log.info("OMP_NUM_THREADS=%s: the usable cores divided by the ranks.", common["OMP_NUM_THREADS"])
+    if options.elastic_batch is not None:
+        common["COMPOSER_ELASTIC_BATCH"] = options.elastic_batch
+    if options.no_runs:
+        common["COMPOSER_RUNS"] = ""
+    elif options.runs is not None or "COMPOSER_RUNS" not in environ:  # set and empty says that none is wanted
+        common["COMPOSER_RUNS"] = options.runs or RUNS
+    return common
+
+
+def hook_environment(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a Python rank records what it raises, from its first import on.
+
+    Args:
+        options: What was typed.
+        environ: The rank's environment without them.
+    """
+    if options.command_mode:
+        return {}  # who knows how many interpreters it starts
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (_HOOK_FOLDER, environ.get("PYTHONPATH"))))}
+
+
+def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
+    """Return the command of a rank, with `~` and variables expanded in the script's arguments.
+
+    Args:
+        options: What was typed.
+        environ: The rank's whole environment. Variables that it does not have stay as they are written.
+    """
+    interpreter = [] if options.command_mode else [options.python]
+    module = ["-m"] if options.module_mode else []
+    arguments = [_expand(argument, environ) for argument in options.training_script_args]
+    return [*interpreter, *module, options.training_script, *arguments]
+
+
+def _num_usable_cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _expand(argument: str, environ: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        return environ.get(match[1] or match[2], match[0])
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, os.path.expanduser(argument))
+
+
+_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+class Signals:
+    """The signals of one launch.
+
+    Args:
+        names: Those to handle, separated by commas.
+    """
+
+    def __init__(self, names: str) -> None:
+        self.followed: signal.Signals | None = None
+        """The signal for which the ranks were asked to end."""
+        self._handlers = _handlers(names)
+        self._received: signal.Signals | None = None
+        self._is_ending = False
+        self._is_interruptible = False
+        self._must_hurry = False
+
+    @contextmanager
+    def while_starting(self) -> Iterator[None]:
+        """Have torch, which sets its handlers whenever it starts processes, do so for these signals."""
+        before = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = ",".join(signum.name for signum in self._handlers)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_VARIABLE]
+            else:
+                os.environ[_VARIABLE] = before
+        self._handle()
+
+    @contextmanager
+    def while_ending(self, followed: signal.Signals | None) -> Iterator[None]:
+        """Keep signals from breaking off what ends the ranks.
+
+        Args:
+            followed: The signal for which they end, if that is why.
+        """
+        self._is_ending = True
+        self._handle()
+        self.followed = followed
+        self._received = followed or self._received
+        try:
+            yield
+        finally:
+            self._is_ending = False
+
+    @contextmanager
+    def while_interruptible(self) -> Iterator[None]:
+        """Let SIGINT, also one that came a moment too early, raise `SignalException`."""
+        self._is_interruptible = True
+        try:
+            if self._must_hurry:
+                _raise(signal.SIGINT)
+            yield
+        finally:
+            self._is_interruptible = False
+
+    def catch_up(self) -> None:
+        """Raise for a signal that came while ranks ended for another reason."""
+        if self.followed is None and self._received is not None:
+            _raise(self._received)
+
+    def ignore(self) -> None:
+        """Ignore them from now on."""
+        for signum in self._handlers:
+            signal.signal(signum, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Handle them as before the launch."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+
+    def _handle(self) -> None:
+        for signum in self._handlers:
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        signum = signal.Signals(number)
+        if self._is_ending or self._received is not None:
+            self._received = self._received or signum
+            self._must_hurry |= signum == signal.SIGINT
+            if self._is_interruptible and self._must_hurry:
+                _raise(signum)
+            return
+        self._received = signum
+        _raise(signum)
+
+
+def _raise(signum: signal.Signals) -> None:
+    raise SignalException(f"process {os.getpid()} got {signum.name}", signum)
+
+
+def _handlers(names: str) -> dict[signal.Signals, Any]:
+    """Return the handlers of now of those signals that this process is to handle.
+
+    What it was started to ignore, as nohup and shells do for processes in the background, it goes on to ignore.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}  # Python lets no other thread set handlers
+    handlers = {signal.Signals[name.strip()]: signal.SIG_DFL for name in names.split(",")}
+    handlers = {signum: signal.getsignal(signum) or default for signum, default in handlers.items()}
+    return {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}

@@ -21,11 +21,10 @@ from typing import TextIO
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from composer_dist.launch.args import Options
-from composer_dist.launch.destinations import named_file
+from composer_dist.launch.args import PLACEHOLDERS, Options
 from composer_dist.launch.preflight import CannotStartError
 
-__all__ = ["Logs", "new_run_id"]
+__all__ = ["open_console", "release_console", "say", "named_file", "Logs", "new_run_id"]
 
 _CONSOLE = ""  # what torch takes for "inherit"
 _STREAMS = ("stdout", "stderr")
@@ -199,3 +198,85 @@ def _make_folder(options: Options, run_id: str) -> Path:
 def new_run_id() -> str:
     """Return a name for the folder of a run that nobody named."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+_FILE_NUMBERS = {"stdout": 1, "stderr": 2}
+
+
+def open_console() -> None:
+    """Make it possible to write to stdout and stderr, whatever this process was started with.
+
+    What was closed (`>&-`) leads nowhere from now on, for the ranks as well, and letters that the console's encoding
+    does not have are written as escapes.
+    """
+    for name, number in _FILE_NUMBERS.items():
+        if getattr(sys, name) is None:
+            _lead_nowhere(number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False, errors="backslashreplace"))
+        elif hasattr(getattr(sys, name), "reconfigure"):  # not so where a program replaced it
+            getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def release_console() -> None:
+    """Give up what could not be written: Python would try again at its end, and exit with 120."""
+    for name, number in _FILE_NUMBERS.items():
+        try:
+            getattr(sys, name).flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                if getattr(sys, name).fileno() == number:
+                    _lead_nowhere(number)
+
+
+def say(text: str, stream: str = "stdout") -> None:
+    """Write a line for the user to read at once.
+
+    Args:
+        text: The line, or several, without the last one's end.
+        stream: `'stdout'` or `'stderr'`.
+    """
+    with suppress(OSError, ValueError):  # the console may be gone, or closed
+        getattr(sys, stream).write(f"{text}\n")
+        getattr(sys, stream).flush()
+
+
+def _lead_nowhere(number: int) -> None:
+    """Have a descriptor lead to the null device, for this process and those that it starts."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere == number:
+        os.set_inheritable(number, True)
+    else:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+_UNSET = ("", "false")
+
+
+def named_file(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
+    """Return the file that the user, or a platform, wants a rank's stream to be appended to.
+
+    Args:
+        stream: `'stdout'` or `'stderr'`.
+        options: What was typed.
+        env: The rank's variables.
+        environ: The launcher's environment.
+    """
+    if env["LOCAL_RANK"] == "0":
+        return None
+    hosted = _hosted_prefix(environ)
+    if hosted is not None:
+        return f"{hosted}{env['LOCAL_RANK']}.txt"  # both streams in one file
+    name_format: str | None = getattr(options, stream)
+    if name_format is None:
+        return None
+    return name_format.format(**{name: int(env[name.upper()]) for name in PLACEHOLDERS})
+
+
+def _hosted_prefix(environ: Mapping[str, str]) -> str | None:
+    """Return what the files begin with that MosaicML's platform collects, where this runs there."""
+    folder, prefix = environ.get("MOSAICML_LOG_DIR", ""), environ.get("MOSAICML_GPU_LOG_FILE_PREFIX", "")
+    is_hosted = environ.get("MOSAICML_PLATFORM", "").lower() == "true"
+    if not is_hosted or folder.lower() in _UNSET or prefix.lower() in _UNSET:
+        return None
+    return os.path.join(folder, prefix)
