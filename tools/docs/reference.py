@@ -42,7 +42,7 @@ MODULES = {
         "composer_algorithms.functional",
         "composer_algorithms.module_surgery",
     ],
-    "composer-fsdp": ["composer_fsdp", "composer_fsdp.fsdp1_settings", "composer_fsdp.meta_apply"],
+    "composer-fsdp": ["composer_fsdp", "composer_fsdp.parse", "composer_fsdp.meta_init"],
     "composer-optim": ["composer_optim"],
     "composer-models": ["composer_models"],
     "composer-events": [

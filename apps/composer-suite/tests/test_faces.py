@@ -162,21 +162,21 @@ IMPORT_MAP = [
     ),
     (
         "parallelize_composer_model parallelize_model",
-        "composer_fsdp.parallelize",
+        "composer_fsdp.sharding",
         "composer_fsdp composer.distributed composer.distributed.prepare_distributed",
     ),
     (
         "prepare_fsdp_module prepare_tp_module",
-        "composer_fsdp.prepare",
+        "composer_fsdp.sharding",
         "composer.distributed composer.distributed.dist_strategy composer.distributed.mosaic_parallelism",
     ),
     (
         "BACKWARD_PREFETCH_MAP SHARDING_MAP get_mixed_precision",
-        "composer_fsdp.fsdp1_settings",
+        "composer_fsdp.parse",
         "composer.distributed.mosaic_parallelism",
     ),
-    ("meta_safe_apply", "composer_fsdp.meta_apply", "composer.distributed.meta_safe_apply"),
-    ("apply_fully_shard prepare_fully_shard", "composer_fsdp.prepare", "composer.distributed.fsdp2"),
+    ("meta_safe_apply", "composer_fsdp.meta_init", "composer.distributed.meta_safe_apply"),
+    ("apply_fully_shard prepare_fully_shard", "composer_fsdp.sharding", "composer.distributed.fsdp2"),
     (
         "get_summon_params_fn",
         "composer_fsdp.summon",

@@ -6,9 +6,9 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from composer_dist import Precision
 from composer_fsdp import FSDPConfig, make_plan
-from composer_fsdp.fsdp1_settings import BACKWARD_PREFETCH_MAP, SHARDING_MAP, get_mixed_precision
 from composer_fsdp.mixed_precision import resolve_dtypes
-from composer_fsdp.unit_options import answer_of, check_options
+from composer_fsdp.parse import BACKWARD_PREFETCH_MAP, SHARDING_MAP, get_mixed_precision
+from composer_fsdp.plan import answer_of, check_options
 
 
 def plan_of(precision="amp_bf16", **settings):

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from composer_dist.testing import run_ranks
-from composer_fsdp.meta_apply import meta_safe_apply
+from composer_fsdp.meta_init import meta_safe_apply
 
 
 def on_host(tensor):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_fsdp.optimizers import check_optimizers, names_of_parameters, rebuild, sync_optimizer_and_model_params
+from composer_fsdp.state_dicts import check_optimizers, names_of_parameters, rebuild, sync_optimizer_and_model_params
 
 
 def replaced(model):

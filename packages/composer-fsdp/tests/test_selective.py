@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from composer_fsdp.selective import contexts_that_keep_products
+from composer_fsdp.activation import contexts_that_keep_products
 
 
 class CountProducts(TorchDispatchMode):

@@ -5,8 +5,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from composer_fsdp import FSDP2Config, FSDPConfig, make_plan
-from composer_fsdp.policies import function_of_policy
-from composer_fsdp.wrap_rules import choose_units
+from composer_fsdp.wrap_rules import choose_units, function_of_policy
 
 
 class Block(nn.Module):

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from composer_fsdp.config import ParallelismConfig as ParallelismConfig
     from composer_fsdp.config import TPConfig as TPConfig
     from composer_fsdp.estimation import Estimate as Estimate
+    from composer_fsdp.estimation import Explanation as Explanation
     from composer_fsdp.estimation import estimate as estimate
-    from composer_fsdp.explanation import Explanation as Explanation
-    from composer_fsdp.explanation import explain as explain
-    from composer_fsdp.parallelize import parallelize_composer_model as parallelize_composer_model
-    from composer_fsdp.parallelize import parallelize_model as parallelize_model
+    from composer_fsdp.estimation import explain as explain
+    from composer_fsdp.fake_run import Workload as Workload
     from composer_fsdp.parse import parse_parallelism as parse_parallelism
     from composer_fsdp.plan import ShardingPlan as ShardingPlan
     from composer_fsdp.plan import make_plan as make_plan
-    from composer_fsdp.rehearsal import Workload as Workload
+    from composer_fsdp.sharding import parallelize_composer_model as parallelize_composer_model
+    from composer_fsdp.sharding import parallelize_model as parallelize_model
     from composer_fsdp.strategy import FSDP as FSDP
     from composer_fsdp.summon import get_summon_params_fn as get_summon_params_fn
     from composer_fsdp.summon import summon_full_params_fsdp2 as summon_full_params_fsdp2
@@ -43,16 +43,16 @@ _HOME = {
     "ShardingPlan": "composer_fsdp.plan",
     "make_plan": "composer_fsdp.plan",
     "FSDP": "composer_fsdp.strategy",
-    "parallelize_model": "composer_fsdp.parallelize",
-    "parallelize_composer_model": "composer_fsdp.parallelize",
+    "parallelize_model": "composer_fsdp.sharding",
+    "parallelize_composer_model": "composer_fsdp.sharding",
     "apply_ac": "composer_fsdp.activation",
     "summon_full_params_fsdp2": "composer_fsdp.summon",
     "get_summon_params_fn": "composer_fsdp.summon",
-    "explain": "composer_fsdp.explanation",
-    "Explanation": "composer_fsdp.explanation",
+    "explain": "composer_fsdp.estimation",
+    "Explanation": "composer_fsdp.estimation",
     "estimate": "composer_fsdp.estimation",
     "Estimate": "composer_fsdp.estimation",
-    "Workload": "composer_fsdp.rehearsal",
+    "Workload": "composer_fsdp.fake_run",
 }
 
 __all__ = [

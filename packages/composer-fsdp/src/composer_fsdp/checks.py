@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
-from composer_fsdp.degrees import FILLS_UP, check_degree
+from composer_fsdp.config import FILLS_UP, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, check_degree
 
 __all__ = [
     "HYBRID_STRATEGIES",

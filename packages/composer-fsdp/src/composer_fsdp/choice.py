@@ -1,26 +1,37 @@
 """What of a model is going to be sharded, chosen and compared before any rank waits for another."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composer_dist.strategy import canonical_name
 from composer_fsdp.activation import chosen_for_checkpointing, warn_of_none_chosen
-from composer_fsdp.agreement import agreed
+from composer_fsdp.checks import warn
 from composer_fsdp.mixed_precision import resolve_dtypes
-from composer_fsdp.optimizers import check_optimizers, names_of_parameters
-from composer_fsdp.plan import ShardingPlan
-from composer_fsdp.shardable import check_units, left_whole
-from composer_fsdp.tensor_parallel import check_layer_plan
-from composer_fsdp.tied import resolve_ties
-from composer_fsdp.unit_options import WrapFunction
-from composer_fsdp.wrap_rules import Unit, choose_units
+from composer_fsdp.plan import ShardingPlan, WrapFunction
+from composer_fsdp.state_dicts import check_optimizers, names_of_parameters
+from composer_fsdp.tensor_parallel import agreed, check_layer_plan
+from composer_fsdp.wrap_rules import Unit, choose_units, has_forward, stays_whole
 
-__all__ = ["Choice", "choose", "units_of"]
+__all__ = [
+    "Choice",
+    "choose",
+    "units_of",
+    "check_units",
+    "left_whole",
+    "check_param_tying",
+    "get_standalone_and_tied_modules",
+    "legalize_param_sharing_between_modules",
+    "resolve_ties",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +168,229 @@ def _fact(key: str, value: Any, plan: ShardingPlan) -> Any:
         return resolve_dtypes(value, plan.precision)
     # Lists of ranks, groups and functions are each rank's own.
     return value if isinstance(value, str | int | None) else type(value).__name__
+
+
+def left_whole(model: nn.Module, plan: ShardingPlan) -> set[nn.Parameter]:
+    """Return the parameters that stay whole wherever they are: of ignored modules, and those without rows to share."""
+    ignored = {p for module in plan.ignored_modules for p in module.parameters()}
+    return ignored | {p for p in model.parameters() if stays_whole(p)}
+
+
+def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> None:
+    """Refuse units with weights that cannot be sharded together, and warn of those whose weights nobody would gather.
+
+    Args:
+        model: Whose units they are.
+        units: Descendants first.
+        plan: How they are going to be sharded.
+
+    Raises:
+        ValueError: With the names of the unit and of the weight.
+    """
+    names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+    taken = left_whole(model, plan)
+    for unit in units:
+        modules = (unit.module, *unit.partners)
+        if any(isinstance(module, FSDPModule) for module in modules):
+            raise ValueError(
+                f"{_called(unit)} is sharded already. Shard a model that is as it was built, or say auto_wrap=False if "
+                f"it shall stay as it is."
+            )
+        own = [p for p in _parameters(modules) if p not in taken]
+        taken.update(own)
+        for parameter in own:
+            _refuse(names[parameter], parameter)
+        _refuse_sparse(unit, [m for outer in modules for m in outer.modules()], set(own))
+        _refuse_formats(unit, own, names)
+        if own and not has_forward(unit.module):
+            warn(
+                f"{_called(unit)} is sharded as one, and its class {type(unit.module).__name__} has no forward, so "
+                f"that nobody gathers the weights that it holds. Let it be an nn.ModuleList or nn.ModuleDict, or name "
+                f"the methods that compute with them in its attribute fsdp_forward_methods.",
+                stacklevel=2,
+            )
+
+
+def _called(unit: Unit) -> str:
+    return f"the module {unit.name!r}" if unit.name else "the model"
+
+
+def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    yield from dict.fromkeys(p for module in modules for p in module.parameters())
+
+
+def _refuse(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise ValueError(
+            f"the parameter {name!r} has no shape yet, so that it cannot be shared out. Let the model see a batch "
+            f"before it is sharded, or give its layers their sizes."
+        )
+    if not parameter.is_contiguous():
+        raise ValueError(
+            f"the parameter {name!r} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and only "
+            f"contiguous tensors can be sharded. Assign a contiguous copy of it before: "
+            f"parameter.data = parameter.data.contiguous()."
+        )
+    if parameter.is_complex() and parameter.requires_grad:
+        raise ValueError(
+            f"the parameter {name!r} is {parameter.dtype}, of whose gradients only the real part would be averaged. "
+            f"Keep it as real numbers (torch.view_as_real), and make complex ones of them in forward."
+        )
+
+
+def _refuse_sparse(unit: Unit, modules: Sequence[nn.Module], own: set[nn.Parameter]) -> None:
+    for module in modules:
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad and module.weight in own:
+            raise ValueError(
+                f"{_called(unit)} has {module!r}, whose gradients are sparse tensors, which ranks cannot share out. "
+                f"Make it with sparse=False."
+            )
+
+
+def _refuse_formats(unit: Unit, own: Sequence[nn.Parameter], names: dict[nn.Parameter, str]) -> None:
+    """Refuse trainable weights of several formats in one unit, which FSDP2 reduces together."""
+    by_format: dict[torch.dtype, str] = {}
+    for parameter in own:
+        if parameter.requires_grad:
+            by_format.setdefault(parameter.dtype, names[parameter])
+    if len(by_format) > 1:
+        listed = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in by_format.items())
+        raise ValueError(
+            f"{_called(unit)} is sharded as one and has weights of several formats: {listed}. Let the modules of each "
+            f"format be units of their own by fsdp_wrap_fn, or make the model in one format; in which it computes, "
+            f"mixed_precision says."
+        )
+
+
+def get_standalone_and_tied_modules(modules: Sequence[nn.Module]) -> tuple[list[nn.Module], set[nn.Module]]:
+    """Return those modules that share no weights with another of them, in their order, and those that do.
+
+    A module inside another one shares its weights with it. Modules without parameters are in neither.
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), []).append(module)
+    tied = {module for sharing in owners.values() if len(sharing) > 1 for module in sharing}
+    standalone = [m for m in modules if m not in tied and next(m.parameters(), None) is not None]
+    return standalone, tied
+
+
+def legalize_param_sharing_between_modules(
+    model: nn.Module, modules_to_shard: Sequence[nn.Module], whole: Collection[nn.Parameter] = ()
+) -> None:
+    """Refuse modules that share weights with a part of the model which is sharded otherwise, or not at all.
+
+    Args:
+        model: With all of them.
+        modules_to_shard: Each by itself.
+        whole: Parameters that are not sharded wherever they are, which anybody may share.
+
+    Raises:
+        ValueError: If a module outside of those to be sharded has one of their weights.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    spared = set(map(id, whole))
+    owner = {id(p): module for module in modules_to_shard for p in module.parameters() if id(p) not in spared}
+    listed = {id(module) for module in modules_to_shard}
+    for module in _outside(model, listed, set()):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in owner:
+                raise ValueError(
+                    f"Parameter sharing detected between modules to be sharded and module "
+                    f"{names.get(id(module), '')!r}: {names.get(id(owner[id(parameter)]), '')!r} has the same weights. "
+                    f"Shard the module that holds both instead, or keep weights of its own for each."
+                )
+
+
+@contextmanager
+def check_param_tying(model: nn.Module) -> Iterator[None]:
+    """Refuse to let anything inside the context tie weights or tear tied ones apart.
+
+    Raises:
+        RuntimeError: On leaving, if the groups of names that belong to one parameter are others than before.
+    """
+    before = _name_groups(model)
+    yield
+    after = _name_groups(model)
+    if before != after:
+        changed = sorted(", ".join(sorted(names)) for names in before ^ after if len(names) > 1)
+        raise RuntimeError(
+            f"Parameter tying relationship changed during the context: of {'; '.join(changed)}. Assign the shared "
+            f"weight to all its names again where it is made anew."
+        )
+
+
+def resolve_ties(
+    model: nn.Module, units: Sequence[Unit], policy: str, whole: Collection[nn.Parameter] = ()
+) -> list[Unit]:
+    """Return units of which no two share weights, each after those inside it.
+
+    Args:
+        model: Whose units they are.
+        units: As they were chosen.
+        policy: What becomes of units that do: `'error'`, or `'group'` to make them one.
+        whole: Parameters that are not sharded wherever they are, which anybody may share.
+
+    Raises:
+        ValueError: If units share weights and may not be made one, or if they share them with what is no unit.
+    """
+    resolved, spared = list(units), set(map(id, whole))
+    inner = {id(unit.module): {id(m) for m in unit.module.modules()} for unit in resolved}
+    for unit in units:
+        for other in units:
+            nested = id(other.module) in inner[id(unit.module)] or id(unit.module) in inner[id(other.module)]
+            if nested or unit not in resolved or other not in resolved or not _share(unit, other, spared):
+                continue
+            if policy != "group" or unit.is_root or other.is_root:
+                raise ValueError(
+                    f"Detected tied parameters between modules designated for FSDP wrapping: {unit.name!r} and "
+                    f"{other.name!r} have the same weights. Shard the module that holds both instead, or set "
+                    f"tie_policy='group' to shard the two together."
+                )
+            kept = replace(unit, partners=(*unit.partners, other.module, *other.partners))
+            resolved = [kept if entry is unit else entry for entry in resolved if entry is not other]
+            inner[id(kept.module)] |= inner[id(other.module)]
+            unit = kept
+    for root in [unit for unit in resolved if unit.is_root]:
+        below = [m for u in resolved if not u.is_root and id(u.module) in inner[id(root.module)] for m in _modules(u)]
+        _refuse_ties_outwards(root.module, below, whole)
+    legalize_param_sharing_between_modules(model, [m for u in resolved if u.is_root for m in _modules(u)], whole)
+    return resolved
+
+
+def _modules(unit: Unit) -> tuple[nn.Module, ...]:
+    return (unit.module, *unit.partners)
+
+
+def _share(unit: Unit, other: Unit, spared: set[int]) -> bool:
+    own = {id(p) for module in _modules(unit) for p in module.parameters()} - spared
+    return unit is not other and any(id(p) in own for module in _modules(other) for p in module.parameters())
+
+
+def _refuse_ties_outwards(root: nn.Module, below: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> None:
+    """Refuse units that share weights with a part of the root's own unit, at any depth of units."""
+    legalize_param_sharing_between_modules(root, below, whole)
+    for module in below:
+        inside = {id(m) for m in module.modules()} - {id(module)}
+        deeper = [other for other in below if id(other) in inside]
+        if deeper:
+            legalize_param_sharing_between_modules(module, deeper, whole)
+
+
+def _outside(module: nn.Module, listed: set[int], seen: set[int]) -> Iterator[nn.Module]:
+    """Yield a module and its descendants, without entering those that are listed."""
+    if id(module) in seen or id(module) in listed:
+        return
+    seen.add(id(module))
+    yield module
+    for child in module.children():
+        yield from _outside(child, listed, seen)
+
+
+def _name_groups(model: nn.Module) -> set[frozenset[str]]:
+    groups: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), set()).add(canonical_name(name))
+    return {frozenset(names) for names in groups.values()}

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(options: argparse.Namespace) -> Any:
-    from composer_fsdp.explanation import explain
+    from composer_fsdp.estimation import explain
     from composer_fsdp.model_source import load_config, load_model
 
     model, _ = load_model(options.model)
@@ -45,10 +45,10 @@ def _explain(options: argparse.Namespace) -> Any:
 
 
 def _estimate(options: argparse.Namespace) -> Any:
-    from composer_fsdp.byte_sizes import parse_bytes
+    from composer_fsdp.config import parse_bytes
     from composer_fsdp.estimation import estimate
+    from composer_fsdp.fake_run import Workload
     from composer_fsdp.model_source import load_config, load_model, load_named, load_optimizer
-    from composer_fsdp.rehearsal import Workload
 
     # Torch, which sets the levels of its logs as it loads, logs a traceback beside the error of shapes that do not fit.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

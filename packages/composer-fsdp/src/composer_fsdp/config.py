@@ -3,14 +3,31 @@
 Nothing here needs torch. What the settings mean together is in `composer_fsdp.plan`.
 """
 
+import difflib
+import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any, Self
 
-from composer_fsdp.keys import by_name, check_keys, explain_key, take_legacy_keys
-
-__all__ = ["FSDP2Config", "FSDPConfig", "ParallelismConfig", "TPConfig"]
+__all__ = [
+    "format_bytes",
+    "parse_bytes",
+    "FSDP2Config",
+    "FSDPConfig",
+    "ParallelismConfig",
+    "TPConfig",
+    "AXES",
+    "FILLS_UP",
+    "check_degree",
+    "fill_degrees",
+    "by_name",
+    "check_keys",
+    "explain_key",
+    "take_legacy_keys",
+]
 
 _PREFIX_DIR = "ep{epoch}-ba{batch}"
 
@@ -293,3 +310,185 @@ def _names(cls: type) -> set[str]:
 def _in_case(value: Any, change: Any) -> Any:
     value = by_name(value)
     return change(value) if isinstance(value, str) else value
+
+
+_UNITS = {
+    "B": 1,
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_BY_NAME = {name.lower(): size for name, size in _UNITS.items()}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return how many bytes a text such as `'80GiB'` means. `'80G'` is gibibytes, as the names of devices mean it.
+
+    Raises:
+        ValueError: If it is no number with a unit, or not more than 0.
+
+    Example:
+        >>> parse_bytes("1.5KiB"), parse_bytes("2 kB"), parse_bytes("1k")
+        (1536, 2000, 1024)
+    """
+    match = _WRITTEN.fullmatch(str(text))
+    unit = "" if match is None else match[2].lower()
+    factor = _BY_NAME.get(f"{unit}ib" if len(unit) == 1 and unit in "kmgt" else unit or "b")
+    size = 0 if match is None or factor is None else int(float(match[1]) * factor)
+    if size <= 0:
+        raise ValueError(
+            f"{text!r} is no amount of memory. Give a number above 0 and one of {', '.join(_UNITS)}, such as '80GiB'."
+        )
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes in the largest binary unit that it fills.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(80 * 2**30)
+        ('1.5 KiB', '80.0 GiB')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(size) >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+AXES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+"""The names of a mesh's axes, in their order."""
+
+FILLS_UP = -1
+"""The degree of an axis that takes what the others leave."""
+
+
+def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_size: int) -> dict[str, int]:
+    """Return how long each axis is, with the one that takes what the others leave filled in.
+
+    Raises:
+        ValueError: If the degrees do not multiply to the number of ranks, or two of them are -1.
+
+    Example:
+        >>> fill_degrees(FSDPConfig(data_parallel_replicate_degree=2), None, world_size=8)
+        {'data_parallel_replicate': 2, 'data_parallel_shard': 4}
+    """
+    given: dict[str, Any] = {
+        AXES[0]: config.data_parallel_replicate_degree,
+        AXES[1]: config.data_parallel_shard_degree,
+        AXES[2]: None if tp is None else tp.tensor_parallel_degree,
+    }
+    degrees = {
+        axis: check_degree(axis, degree) for axis, degree in given.items() if degree is not None or axis == AXES[1]
+    }
+    open_axes = [axis for axis, degree in degrees.items() if degree == FILLS_UP]
+    if len(open_axes) > 1:
+        raise ValueError(
+            f"Found multiple parallelism dimensions with -1: {_listed(dict.fromkeys(open_axes, FILLS_UP))}. Only one "
+            f"of them can take the ranks that the others leave; give the others a degree of 1 or more."
+        )
+    fixed = math.prod(degree for degree in degrees.values() if degree != FILLS_UP)
+    if fixed > world_size:
+        problem = "is less than"
+    elif open_axes:
+        problem = "is not divisible by" if world_size % fixed else ""
+    else:
+        problem = "does not equal" if world_size != fixed else ""
+    if problem:
+        raise ValueError(
+            f"World size {world_size} {problem} the product of the specified parallelism degrees, {fixed}, of "
+            f"{_listed(degrees)}. Change the degrees or the number of processes; one degree of -1 takes all the ranks "
+            f"that the others leave."
+        )
+    return {axis: world_size // fixed if degree == FILLS_UP else degree for axis, degree in degrees.items()}
+
+
+def _listed(degrees: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
+
+
+def check_degree(axis: str, degree: object) -> int:
+    """Return a degree if it is one.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if isinstance(degree, int) and not isinstance(degree, bool) and (degree >= 1 or degree == FILLS_UP):
+        return degree
+    raise ValueError(
+        f"{axis}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks that the "
+        f"other degrees leave."
+    )
+
+
+_RENAMED = {
+    "auto_wrap_policy": "define fsdp_wrap_fn(module) on the model, or set module._fsdp_wrap = True",
+    "param_init_fn": "define param_init_fn(module) on the model",
+    "device_id": "pass device= to the Trainer",
+    "ignored_states": "use 'ignored_modules'",
+    "ignored_parameters": "use 'ignored_modules'",
+    "mesh": "use 'data_parallel_shard_degree' and 'data_parallel_replicate_degree'",
+    "mp_policy": "use 'mixed_precision'",
+    "offload_policy": "use 'cpu_offload'",
+    "reshard_after_forward": "use 'sharding_strategy' ('FULL_SHARD' frees weights after the forward pass, "
+    "'SHARD_GRAD_OP' keeps them), or an FSDP2Config, which has it",
+    "fsdp_config": "use 'fsdp'",
+    "fsdp_auto_wrap": "use 'auto_wrap'",
+    "tensor_parallel": "use 'tp'",
+    "tp_config": "use 'tp'",
+}
+_UNDERSTOOD_LATER = {
+    "flatten_parameters": "has no effect any more: FSDP2 never flattens parameters. Leave it out",
+    "min_params": "is of older releases and still works. Define fsdp_wrap_fn(module) on the model, which says the same "
+    "by name instead of by size",
+    "load_fsdp_monolith_rank0_only": "is now called 'load_monolith_rank0_only'",
+}
+
+
+def by_name(value: Any) -> Any:
+    """Return the name of an enumeration's member, such as torch's `ShardingStrategy.FULL_SHARD`; else the value."""
+    return value.name if isinstance(value, Enum) else value
+
+
+def explain_key(key: object, known: Iterable[str]) -> str:
+    """Return a sentence on an unknown key: what replaced it, or the names that are nearest."""
+    known = frozenset(known)
+    if key in _RENAMED and key not in known:
+        return f"Instead of it, {_RENAMED[str(key)]}."
+    names = sorted(known)
+    near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.6)
+    if near:
+        return f"Did you mean {' or '.join(repr(name) for name in near)}?"
+    return f"The keys are {', '.join(names)}."
+
+
+def check_keys(where: str, keys: Iterable[object], known: Iterable[str]) -> None:
+    """Refuse keys that are no settings.
+
+    Raises:
+        TypeError: With what replaced the key, or the nearest names.
+    """
+    known = frozenset(known)
+    for key in keys:
+        if key not in known:
+            raise TypeError(f"{where} got an unexpected keyword argument {key!r}. {explain_key(key, known)}")
+
+
+def take_legacy_keys(settings: Mapping[str, Any], *, stacklevel: int) -> dict[str, Any]:
+    """Return FSDP settings under today's names, with a `DeprecationWarning` for each that is not.
+
+    Raises:
+        ValueError: If a setting is given under both names.
+    """
+    taken = dict(settings)
+    for key, advice in _UNDERSTOOD_LATER.items():
+        if key in taken:
+            warnings.warn(f"fsdp_config[{key!r}] {advice}.", DeprecationWarning, stacklevel=stacklevel + 1)
+    taken.pop("flatten_parameters", None)
+    if "load_fsdp_monolith_rank0_only" in taken:
+        older = taken.pop("load_fsdp_monolith_rank0_only")
+        if taken.setdefault("load_monolith_rank0_only", older) != older:
+            raise ValueError(
+                f"fsdp_config has load_fsdp_monolith_rank0_only={older!r} and "
+                f"load_monolith_rank0_only={taken['load_monolith_rank0_only']!r}, which mean the same. Give the latter."
+            )
+    return taken

@@ -16,11 +16,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as tdist
+from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
 
-__all__ = ["GroupCache", "check_grids", "check_group", "ranks_of", "size_of_group"]
+__all__ = ["GroupCache", "check_grids", "check_group", "ranks_of", "size_of_group", "own_region"]
 
 _NAMED = re.compile(r"(set|mod)(\d+)")
 _ACCEPTED = (
@@ -187,3 +189,21 @@ def _check_lists(lists: list[list[int]]) -> None:
                 f"{dict(enumerate(lists))}. Each rank must give the list that it is in, and the ranks of a list the "
                 f"same one."
             )
+
+
+def own_region(sharded: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that this rank's shard holds, as a view.
+
+    Args:
+        sharded: Says which part.
+        whole: Of the same shape as `sharded` altogether.
+    """
+    (chunk,) = sharded.__create_chunk_list__()  # the method through which torch's own checkpoints ask a tensor
+    return _narrow(whole, chunk.offsets, sharded.to_local().shape)
+
+
+def _narrow(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+        # A rank beyond the last row holds nothing, and its offset may lie behind the end.
+        whole = whole.narrow(dim, min(start, whole.shape[dim] - length), length)
+    return whole

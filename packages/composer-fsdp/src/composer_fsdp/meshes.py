@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_dist import dist
 from composer_fsdp.checks import HYBRID_STRATEGIES
-from composer_fsdp.degrees import AXES
+from composer_fsdp.config import AXES
 from composer_fsdp.groups import GroupCache, check_grids, is_pair
 from composer_fsdp.plan import ShardingPlan
 

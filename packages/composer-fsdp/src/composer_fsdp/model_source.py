@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig
-from composer_fsdp.keys import explain_key
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, explain_key
 from composer_fsdp.parse import parse_parallelism
 
 __all__ = ["load_config", "load_model", "load_named", "load_optimizer", "make_batch"]

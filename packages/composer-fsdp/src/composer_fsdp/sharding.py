@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,22 +20,34 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_dist import dist
+from composer_dist import Precision, dist, get_device, seed_context
+from composer_dist.devices import Device
 from composer_fsdp import meta_init
 from composer_fsdp.activation import apply_ac
-from composer_fsdp.agreement import agreed, warn_of_different_weights
-from composer_fsdp.choice import choose
+from composer_fsdp.choice import check_param_tying, choose
+from composer_fsdp.config import AXES, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
+from composer_fsdp.gradients import average_after_backward
 from composer_fsdp.groups import is_pair
 from composer_fsdp.meshes import Meshes
-from composer_fsdp.mixed_precision import Dtypes, cast_buffers, resolve_dtypes
-from composer_fsdp.optimizers import rebuild
-from composer_fsdp.plan import ShardingPlan
-from composer_fsdp.prefetch import Prefetching
-from composer_fsdp.tensor_parallel import split_tensors
-from composer_fsdp.tied import check_param_tying
-from composer_fsdp.wrap_rules import Unit, stays_whole
+from composer_fsdp.mixed_precision import Dtypes, Prefetching, cast_buffers, resolve_dtypes
+from composer_fsdp.plan import ShardingPlan, WrapFunction, make_plan
+from composer_fsdp.state_dicts import check_optimizers, names_of_parameters, rebuild
+from composer_fsdp.tensor_parallel import agreed, check_layer_plan, split_tensors, warn_of_different_weights
+from composer_fsdp.wrap_rules import Unit, function_of_policy, stays_whole
 
-__all__ = ["ShardedModel", "Sharder", "prefetch_ahead", "shard_model", "wrap_activations"]
+__all__ = [
+    "parallelize_composer_model",
+    "parallelize_model",
+    "apply_fully_shard",
+    "prepare_fsdp_module",
+    "prepare_fully_shard",
+    "prepare_tp_module",
+    "ShardedModel",
+    "Sharder",
+    "prefetch_ahead",
+    "shard_model",
+    "wrap_activations",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,3 +322,217 @@ def _register_forward_methods(model: nn.Module) -> None:
                 methods = (*methods, "generate")
             for method in dict.fromkeys(methods):
                 register_fsdp_forward_method(module, method)
+
+
+def parallelize_model(
+    model: nn.Module,
+    config: FSDP2Config | FSDPConfig | ParallelismConfig,
+    optimizer: Optimizer | None = None,
+    precision: str | Precision | None = None,
+    fsdp_wrap_policy: Any = None,
+    activation_checkpointing_check_fn: Callable[[nn.Module], bool] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    *,
+    device: str | Device | None = None,
+    seed: int = 0,
+) -> ShardedModel:
+    """Shard a module, in place, the module itself being the outermost unit. Every rank must call this.
+
+    A backward pass averages the gradients over the ranks, also of what is not sharded.
+
+    Args:
+        model: Any module. Which of its descendants are units of their own its `fsdp_wrap_fn(module)` says, and
+            the other rules of `composer_fsdp.wrap_rules`.
+        config: The settings.
+        optimizer: Made for the module; it owns the shards afterwards.
+        precision: In which the weights compute. By default `'amp_fp16'` on a GPU, and `'fp32'` elsewhere.
+        fsdp_wrap_policy: In place of the module's `fsdp_wrap_fn`: a function like it, or one of torch's policies.
+        activation_checkpointing_check_fn: In place of the `activation_checkpointing_fn` of its children.
+        param_init_fn: Fills the weights of a module, of those that have no `param_init_fn` of their own, where the
+            model is on the meta device. By default its `reset_parameters()` does.
+        device: Where this rank computes; the best of this machine when `None`.
+        seed: With which weights are drawn that are on the meta device. The same on every rank.
+
+    Returns:
+        The model with what became of it.
+
+    Raises:
+        ValueError, KeyError, RuntimeError: If model, optimizer and settings do not go together.
+        TypeError: If one of them is none.
+    """
+    return _parallelize(
+        model,
+        config,
+        optimizer,
+        precision,
+        device,
+        seed,
+        wraps_itself=True,
+        policy=fsdp_wrap_policy,
+        check_fn=activation_checkpointing_check_fn,
+        param_init_fn=param_init_fn,
+    )
+
+
+def parallelize_composer_model(
+    composer_model: nn.Module,
+    optimizer: Optimizer | None,
+    config: FSDP2Config | FSDPConfig | ParallelismConfig,
+    precision: str | Precision | None = None,
+    *,
+    device: str | Device | None = None,
+    seed: int = 0,
+) -> ShardedModel:
+    """Shard the direct children of a model, in place, as the Trainer does. Every rank must call this.
+
+    Args:
+        composer_model: Itself it is not sharded, so that its methods may call those of its children.
+        optimizer: See `parallelize_model`.
+        config: See `parallelize_model`.
+        precision: See `parallelize_model`.
+        device: See `parallelize_model`.
+        seed: See `parallelize_model`.
+
+    Returns:
+        The model with what became of it.
+
+    Raises:
+        ValueError, KeyError, RuntimeError: If model, optimizer and settings do not go together.
+        TypeError: If one of them is none.
+    """
+    return _parallelize(composer_model, config, optimizer, precision, device, seed)
+
+
+def _parallelize(
+    model: nn.Module,
+    config: FSDP2Config | FSDPConfig | ParallelismConfig,
+    optimizer: Optimizer | None,
+    precision: str | Precision | None,
+    device: str | Device | None,
+    seed: int,
+    *,
+    wraps_itself: bool = False,
+    policy: Any = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+) -> ShardedModel:
+    chosen = get_device(device)
+    if precision is None:
+        precision = "amp_fp16" if chosen.name == "gpu" else "fp32"
+
+    def settle() -> tuple[ShardingPlan, WrapFunction | None]:
+        _check_kinds(model, optimizer, param_init_fn)
+        plan = make_plan(config, precision=precision, world_size=dist.get_world_size(), stacklevel=5)
+        return plan, function_of_policy(model, policy)
+
+    plan, wrap_fn = agreed(settle, lambda _: {})  # what they say is compared with all else, once there are units
+    dist.initialize_dist(chosen)
+    with seed_context(seed):
+        sharded = shard_model(
+            model,
+            plan,
+            device=torch.device(chosen.torch_device),
+            optimizers=[] if optimizer is None else [optimizer],
+            wraps_itself=wraps_itself,
+            wrap_fn=wrap_fn,
+            check_fn=check_fn,
+            param_init_fn=param_init_fn,
+        )
+    average_after_backward(sharded.whole)
+    return sharded
+
+
+def _check_kinds(model: Any, optimizer: Any, param_init_fn: Any) -> None:
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{name}={value!r} is a {type(value).__name__}. Give the {name} itself, one of "
+                f"{'torch.nn.Module' if kind is nn.Module else 'torch.optim'}."
+            )
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn={param_init_fn!r} is no function. Give one that fills the weights of a module.")
+
+
+def prepare_fsdp_module(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] | None,
+    fsdp_config: FSDPConfig | FSDP2Config,
+    precision: str | Precision,
+    device: str | Device,
+    auto_microbatching: bool = False,
+    seed: int = 44,
+) -> tuple[list[Any], dict[str, nn.Module]]:
+    """Shard the direct children of a ComposerModel, in place. Every rank must call this.
+
+    Args:
+        model: The model.
+        optimizers: Made for it.
+        fsdp_config: The settings.
+        precision: In which the weights compute.
+        device: Where this rank computes.
+        auto_microbatching: Without effect: nothing has to be prepared for it.
+        seed: With which weights are drawn that are on the meta device.
+
+    Returns:
+        An empty list, where there once were hooks, and the modules that are sharded, by name.
+    """
+    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
+    chosen = get_device(device)
+    plan = make_plan(fsdp_config, precision=precision, world_size=dist.get_world_size(), stacklevel=2)
+    with seed_context(seed):
+        sharded = shard_model(model, plan, device=chosen.torch_device, optimizers=several)
+    average_after_backward(sharded.whole)
+    return [], {unit.name: unit.module for unit in sharded.units}
+
+
+def prepare_tp_module(
+    model: nn.Module, tp_config: TPConfig, optimizers: Optimizer | Sequence[Optimizer] | None = None
+) -> None:
+    """Split the tensors of a model by its layer plan, in place. Every rank must call this.
+
+    Args:
+        model: The model.
+        tp_config: The settings. Without a mesh, ranks with consecutive numbers hold a tensor together.
+        optimizers: Made for the model.
+
+    Raises:
+        RuntimeError, ValueError: If an optimizer has several groups, or a part of the parameters.
+    """
+    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
+    layer_plan = tp_config.layer_plan or {}
+    names = names_of_parameters(model)
+    check_optimizers(several, names, splits_tensors=True)
+    check_layer_plan(model, layer_plan)
+    mesh = tp_config.device_mesh
+    if mesh is None:
+        device_type = next((p.device.type for p in model.parameters()), "cpu")
+        degree = tp_config.tensor_parallel_degree
+        whole = init_device_mesh(device_type, (dist.get_world_size() // degree, degree), mesh_dim_names=AXES[1:])
+        mesh = whole[AXES[2]]
+    split_tensors(model, mesh, layer_plan)
+    rebuild(several, names, model)
+
+
+def prepare_fully_shard(
+    model: nn.Module,
+    config: FSDP2Config | FSDPConfig,
+    precision: str | Precision | None = None,
+    policy: Any = None,
+) -> None:
+    """Shard a plain module that has weights on every rank, in place. Every rank must call this.
+
+    Args:
+        model: Itself the outermost unit.
+        config: The settings.
+        precision: In which the weights compute; `'fp32'` when `None`.
+        policy: In place of its `fsdp_wrap_fn`: a function like it, or one of torch's policies.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    plan = make_plan(config, precision=precision or "fp32", world_size=dist.get_world_size(), stacklevel=2)
+    wrap_fn = function_of_policy(model, policy)
+    sharded = shard_model(model, plan, device=device, wraps_itself=True, wrap_fn=wrap_fn)
+    average_after_backward(sharded.whole)
+
+
+apply_fully_shard = prepare_fully_shard
+"""The same: Composer has both names."""

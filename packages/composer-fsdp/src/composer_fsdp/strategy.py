@@ -1,6 +1,8 @@
 """FSDP2 as a strategy of a training loop: every rank holds a part of the weights."""
 
 import sys
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from logging import getLogger
@@ -8,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as tdist
+from torch import nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves  # its public face, `optree`, is another package
 
 from composer_dist import dist, seed_context
 from composer_dist.ddp import average_gradients, average_values, sum_counts
 from composer_dist.devices import Device
 from composer_dist.strategy import SingleDevice, TNumber
 from composer_fsdp import state_dicts
-from composer_fsdp.clipping import clip_grad_norm
+from composer_fsdp.gradients import ReductionWatch, clip_grad_norm, watch_reductions
 from composer_fsdp.plan import ShardingPlan
-from composer_fsdp.recovery import checked_meetings
-from composer_fsdp.reductions import ReductionWatch, watch_reductions
 from composer_fsdp.sharding import ShardedModel, shard_model
-from composer_fsdp.twins import FirstBatch
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["FSDP"]
+__all__ = ["checked_meetings", "FSDP", "FirstBatch"]
 
 log = getLogger(__name__)
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
@@ -267,3 +269,130 @@ def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNum
     totals = [[sum(column) for column in zip(*(of_ranks[r][0] for r in ranks), strict=True)] for ranks in columns]
     # What only one of the team knows, such as rank 0's clock, all of them take from it.
     return [max(of_columns) for of_columns in zip(*totals, strict=True)]
+
+
+@contextmanager
+def checked_meetings(roots: Sequence[FSDPModule], check: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which sharded modules call a function each time before the ranks meet.
+
+    They meet where weights are gathered, before a unit's forward and backward pass, and where gradients are reduced,
+    after its backward pass. After an error everything that was begun is forgotten, so that the modules can run anew.
+
+    Args:
+        roots: The outermost sharded modules.
+        check: Raises if any rank has failed; called equally often on all ranks until then.
+    """
+    handles: list[Any] = []
+    begun: set[nn.Module] = set()
+    for root in roots:
+        assert isinstance(root, nn.Module)
+        handles.append(root.register_forward_pre_hook(lambda module, _: begun.add(module)))
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                handles += _watch(module, check, is_root=module is root)
+    try:
+        yield
+    except BaseException:
+        for root in roots:
+            if root in begun:  # one that has never run has nothing to forget, and torch fails on it
+                root.reset_iter_state()
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(module: nn.Module, check: Callable[[], None], *, is_root: bool) -> list[Any]:
+    def before_gathering(_: nn.Module, args: Any) -> None:
+        check()
+
+    def before_reducing(_: nn.Module, args: Any, kwargs: Any) -> None:
+        # FSDP, whose own hook has run by now, has put a node behind the inputs that reduces in its backward pass.
+        for tensor in _with_gradient((args, kwargs)):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: check())
+                return
+
+    def before_gathering_again(_: nn.Module, __: Any, outputs: Any) -> None:
+        once = _Once(check, is_root)
+        for tensor in _with_gradient(outputs):
+            tensor.register_hook(once)
+
+    return [
+        module.register_forward_pre_hook(before_gathering, prepend=True),
+        module.register_forward_pre_hook(before_reducing, with_kwargs=True),
+        module.register_forward_hook(before_gathering_again, prepend=True),
+    ]
+
+
+class _Once:
+    """Checks when the first of several gradients arrives."""
+
+    def __init__(self, check: Callable[[], None], is_root: bool) -> None:
+        self._check = check
+        self._is_root = is_root
+        self._is_done = False
+
+    def __call__(self, _: torch.Tensor) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        if self._is_root:
+            # At the end of the backward pass a root reduces what has no input to wait for. Its callback comes after
+            # this one, in the order in which they are queued; torch has no public way to queue one.
+            Variable._execution_engine.queue_callback(self._check)  # pyright: ignore[reportAttributeAccessIssue]
+        self._check()
+
+
+def _with_gradient(values: Any) -> Iterator[torch.Tensor]:
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            yield value
+
+
+class FirstBatch:
+    """Compares the first batch of the ranks of a mesh, once.
+
+    Args:
+        mesh: The ranks that hold one tensor together.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._ranks = tdist.get_process_group_ranks(mesh.get_group())
+        self._seen: str | None = None
+        self._is_compared = False
+
+    def see(self, batch: Any) -> None:
+        """Remember a batch, if it is the first. It waits for the batch's device that once."""
+        if self._seen is None and not self._is_compared:
+            self._seen = _fingerprint(batch)
+
+    def forget(self) -> None:
+        """Take the next batch for the first, unless one was compared."""
+        self._seen = None
+
+    def compare(self) -> None:
+        """Warn if the others saw another batch. Every rank must call this once it has seen one."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        seen, self._seen = dist.all_gather_object(self._seen), None
+        if len({seen[rank] for rank in self._ranks}) > 1:
+            degree, world_size = len(self._ranks), len(seen)
+            warnings.warn(
+                f"The ranks {self._ranks} hold tensors together, and their first batches differ, so that what they "
+                f"compute belongs to neither. Give the ranks of each {degree} the same samples: dist.get_sampler("
+                f"dataset, num_replicas={world_size // degree}, rank=dist.get_global_rank() // {degree}).",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _fingerprint(batch: Any) -> str:
+    """Return what tells a batch from another one: a checksum of its tensors."""
+    checksum = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        checksum = zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode(), checksum)
+    return f"{checksum:08x}"

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
-from composer_fsdp.placements import own_region
+from composer_fsdp.groups import own_region
 
 __all__ = ["get_summon_params_fn", "summon_full_params_fsdp2", "validate_all_dtensors_are_fsdp_based"]
 

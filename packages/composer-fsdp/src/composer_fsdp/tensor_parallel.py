@@ -1,19 +1,22 @@
 """Splitting single tensors over ranks, before the parts are sharded."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from composer_dist import RankDisagreementError, check_agreement, dist
 from composer_dist.strategy import canonical_name
-from composer_fsdp.keys import explain_key
+from composer_fsdp.config import explain_key
 
-__all__ = ["check_layer_plan", "split_tensors"]
+__all__ = ["agreed", "warn_of_different_weights", "check_layer_plan", "split_tensors"]
 
 
 def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
@@ -81,3 +84,55 @@ def _fits(name: str, pattern: str) -> bool:
     """Say whether a module's name fits a pattern, part by part, as `parallelize_module` does."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+T = TypeVar("T")
+
+
+def agreed(choose: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]) -> T:
+    """Return what a function gives on this rank, if it gives the same on all. Every rank must call this.
+
+    Args:
+        choose: Asks no other rank.
+        describe: The facts of its result that must be alike.
+
+    Raises:
+        RankDisagreementError: If the facts differ, or another rank has refused.
+        Exception: What `choose` raises on this rank. Where there is no process group yet it comes at once.
+    """
+    try:
+        chosen = choose()
+    except Exception as refusal:
+        with suppress(RankDisagreementError):  # what this rank has to say is more than that others do not say it
+            check_agreement({"refused": f"{type(refusal).__name__}: {refusal}"})
+        raise
+    check_agreement({"refused": "nothing"})
+    check_agreement(describe(chosen))
+    return chosen
+
+
+def warn_of_different_weights(model: nn.Module) -> None:
+    """Warn if the ranks have different weights, of which each would keep a part. Every rank must call this."""
+    if dist.get_world_size() == 1:
+        return
+    # What comes in parts is each rank's own.
+    whole = [(name, parameter) for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    sums = dist.all_gather_object(_checksums([parameter for _, parameter in whole]))
+    for index, (name, _) in enumerate(whole):
+        if len({of_rank[index] for of_rank in sums}) > 1:
+            warnings.warn(
+                f"The ranks begin with different weights, {name!r} for one, and the sharded model is put together of "
+                f"parts of them. Seed every rank alike before the model is built, or set sync_module_states=True.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+
+
+def _checksums(parameters: Sequence[torch.Tensor]) -> list[float]:
+    """Return a number for each parameter that its values decide."""
+    with torch.no_grad():
+        if not parameters:
+            return []
+        sums = [parameter.double().sum() + parameter.flatten()[:1].double().sum() for parameter in parameters]
+        return torch.stack([value.cpu() for value in sums]).tolist()

@@ -14,18 +14,35 @@ time. What only holds others, such as a `ModuleList` or a `ParameterList`, compu
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,  # torch has no public name for their base
+    _Policy,  # torch has no public name for their base
+)
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves  # torch has no public name for it
 
+from composer_fsdp.config import FSDP2Config
 from composer_fsdp.mixed_precision import has_running_statistics
-from composer_fsdp.plan import ShardingPlan
-from composer_fsdp.unit_options import WrapFunction, answer_of, check_options, function_of
+from composer_fsdp.plan import ShardingPlan, WrapFunction, answer_of, check_options, function_of, make_plan
 
-__all__ = ["Unit", "WrapFunction", "choose_units", "has_forward", "roots_of", "stays_whole"]
+__all__ = [
+    "function_of_policy",
+    "generate_composer_model_policy",
+    "generate_default_policy",
+    "Stage",
+    "Unit",
+    "WrapFunction",
+    "choose_units",
+    "has_forward",
+    "roots_of",
+    "stays_whole",
+]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -222,3 +239,89 @@ def _is_metric(module: nn.Module) -> bool:
     """Say whether a module is of torchmetrics, which is known only to those who have loaded it."""
     torchmetrics: Any = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection)
+
+
+def generate_default_policy(parent: nn.Module) -> CustomPolicy:
+    """Return a policy that chooses the units of a plain module, the module itself among them."""
+    return _policy(parent, wraps_itself=True)
+
+
+def generate_composer_model_policy(composer_model: nn.Module) -> CustomPolicy:
+    """Return a policy that chooses the units of a ComposerModel, which are below it."""
+    return _policy(composer_model, wraps_itself=False)
+
+
+def function_of_policy(model: nn.Module, policy: Any) -> WrapFunction | None:
+    """Return what a policy says of the modules of a model, as an `fsdp_wrap_fn` says it.
+
+    Args:
+        model: That is going to be sharded.
+        policy: A policy of torch's, such as `CustomPolicy` or `ModuleWrapPolicy`; a function of a module; or `None`.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(model, set(), {})  # the only way to ask one without FSDP1
+        return lambda module: (dict(chosen[module]) or True) if module in chosen else False
+    if policy is None or callable(policy):
+        return cast("WrapFunction | None", policy)
+    raise TypeError(
+        f"the policy {policy!r} is a {type(policy).__name__}. Give a function that returns True, False or a dict of "
+        f"settings for a module, or a policy of torch.distributed.fsdp.wrap."
+    )
+
+
+def _policy(model: nn.Module, *, wraps_itself: bool) -> CustomPolicy:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # these settings are nobody's choice
+        plan = make_plan(FSDP2Config(), world_size=1)
+    chosen = {unit.module: dict(unit.options) for unit in choose_units(model, plan, wraps_itself=wraps_itself)}
+
+    def decide(module: nn.Module) -> bool | dict[str, Any]:
+        options = chosen.get(module)
+        return False if options is None else options or True
+
+    return CustomPolicy(decide)
+
+
+class Stage:
+    """Knows which phase of a step and which unit runs.
+
+    Attributes:
+        phase: `'forward'`, `'backward'`, or words for another one.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "the beginning"
+        self._units: list[str] = []
+        self._backward = ""
+
+    def place(self) -> str:
+        """Say what is going on, in words that follow `in`."""
+        if self.phase == "backward":
+            return f"backward of {self._backward or 'the loss'}"
+        if self.phase == "forward":
+            return f"forward of {self._units[-1]}" if self._units else "the loss"
+        return self.phase
+
+    def watch(self, units: Sequence[Unit]) -> None:
+        """Follow which unit runs."""
+        for unit in units:
+            name = unit.name or "the model's outermost unit"
+            unit.module.register_forward_pre_hook(lambda *_, name=name: self._units.append(name))
+            unit.module.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output))
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase, self._backward = phase, ""
+        self._units.clear()
+
+    def _leave(self, name: str, output: Any) -> None:
+        self._units.pop()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._go_back(name))
+
+    def _go_back(self, name: str) -> None:
+        self._backward = name

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from composer_dist import DDPSyncStrategy as DDPSyncStrategy
     from composer_dist import ddp_sync_context as ddp_sync_context
     from composer_dist import prepare_ddp_module as prepare_ddp_module
-    from composer_fsdp.parallelize import parallelize_composer_model as parallelize_composer_model
-    from composer_fsdp.parallelize import parallelize_model as parallelize_model
-    from composer_fsdp.prepare import prepare_fsdp_module as prepare_fsdp_module
-    from composer_fsdp.prepare import prepare_tp_module as prepare_tp_module
+    from composer_fsdp.sharding import parallelize_composer_model as parallelize_composer_model
+    from composer_fsdp.sharding import parallelize_model as parallelize_model
+    from composer_fsdp.sharding import prepare_fsdp_module as prepare_fsdp_module
+    from composer_fsdp.sharding import prepare_tp_module as prepare_tp_module
     from composer_fsdp.summon import get_summon_params_fn as get_summon_params_fn
 
 __all__ = [
@@ -30,8 +30,12 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "composer_dist": ["DDPSyncStrategy", "ddp_sync_context", "prepare_ddp_module"],
-        "composer_fsdp.parallelize": ["parallelize_composer_model", "parallelize_model"],
-        "composer_fsdp.prepare": ["prepare_fsdp_module", "prepare_tp_module"],
+        "composer_fsdp.sharding": [
+            "parallelize_composer_model",
+            "parallelize_model",
+            "prepare_fsdp_module",
+            "prepare_tp_module",
+        ],
         "composer_fsdp.summon": ["get_summon_params_fn"],
     },
     submodules=[

@@ -1,8 +1,8 @@
 """Sharding as Composer's users call it, and PyTorch's own values for its settings."""
 
 from composer._lazy import lazy_face
-from composer_fsdp.fsdp1_settings import BACKWARD_PREFETCH_MAP, SHARDING_MAP, get_mixed_precision
-from composer_fsdp.prepare import prepare_fsdp_module, prepare_tp_module
+from composer_fsdp.parse import BACKWARD_PREFETCH_MAP, SHARDING_MAP, get_mixed_precision
+from composer_fsdp.sharding import prepare_fsdp_module, prepare_tp_module
 
 __all__ = [
     "BACKWARD_PREFETCH_MAP",

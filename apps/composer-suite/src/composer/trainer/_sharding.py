@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composer_events.algorithm import Algorithm
     from composer_events.state import State
     from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
-    from composer_fsdp.reductions import ReductionWatch
+    from composer_fsdp.gradients import ReductionWatch
 
 __all__ = [
     "batch_rank",

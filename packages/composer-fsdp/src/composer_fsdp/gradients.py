@@ -1,16 +1,21 @@
 """Whether gradients are finite, which the ranks tell each other by the very reductions that average them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as tdist
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from composer_dist import dist
+from composer_dist.ddp import average_gradients
 
-__all__ = ["ReductionWatch", "watch_reductions"]
+__all__ = ["clip_grad_norm", "ReductionWatch", "watch_reductions", "average_after_backward"]
 
 
 class ReductionWatch:
@@ -108,3 +113,93 @@ class _WatchedReduction:
         if has_any:
             self._watch.found += output_tensor[0] * 0
         return work
+
+
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    local_meshes: frozenset[Any] = frozenset(),
+) -> torch.Tensor:
+    """Scale gradients, in place, so that their joint norm is at most `max_norm`. Every rank must call this.
+
+    Args:
+        parameters: With gradients that are whole or sharded, over one mesh or several.
+        max_norm: The bound.
+        norm_type: Which norm; `math.inf` for the largest absolute value.
+        local_meshes: The meshes that are only a part of the ranks, where the others have weights of their own.
+
+    Returns:
+        The norm before, of all ranks' parts, the same on every rank; it stays on its device.
+    """
+    groups = _by_mesh([p for p in parameters if p.requires_grad])
+    norms: list[torch.Tensor] = []
+    for mesh, members in groups.items():
+        grads = [p.grad for p in members if p.grad is not None]
+        # Where the ranks beyond a mesh add their parts they all must come, whether they have gradients or not.
+        if grads or mesh in local_meshes:
+            norms.append(_norm_of(mesh, grads or [torch.zeros(())], norm_type, mesh in local_meshes))
+    if not norms:
+        return torch.tensor(0.0)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for members in groups.values():
+        clip_grads_with_norm_(members, max_norm, total)
+    return total
+
+
+def _by_mesh(parameters: Sequence[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return groups
+
+
+def _norm_of(mesh: Any, grads: Sequence[torch.Tensor], norm_type: float, is_local: bool) -> torch.Tensor:
+    norm = get_total_norm(grads, norm_type)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if not is_local:
+        return norm
+    # Each rank of the mesh counts its share of the power, so that together the ranks count every mesh once.
+    if math.isinf(norm_type):
+        tdist.all_reduce(norm, op=tdist.ReduceOp.MAX)
+        return norm
+    power = norm.pow(norm_type) / mesh.size()
+    tdist.all_reduce(power)
+    return power.pow(1 / norm_type)
+
+
+def average_after_backward(parameters: Sequence[torch.Tensor]) -> None:
+    """Let the gradients of parameters be averaged over all ranks at the end of each backward pass, in place.
+
+    Sharded gradients are averaged by then, too. A mean of means and of what was added since is the mean of the sums, so
+    that gradients may be accumulated over several backward passes. Every rank has to come through one of the
+    parameters in the same passes.
+
+    Args:
+        parameters: Whole on every rank, the same and in the same order.
+    """
+    if not parameters or dist.get_world_size() == 1:
+        return
+    averaging = _Averaging(parameters)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(averaging)
+
+
+class _Averaging:
+    """Averages once in each backward pass, when all gradients are there."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._pass = -1
+
+    def __call__(self, _: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()  # of this backward pass; torch has no public name for it
+        if number != self._pass:
+            self._pass = number
+            # Called at the end of the pass, as FSDP2 reduces what is left; torch has no public way to queue it.
+            Variable._execution_engine.queue_callback(self._average)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _average(self) -> None:
+        average_gradients(self._parameters)
