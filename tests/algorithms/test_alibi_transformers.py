@@ -21,7 +21,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 import composer_algorithms.functional as cf
 from composer_algorithms import Alibi
 from composer_algorithms.alibi.attention_surgery_functions import policy_registry
-from composer_algorithms.alibi.gpt2_alibi import _attn, enlarge_mask
+from composer_algorithms.alibi.surgery import _attn, enlarge_mask
 from composer_events import Event, State
 
 HEADS, WIDTH, VOCABULARY = 3, 24, 31

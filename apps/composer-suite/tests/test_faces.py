@@ -803,13 +803,17 @@ IMPORT_MAP = [
         "composer_algorithms.alibi.registry",
         "composer.algorithms.alibi.attention_surgery_functions.utils",
     ),
-    ("register_alibi", "composer_algorithms.alibi.bias", "composer.algorithms.alibi.attention_surgery_functions.utils"),
     (
-        "zero_and_freeze_expand_position_embeddings",
-        "composer_algorithms.alibi.embeddings",
+        "register_alibi",
+        "composer_algorithms.alibi.attention",
         "composer.algorithms.alibi.attention_surgery_functions.utils",
     ),
-    ("enlarge_mask _attn", "composer_algorithms.alibi.gpt2_alibi", "composer.algorithms.alibi.gpt2_alibi"),
+    (
+        "zero_and_freeze_expand_position_embeddings",
+        "composer_algorithms.alibi.attention",
+        "composer.algorithms.alibi.attention_surgery_functions.utils",
+    ),
+    ("enlarge_mask _attn", "composer_algorithms.alibi.surgery", "composer.algorithms.alibi.gpt2_alibi"),
     (
         "configure_excepthook disable_env_report enable_env_report print_env",
         "composer.utils.collect_env",

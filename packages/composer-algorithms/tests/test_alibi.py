@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from composer_algorithms import Alibi
-from composer_algorithms.alibi.bias import alibi_bias, alibi_slopes
-from composer_algorithms.alibi.embeddings import zero_and_freeze_expand_position_embeddings
+from composer_algorithms.alibi.attention import alibi_bias, alibi_slopes, zero_and_freeze_expand_position_embeddings
 from composer_algorithms.alibi.registry import PolicyRegistry
 from composer_events import Event, State
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from composer_algorithms._batch import require_tensor
+from composer_algorithms._tensors import require_tensor
 from composer_algorithms.label_smoothing import LabelSmoothing
 from composer_dist.devices import get_precision_context
 

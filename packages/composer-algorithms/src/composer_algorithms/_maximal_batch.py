@@ -1,13 +1,17 @@
 """One microbatch as large as they come, run and forgotten, so that the memory it needs is there from then on."""
 
 import logging
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from composer_algorithms._loss import find_loss
+from composer_algorithms.module_surgery import is_dtensor
 from composer_dist import dist
 from composer_dist.devices import get_precision_context
 
@@ -91,3 +95,116 @@ def _autocast(state: "State") -> AbstractContextManager[Any]:
     if state.precision is None:
         return nullcontext()
     return get_precision_context(state.precision, state.precision_config, device_type=state.device.torch_device.type)
+
+
+_ONE = torch.ones((), dtype=torch.float32)  # of no dims, and so at home on each device
+_IN_CACHE = 1 << 21  # elements that the last cache of a processor has room for
+
+
+def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of all tensors as one vector, shards on other ranks included.
+
+    Where tensors are sharded, every rank must call it.
+    """
+    norms = [_whole(get_total_norm(group)) for group in _by_mesh(tensors).values()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself if it is whole. Both share their memory."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
+
+
+def clip_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients so that their joint norm is at most `max_norm`, and return the norm before."""
+    if not _can_be_sharded():
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm=max_norm)  # by that name, under which tests patch it
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    if not any(is_dtensor(parameter) for parameter in with_gradient):
+        return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm=max_norm)
+    norm = joint_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
+    for group in _by_mesh(with_gradient).values():
+        clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
+    """Clamp each element of the gradients to `[-threshold, threshold]`."""
+    if not _can_be_sharded():
+        if isinstance(parameters, (Iterator, Sequence)):
+            parameters = list(parameters)
+            if all(parameter.grad is None for parameter in parameters):  # torch fails on an empty list
+                return
+        torch.nn.utils.clip_grad_value_(parameters, clip_value=threshold)
+        return
+    whole: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if is_dtensor(parameter.grad):  # element by element, so each rank can do its own part
+            local_part(parameter.grad).clamp_(-threshold, threshold)
+        else:
+            whole.append(parameter)
+    if whole:  # torch fails on an empty list
+        torch.nn.utils.clip_grad_value_(whole, clip_value=threshold)
+
+
+@torch.no_grad()
+def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) -> None:
+    """Scale the gradient of each unit so that its norm is at most `threshold` times that of the unit's weights.
+
+    A unit is a row of the weights: all that has the same first index. Vectors and scalars are one unit each.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        # One tensor, and on the CPU one part of a large one, after the other: a gradient that is still in the cache
+        # when it is scaled is not read from memory twice.
+        if gradient.numel() > 2 * _IN_CACHE and gradient.is_cpu and gradient.ndim > 1 and not is_dtensor(gradient):
+            num_units = max(1, len(gradient) * _IN_CACHE // gradient.numel())
+            for weights, own in zip(parameter.split(num_units), gradient.split(num_units), strict=True):
+                own.mul_(unit_coefficients(weights, own, threshold, eps))
+        else:
+            gradient.mul_(unit_coefficients(parameter, gradient, threshold, eps))
+
+
+def unit_norms(tensor: Tensor) -> Tensor:
+    """Return the Euclidean norm of each unit, of one element in each dim but the first; of a vector one number."""
+    dims = tuple(range(1, tensor.ndim)) or None  # None: all of a vector
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=dims is not None)
+
+
+def unit_coefficients(weights: Tensor, gradient: Tensor, threshold: float, eps: float) -> Tensor:
+    """Return the factor of each unit of a gradient that bounds its norm by `threshold` times that of the weights."""
+    # DTensors' norms are those of whole units, whichever dim is sharded, but may still have to be summed up.
+    norm = unit_norms(weights)
+    is_sharded = is_dtensor(norm)
+    if eps > 0 or is_sharded:
+        norm = norm.clamp(min=eps)
+    ratio = norm.mul_(threshold).div_(unit_norms(gradient))
+    # At most 1, also for 0 / 0, which is a unit that does not move. DTensors have no fmin, which does it at once.
+    if is_sharded:
+        ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0)
+    else:
+        torch.fmin(ratio, _ONE, out=ratio)
+    return ratio
+
+
+def _can_be_sharded() -> bool:
+    # A DTensor needs a mesh of devices, and that needs the process group.
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
+    # torch's functions for many tensors refuse to take tensors of several meshes at once.
+    groups: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device_mesh if is_dtensor(tensor) else None].append(tensor)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
+    return groups
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if is_dtensor(norm) else norm  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from composer_algorithms._batch import batch_tensor, require_tensor
+from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._loss import loss_for_target
-from composer_algorithms._random import ResumableDraws
 from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
+from composer_algorithms._tensors import batch_tensor, require_tensor
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_models.targets import ensure_targets_one_hot

@@ -9,11 +9,17 @@ import torch
 from PIL.Image import Image, frombytes
 from torch import Tensor
 
+from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms._draws import draw_beta, draw_dirichlet, draw_integer
-from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms.augmentation._choice import change, check_mode, check_severity, find_set
-from composer_algorithms.augmentation.lifting import map_pillow_function
-from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
+from composer_algorithms.augmentation.primitives import (
+    AugmentationFunction,
+    augmentation_sets,
+    change,
+    check_mode,
+    check_severity,
+    find_set,
+    map_pillow_function,
+)
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm

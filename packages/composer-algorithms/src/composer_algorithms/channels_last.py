@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from composer_algorithms._modules import check_is_module
+from composer_algorithms._arguments import check_is_module
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event

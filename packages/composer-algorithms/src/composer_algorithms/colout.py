@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from composer_algorithms._batch import batch_tensor
-from composer_algorithms._images import image_size, is_pil
-from composer_algorithms._numbers import check_number
-from composer_algorithms._random import ResumableDraws
+from composer_algorithms._arguments import check_number
+from composer_algorithms._draws import ResumableDraws
+from composer_algorithms._tensors import batch_tensor, image_size, is_pil
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm

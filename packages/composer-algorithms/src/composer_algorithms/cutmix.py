@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_algorithms._arguments import accept_legacy_arguments, check_number, warn_deprecated
 from composer_algorithms._draws import draw_beta, draw_integer
-from composer_algorithms._legacy import accept_legacy_arguments, warn_deprecated
-from composer_algorithms._numbers import check_number
 from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
 from composer_algorithms.metadata import Metadata
 from composer_models.targets import ensure_targets_one_hot

@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from composer_algorithms._batch import batch_tensor
-from composer_algorithms._draws import draw_integer
-from composer_algorithms._images import image_size, is_pil
-from composer_algorithms._legacy import accept_legacy_arguments, warn_deprecated
-from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms._random import ResumableDraws
+from composer_algorithms._arguments import accept_legacy_arguments, check_count, check_number, warn_deprecated
+from composer_algorithms._draws import ResumableDraws, draw_integer
+from composer_algorithms._tensors import batch_tensor, image_size, is_pil
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event

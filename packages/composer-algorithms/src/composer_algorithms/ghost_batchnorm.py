@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._adoption import hand_over_hooks
-from composer_algorithms._init_surgery import InitSurgery
-from composer_algorithms._numbers import check_count
+from composer_algorithms._arguments import check_count
 from composer_algorithms.metadata import Metadata
-from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_algorithms.module_surgery import (
+    InitSurgery,
+    count_module_instances,
+    hand_over_hooks,
+    replace_module_classes,
+)
 
 if TYPE_CHECKING:
     from composer_events.event import Event

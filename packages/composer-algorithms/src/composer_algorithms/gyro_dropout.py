@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._numbers import check_count, check_number
+from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms.metadata import Metadata
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.strategy import unwrap_model

@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from composer_algorithms._batch import batch_tensor, require_tensor
-from composer_algorithms._legacy import accept_legacy_arguments
-from composer_algorithms._numbers import check_number
+from composer_algorithms._arguments import accept_legacy_arguments, check_number
 from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
+from composer_algorithms._tensors import batch_tensor, require_tensor
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event

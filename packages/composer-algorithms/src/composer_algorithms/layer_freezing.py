@@ -8,8 +8,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_algorithms._modules import check_is_module
-from composer_algorithms._numbers import check_number
+from composer_algorithms._arguments import check_is_module, check_number
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event

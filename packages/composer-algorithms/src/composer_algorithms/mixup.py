@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_algorithms._arguments import accept_legacy_arguments, check_number
 from composer_algorithms._draws import draw_beta
-from composer_algorithms._legacy import accept_legacy_arguments
-from composer_algorithms._numbers import check_number
 from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
 from composer_algorithms.metadata import Metadata
 

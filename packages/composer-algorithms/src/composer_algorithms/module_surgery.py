@@ -1,27 +1,218 @@
 """Replace modules in a model, and keep devices, shared parameters and optimizers in step."""
 
+import copy
 import itertools
 import logging
+import sys
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_algorithms._adoption import TiedParameters, adopt
-from composer_algorithms._modules import check_is_module
+from composer_algorithms._arguments import check_is_module
 from composer_algorithms._optimizer_surgery import (
     Replacement,
     as_optimizers,
     follow_replacements,
     update_params_in_optimizer,
 )
+from composer_dist.strategy import canonical_name, is_model_deepspeed, unwrap_model
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
 
-__all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+__all__ = [
+    "TiedParameters",
+    "adopt",
+    "hand_over_hooks",
+    "twin",
+    "ReplacementFunction",
+    "count_module_instances",
+    "replace_module_classes",
+    "update_params_in_optimizer",
+]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+MARK_PREFIX = "_already_"
+"""How attributes begin that say what was done to a module, so that it is not done again to what takes its place."""
+
+# nn.Module has no public way to hand over hooks. These are its dicts of them, from a handle's id to the hook.
+_HOOK_DICTS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -> None:
+    """Give a replacement the device, dtype, memory format, mode, frozenness, marks and hooks of the old module.
+
+    Modules of the old one that the new one contains stay as they are. The dtype changes only for tensors in torch's
+    default dtype: another one was chosen on purpose.
+    """
+    kept = set(old.modules())
+    tensors = [*old.parameters(), *old.buffers()]
+    device = tensors[0].device if tensors else default_device
+    _convert(new, kept, device, _only_dtype(old.parameters()), _memory_format(old.parameters()))
+    marks = {name: value for name, value in vars(old).items() if name.startswith(MARK_PREFIX)}
+    for module in new.modules():
+        if module not in kept:
+            module.training = old.training
+            module.__dict__.update(marks)
+    _freeze_alike(old, new)
+    if old not in new.modules():  # otherwise they still fire where they are
+        hand_over_hooks(old, new)
+
+
+def twin(module: ModuleT) -> ModuleT:
+    """Copy a module with its parameters, buffers and submodules, but not the hooks.
+
+    Hooks may belong to objects of any size, which `copy.deepcopy` would copy with them.
+    """
+    other = type(module).__new__(type(module))  # copy.copy refuses modules with parametrizations
+    other.__dict__.update(module.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        setattr(other, name, copy.deepcopy(getattr(module, name)))
+    for name in _HOOK_DICTS:
+        setattr(other, name, type(getattr(module, name))())
+    return other
+
+
+class TiedParameters:
+    """Keep parameters that several modules share shared, while modules are replaced.
+
+    Args:
+        root: The model that owns all of them.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in root.modules():
+            self._add_owner(module)
+
+    def follow(self, path: str, old: nn.Module, old_params: Mapping[str, Tensor], new: nn.Module) -> None:
+        """Point other owners of the old module's parameters to those that took their place.
+
+        Call it while the old module is still in the tree.
+
+        Raises:
+            ValueError: If the new module has no parameter to take the place of a shared one.
+        """
+        new_params = dict(new.named_parameters())
+        kept = {id(tensor) for tensor in new_params.values()}
+        for name, tensor in old_params.items():
+            if id(tensor) in kept or len(self._owners.get(id(tensor), ())) < 2:
+                continue
+            inside = set(old.modules())
+            live = {module for module in self._root.modules() if module not in inside}
+            others = [
+                (module, key)
+                for module, key in self._owners[id(tensor)]
+                if module in live and module._parameters.get(key) is tensor
+            ]
+            if others:
+                successor = _successor(path, name, tensor, new_params)
+                for module, key in others:
+                    setattr(module, key, successor)
+                self._owners.setdefault(id(successor), []).extend(others)
+        for module in new.modules():
+            self._add_owner(module)
+
+    def _add_owner(self, module: nn.Module) -> None:
+        for name, tensor in module.named_parameters(recurse=False):
+            owners = self._owners.setdefault(id(tensor), [])
+            if not any(owner is module and key == name for owner, key in owners):
+                owners.append((module, name))
+
+
+def _successor(path: str, name: str, tensor: Tensor, new_params: Mapping[str, Tensor]) -> Tensor:
+    alike = [
+        one for new_name, one in new_params.items() if one.shape == tensor.shape and f".{new_name}".endswith(f".{name}")
+    ]
+    if len(alike) != 1:
+        raise ValueError(
+            f"the module {path!r} shares its parameter {name!r} of shape {tuple(tensor.shape)} with another module, "
+            f"and its replacement has {len(alike)} parameters of that name and shape to share: leave this module as "
+            f"it is (let the policy return None), or untie the two first."
+        )
+    return alike[0]
+
+
+def _only_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _memory_format(tensors: Iterable[Tensor]) -> torch.memory_format | None:
+    for tensor in tensors:
+        if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+            return torch.channels_last
+    return None
+
+
+def _convert(
+    new: nn.Module,
+    kept: Collection[nn.Module],
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    memory_format: torch.memory_format | None,
+) -> None:
+    shared = {id(tensor) for module in kept for tensor in module.parameters(recurse=False)}
+
+    def converted(tensor: Tensor) -> Tensor:
+        if id(tensor) in shared:
+            return tensor
+        options: dict[str, Any] = {"device": device}
+        if dtype is not None and tensor.dtype == torch.get_default_dtype():
+            options["dtype"] = dtype
+        if memory_format is not None and tensor.ndim == 4:
+            options["memory_format"] = memory_format
+        return tensor.to(**options)
+
+    for module in new.modules():
+        if module not in kept:
+            # The method behind `Module.to`, which has no way to leave out submodules.
+            module._apply(converted, recurse=False)
+
+
+def _freeze_alike(old: nn.Module, new: nn.Module) -> None:
+    old_params = dict(old.named_parameters())
+    if not old_params or all(tensor.requires_grad for tensor in old_params.values()):
+        return
+    own = {id(tensor) for tensor in old_params.values()}
+    for name, tensor in new.named_parameters():
+        if id(tensor) in own:
+            continue
+        leaf = name.rpartition(".")[2]
+        alike = [one for key, one in old_params.items() if key.rpartition(".")[2] == leaf]
+        tensor.requires_grad_(any(one.requires_grad for one in alike or old_params.values()))
+
+
+def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Let the hooks of one module fire for another; their handles remove them from both."""
+    for name in _HOOK_DICTS:
+        hooks, own = getattr(old, name), getattr(new, name)
+        if hooks and hooks is not own:
+            # The dict itself, because that is what the handles remove their hook from.
+            hooks.update(own)
+            setattr(new, name, hooks)
+    if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
+        new._is_full_backward_hook = old._is_full_backward_hook
+
 
 _log = logging.getLogger("composer.algorithms.module_surgery")
 
@@ -207,3 +398,109 @@ def _finish(
             "parameters.",
             len(replacements),
         )
+
+
+class InitSurgery(Algorithm):
+    """Base of an algorithm that acts on INIT, and without which a checkpoint's weights do not fit the model."""
+
+    acts_on = frozenset({Event.INIT})
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Answer yes: a checkpoint loads only into a model that was changed in the same way."""
+        return True
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Answer whether the event is INIT."""
+        return event == Event.INIT
+
+
+def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Return the model's parameters by canonical name, tied ones once or under each of their names.
+
+    Of DeepSpeed's engine they are those that its optimizer moves, whole. Every rank must call this; they may be copies,
+    so changes take effect with `write_parameters`.
+    """
+    named = unwrap_model(model).named_parameters(remove_duplicate=remove_duplicate)
+    if is_model_deepspeed(model):
+        from composer_dist.deepspeed_state import gather_weights  # few train with it
+
+        weights = gather_weights(model)
+        named = [(name, weights[name].requires_grad_(parameter.requires_grad)) for name, parameter in named]
+    return _by_canonical_name(named)
+
+
+def write_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put changed tensors of `canonical_parameters` into the model where they may be copies: DeepSpeed's engine."""
+    if is_model_deepspeed(model):
+        from composer_dist.deepspeed_state import scatter_weights
+
+        names = {canonical_name(name): name for name in unwrap_model(model).state_dict()}
+        scatter_weights(model, {names[name]: value for name, value in values.items()}, strict=False)
+
+
+def canonical_buffers(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Return the model's buffers by canonical name, those that are not saved included."""
+    return _by_canonical_name(unwrap_model(model).named_buffers(remove_duplicate=remove_duplicate))
+
+
+@contextmanager
+def get_model_context_manager(model: nn.Module) -> Iterator[None]:
+    """Make the parameters of a sharded model ready to be read and written.
+
+    FSDP2 (`fully_shard`): parameters that forward left gathered go back to being the shards, as DTensors. FSDP1: the
+    whole parameters are gathered, and scattered again at the end. Every rank must enter it. Other models: nothing.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a process that has not imported it has no sharded model
+    if fsdp is None:
+        yield
+        return
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+    if not any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
+        yield
+        return
+    with fsdp.FullyShardedDataParallel.summon_full_params(model):
+        yield
+
+
+def has_flat_parameters(model: nn.Module) -> bool:
+    """Answer whether FSDP1 keeps parameters of the model as slices of larger tensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+
+
+def is_sharded_by_fsdp(model: nn.Module) -> bool:
+    """Answer whether FSDP of either version shards any part of the model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Answer whether the tensor is distributed over a mesh of devices."""
+    distributed = sys.modules.get("torch.distributed.tensor")  # without it there are no DTensors
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def place_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor where `like` is: on its device, and distributed over its mesh if `like` is.
+
+    Where one is distributed and the other is not, every rank must call it.
+    """
+    if is_dtensor(like) and not is_dtensor(tensor):
+        from torch.distributed.tensor import distribute_tensor  # loaded already, or there would be no DTensor
+
+        # Every rank holds the whole tensor, so each cuts out its own shard and none is sent.
+        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
+    if is_dtensor(tensor) and not is_dtensor(like):
+        return tensor.full_tensor().to(like.device)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
+    return tensor.to(like.device)
+
+
+def _by_canonical_name(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {canonical_name(name): tensor for name, tensor in named_tensors}

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms._init_surgery import InitSurgery
 from composer_algorithms.metadata import Metadata
+from composer_algorithms.module_surgery import InitSurgery
 from composer_models.base import ComposerModel
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_algorithms._batch import UnsupportedBatchError, batch_tensor, require_tensor
-from composer_algorithms._draws import draw_integer
-from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms._random import ResumableDraws
+from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._draws import ResumableDraws, draw_integer
+from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer_algorithms._gradients import joint_norm, local_part
-from composer_algorithms._numbers import check_count, check_number
+from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._draws import ResumableDraws
+from composer_algorithms._maximal_batch import joint_norm, local_part
 from composer_algorithms._optimizer_surgery import as_optimizers
-from composer_algorithms._random import ResumableDraws
 from composer_algorithms.metadata import Metadata
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event

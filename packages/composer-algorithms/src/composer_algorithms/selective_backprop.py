@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms._batch import UnsupportedBatchError, batch_tensor, require_tensor
-from composer_algorithms._legacy import warn_deprecated
+from composer_algorithms._arguments import check_count, check_number, warn_deprecated
+from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._loss import find_loss
-from composer_algorithms._numbers import check_count, check_number
 from composer_algorithms._pairs import check_pairs
-from composer_algorithms._random import ResumableDraws
+from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms.metadata import Metadata
 from composer_dist.devices import get_precision_context
 from composer_dist.strategy import unwrap_model

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._batch import UnsupportedBatchError
+from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms._maximal_batch import run_maximal_batch
-from composer_algorithms._numbers import check_count, check_number
+from composer_algorithms._tensors import UnsupportedBatchError
 from composer_algorithms.metadata import Metadata
 from composer_dist.strategy import unwrap_model
 from composer_events.algorithm import Algorithm

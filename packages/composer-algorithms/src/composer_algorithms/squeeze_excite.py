@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._init_surgery import InitSurgery
-from composer_algorithms._numbers import check_number
+from composer_algorithms._arguments import check_number
 from composer_algorithms.metadata import Metadata
-from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
 
 if TYPE_CHECKING:
     from composer_events.event import Event

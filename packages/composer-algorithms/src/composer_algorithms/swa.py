@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._legacy import accept_legacy_arguments
-from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms.ema.averaging import compute_ema
-from composer_algorithms.ema.parameters import EMAParameters
+from composer_algorithms._arguments import accept_legacy_arguments, check_count, check_number
+from composer_algorithms.ema.averaging import EMAParameters, compute_ema
 from composer_algorithms.metadata import Metadata
 from composer_dist.strategy import canonical_name
 from composer_events.algorithm import Algorithm

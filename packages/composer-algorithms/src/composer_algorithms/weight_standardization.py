@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from composer_algorithms._init_surgery import InitSurgery
-from composer_algorithms._modules import check_is_module
-from composer_algorithms._numbers import check_count
+from composer_algorithms._arguments import check_count, check_is_module
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
 from composer_algorithms.metadata import Metadata
+from composer_algorithms.module_surgery import InitSurgery
 
 if TYPE_CHECKING:
     from composer_events.event import Event

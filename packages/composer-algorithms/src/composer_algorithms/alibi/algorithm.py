@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from composer_algorithms._numbers import check_count, check_number
-from composer_algorithms.alibi.legacy import LEGACY_ARGUMENTS, check_legacy_arguments
-from composer_algorithms.alibi.surgery import apply_alibi
+from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms.alibi.surgery import LEGACY_ARGUMENTS, apply_alibi, check_legacy_arguments
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 

@@ -2,14 +2,20 @@
 
 import functools
 import logging
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms.alibi.bias import alibi_bias
-
-__all__ = ["attention_name", "register_attention_functions"]
+__all__ = [
+    "attention_name",
+    "register_attention_functions",
+    "alibi_bias",
+    "alibi_slopes",
+    "register_alibi",
+    "zero_and_freeze_expand_position_embeddings",
+]
 
 _log = logging.getLogger("composer.algorithms.alibi")
 _PREFIX = "composer_alibi_"
@@ -199,3 +205,114 @@ def _scaling(module: Any, query: Tensor, scaling: float | None) -> float:
 def _is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
     is_causal = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+@functools.cache
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Return the slope of each head.
+
+    For a power of two they are `2^(-8/n), 2^(-16/n), ...`. Otherwise those of the next lower power of two, followed by
+    every other slope of the next higher one.
+
+    Args:
+        num_heads: The number of heads, 1 or more.
+
+    Example:
+        >>> alibi_slopes(4)
+        (0.25, 0.0625, 0.015625, 0.00390625)
+
+    Reference:
+        Press et al., "Train Short, Test Long", ICLR 2022, arXiv:2108.12409, section 3 and its code for other numbers.
+    """
+    lower = 2 ** (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / lower) for i in range(lower)]
+    between = [2 ** (-8 * (i + 1) / (2 * lower)) for i in range(0, 2 * lower, 2)]
+    return tuple((slopes + between)[:num_heads])
+
+
+def alibi_bias(slopes: Tensor, query_positions: Tensor, num_keys: int) -> Tensor:
+    """Return `-slope * |query - key|` for all pairs of positions, in float32.
+
+    bfloat16 cannot tell distances above 256 apart, so the product is what should be rounded, not its factors.
+
+    Args:
+        slopes: Shape `(heads,)`.
+        query_positions: Shape `(queries,)`, counted as the keys are, from 0.
+        num_keys: How many keys there are.
+
+    Returns:
+        Shape `(1, heads, queries, num_keys)`.
+
+    Example:
+        >>> alibi_bias(torch.tensor([0.5]), torch.arange(2), num_keys=3)
+        tensor([[[[-0.0000, -0.5000, -1.0000],
+                  [-0.5000, -0.0000, -0.5000]]]])
+    """
+    keys = torch.arange(num_keys, device=slopes.device, dtype=torch.float32)
+    distances = (query_positions.to(torch.float32)[:, None] - keys).abs()
+    return -slopes.float()[None, :, None, None] * distances
+
+
+def register_alibi(module: nn.Module, n_heads: int, max_token_length: int | None = None, causal: bool = False) -> None:
+    """Give an attention module the slopes of its heads, as the buffer `alibi_slopes`, which is not saved.
+
+    Args:
+        module: Changed in place.
+        n_heads: The number of its heads.
+        max_token_length: Not used: the bias is computed for the length at hand.
+        causal: Not used: the same bias serves both directions.
+
+    Example:
+        >>> attention = nn.Module()
+        >>> register_alibi(attention, n_heads=2)
+        >>> attention.alibi_slopes
+        tensor([0.0625, 0.0039])
+    """
+    first = next(module.parameters(), None)
+    slopes = torch.tensor(alibi_slopes(n_heads), dtype=torch.float32, device=None if first is None else first.device)
+    module.register_buffer("alibi_slopes", slopes, persistent=False)
+
+
+def zero_and_freeze_expand_position_embeddings(
+    module: nn.Module, max_sequence_length: int, position_embedding_attribute: str
+) -> None:
+    """Replace a table of position embeddings by zeros that are not trained, for a given number of positions.
+
+    Args:
+        module: Owns the table; changed in place.
+        max_sequence_length: The number of positions.
+        position_embedding_attribute: Where the module has its `nn.Embedding`, with dots between the parts.
+
+    Raises:
+        AttributeError: If there is nothing.
+        TypeError: If what is there has no parameter as its `weight`.
+
+    Example:
+        >>> model = nn.Module()
+        >>> model.wpe = nn.Embedding(4, 8)
+        >>> zero_and_freeze_expand_position_embeddings(model, 16, "wpe")
+        >>> model.wpe.weight.shape, model.wpe.weight.any().item(), model.wpe.weight.requires_grad
+        (torch.Size([16, 8]), False, False)
+    """
+    try:
+        embedding: Any = attrgetter(position_embedding_attribute)(module)
+        weight = embedding.weight
+    except AttributeError:
+        _log.error(
+            "%s has no position embeddings at position_embedding_attribute=%r.",
+            type(module).__qualname__,
+            position_embedding_attribute,
+        )
+        raise
+    if not isinstance(weight, nn.Parameter):
+        raise TypeError(
+            f"position_embedding_attribute={position_embedding_attribute!r} leads to a "
+            f"{type(embedding).__qualname__} whose weight is a {type(weight).__qualname__}, no parameter: name the "
+            f"nn.Embedding of the positions."
+        )
+    zeros = torch.zeros(
+        max_sequence_length, weight.shape[1], dtype=weight.dtype, layout=weight.layout, device=weight.device
+    )
+    embedding.weight = nn.Parameter(zeros, requires_grad=False)
+    if isinstance(embedding, nn.Embedding):
+        embedding.num_embeddings = max_sequence_length

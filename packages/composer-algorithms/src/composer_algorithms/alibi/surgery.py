@@ -2,19 +2,22 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._numbers import check_count
-from composer_algorithms.alibi.legacy import apply_legacy_alibi
+from composer_algorithms._arguments import check_count, warn_deprecated
+from composer_algorithms.alibi.attention import add_bias, register_alibi, zero_and_freeze_expand_position_embeddings
 from composer_algorithms.alibi.registry import AlibiReplacementFunction
 from composer_algorithms.module_surgery import ReplacementFunction, replace_module_classes
 
-__all__ = ["apply_alibi"]
+__all__ = ["enlarge_mask", "apply_alibi"]
 
 _log = logging.getLogger("composer.algorithms.alibi")
 
@@ -121,3 +124,135 @@ def _give_own_configs(model: nn.Module) -> None:
         configs = {name: held for name, held in vars(module).items() if isinstance(held, PretrainedConfig)}
         for name, config in configs.items():
             setattr(module, name, copy.deepcopy(config, copied))
+
+
+def _attn(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    head_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention with ALiBi, in the place of a method `_attn` of an attention module.
+
+    Returns:
+        The output of shape `(batch, heads, queries, depth)` and the attention weights.
+    """
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
+    scores = scores + add_bias(self.alibi_slopes, None, *scores.shape[-2:], is_causal=True)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = self.attn_dropout(torch.softmax(scores, dim=-1).to(value.dtype))
+    if head_mask is not None:
+        weights = weights * head_mask
+    return torch.matmul(weights, value), weights
+
+
+def enlarge_mask(module: nn.Module, max_sequence_length: int) -> nn.Module:
+    """Enlarge the causal mask that an attention module keeps as its buffer `bias`, if it has one.
+
+    Args:
+        module: Changed in place.
+        max_sequence_length: Side of the new mask.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> attention = nn.Module()
+        >>> attention.register_buffer("bias", torch.ones(1, 1, 2, 2, dtype=torch.bool).tril())
+        >>> enlarge_mask(attention, 4).bias.shape
+        torch.Size([1, 1, 4, 4])
+    """
+    old = getattr(module, "bias", None)
+    if isinstance(old, Tensor):
+        is_saved = "bias" in module.state_dict()
+        causal = torch.ones(max_sequence_length, max_sequence_length, dtype=torch.bool, device=old.device).tril()
+        module.register_buffer("bias", causal[None, None], persistent=is_saved)
+    return module
+
+
+LEGACY_ARGUMENTS = (
+    "heads_per_layer",
+    "position_embedding_attribute",
+    "attention_module",
+    "attr_to_replace",
+    "alibi_attention",
+    "mask_replacement_function",
+)
+
+
+def check_legacy_arguments(
+    owner: str, names: Sequence[str], known: Sequence[str], advice: str, stacklevel: int
+) -> None:
+    """Refuse arguments that no release had, and warn of the others."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise TypeError(f"{owner} got an unexpected keyword argument {unknown[0]!r}.")
+    if names:
+        warn_deprecated(f"{owner}({'=, '.join(names)}=) {advice}", stacklevel=stacklevel)
+
+
+def apply_legacy_alibi(
+    model: nn.Module,
+    max_sequence_length: int,
+    optimizers: Optimizer | Sequence[Optimizer] | None,
+    **legacy: Any,
+) -> bool:
+    """Apply ALiBi as older releases did; false if the model has no such attribute, and is to be changed as others are.
+
+    Raises:
+        TypeError: If an argument is unknown.
+    """
+    attribute = legacy.get("attr_to_replace")
+    is_used = attribute is not None and hasattr(legacy.get("attention_module"), attribute)
+    advice = "are for models that policy_registry does not know" if is_used else "are not needed for this model"
+    check_legacy_arguments("apply_alibi", list(legacy), LEGACY_ARGUMENTS, f"{advice}: leave them out.", stacklevel=4)
+    if not is_used:
+        return False
+    if path := legacy.get("position_embedding_attribute"):
+        owner, name = _resolve(model, path)
+
+        def without_positions(module: nn.Module, module_index: int) -> nn.Module | None:
+            if module is not owner:
+                return None
+            zero_and_freeze_expand_position_embeddings(module, max_sequence_length, name)
+            return module
+
+        replace_module_classes(model, {type(owner): without_positions}, optimizers, include_root=True)
+    for module in model.modules():
+        if isinstance(module, legacy["attention_module"]):
+            _replace_attention(module, max_sequence_length, **legacy)
+    return True
+
+
+def _replace_attention(
+    module: nn.Module,
+    max_sequence_length: int,
+    attr_to_replace: str,
+    alibi_attention: Callable[..., Any],
+    heads_per_layer: int | None = None,
+    mask_replacement_function: Callable[[nn.Module, int], nn.Module] | None = None,
+    **others: Any,
+) -> None:
+    register_alibi(module, int(heads_per_layer or module.num_heads))  # pyright: ignore[reportArgumentType]  # a number
+    setattr(module, attr_to_replace, types.MethodType(alibi_attention, module))
+    if mask_replacement_function is not None:
+        mask_replacement_function(module, max_sequence_length)
+
+
+def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Find the module that has the last part of a path, which may begin with wrappers that are not there."""
+    parts = path.split(".")
+    for start in range(len(parts)):
+        try:
+            attrgetter(".".join(parts[start:]))(model)
+        except AttributeError:
+            continue
+        owner = attrgetter(".".join(parts[start:-1]))(model) if len(parts) - start > 1 else model
+        return owner, parts[-1]
+    raise AttributeError(
+        f"position_embedding_attribute={path!r} leads nowhere in this {type(model).__qualname__}, nor does any end of "
+        f"it: name the nn.Embedding of the positions, such as 'transformer.wpe'."
+    )

@@ -1,6 +1,10 @@
 """Simple changes of single images, of which RandAugment and AugMix put several together."""
 
-from composer_algorithms.augmentation.lifting import image_as_type, map_pillow_function
-from composer_algorithms.augmentation.primitives import AugmentationFunction, augmentation_sets
+from composer_algorithms.augmentation.primitives import (
+    AugmentationFunction,
+    augmentation_sets,
+    image_as_type,
+    map_pillow_function,
+)
 
 __all__ = ["AugmentationFunction", "augmentation_sets", "image_as_type", "map_pillow_function"]

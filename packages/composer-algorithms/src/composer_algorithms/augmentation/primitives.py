@@ -4,15 +4,23 @@ How strong it is, and in which direction, is drawn from PyTorch's default genera
 distribution between 0.1 and the level, `u / 10` of a largest strength is applied.
 """
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
+import torch
 from PIL import ImageEnhance, ImageOps
-from PIL.Image import Image, Resampling, Transform
+from PIL.Image import Image, Resampling, Transform, frombytes, merge
+from torch import Tensor
 
+from composer_algorithms._arguments import check_number
 from composer_algorithms._draws import draw_integer, draw_uniform
+from composer_algorithms._tensors import from_pixels, is_pil, to_pixels
 
 __all__ = [
+    "image_as_type",
+    "map_pillow_function",
+    "pil_to_pixels",
+    "pixels_to_pil",
     "AugmentationFunction",
     "augmentation_sets",
     "autocontrast",
@@ -166,3 +174,154 @@ def _factor(level: float) -> float:
 
 def _original_factor(level: float) -> float:
     return _part(level, 1.8) + 0.1
+
+
+_PRIMITIVES = [function for functions in augmentation_sets.values() for function in functions]
+
+
+def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence[AugmentationFunction]:
+    """Return a set by its name, or the functions that were given as one.
+
+    Raises:
+        KeyError: If there is no set of that name.
+        TypeError: If it is neither a name nor a list of functions.
+        ValueError: If no functions were given.
+    """
+    if not isinstance(augmentation_set, str):
+        if not isinstance(augmentation_set, Sequence) or not all(map(callable, augmentation_set)):
+            raise TypeError(
+                f"augmentation_set={augmentation_set!r} is neither a name nor a list of functions: choose one of "
+                f"{', '.join(map(repr, augmentation_sets))}, or pass functions of an image and a level."
+            )
+        if not augmentation_set:
+            raise ValueError("augmentation_set=[] has nothing to choose from: pass at least one function.")
+        return augmentation_set
+    if augmentation_set not in augmentation_sets:
+        raise KeyError(
+            f"augmentation_set={augmentation_set!r} is unknown: choose one of "
+            f"{', '.join(map(repr, augmentation_sets))}, or pass a list of functions."
+        )
+    return augmentation_sets[augmentation_set]
+
+
+def check_severity(severity: float) -> None:
+    """Raise if a severity is no level."""
+    check_number("severity", severity, "a level from 0 to 10")
+    if not 0 <= severity <= 10:
+        raise ValueError(f"severity={severity!r} is no level: pass a number from 0 to 10.")
+
+
+def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:
+    """Raise if an image is of a mode that PIL's own changes, which the primitives make, do not all know.
+
+    Raises:
+        TypeError: If it has other than one or three channels of eight bits.
+    """
+    if image.mode not in ("L", "RGB") and any(function in _PRIMITIVES for function in functions):
+        raise TypeError(
+            f"a PIL image of mode {image.mode!r} cannot be augmented: convert it to 'RGB' or 'L' before, such as by "
+            f"image.convert('RGB')."
+        )
+
+
+def change(image: Image, functions: Sequence[AugmentationFunction], depth: int, severity: float) -> Image:
+    """Apply `depth` of the functions, drawn with replacement, one after the other."""
+    for _ in range(depth):
+        image = functions[draw_integer(0, len(functions))](image, severity)
+    return image
+
+
+TImage = TypeVar("TImage", bound=Tensor | Image)
+
+_MODES = {1: "L", 3: "RGB"}
+
+
+def map_pillow_function(f_pil: Callable[[Image], Image], imgs: TImage) -> TImage:
+    """Apply a function of PIL images to an image of any kind.
+
+    Args:
+        f_pil: Takes and returns a PIL image.
+        imgs: A PIL image, or a tensor of shape `(channels, height, width)` or `(batch, channels, height, width)` with
+            one or three channels: uint8, or floating point in [0, 1], which is rounded to 256 values on the way.
+
+    Returns:
+        The result of the type of the input: dtype, range of values and device are kept. Each image of a batch goes
+        through the function by itself.
+
+    Raises:
+        TypeError: If the input is neither, or its dtype has no place for it.
+        ValueError: If a tensor has another shape.
+
+    Example:
+        >>> image = torch.tensor([[[0, 255]]], dtype=torch.uint8)
+        >>> map_pillow_function(lambda pil_img: pil_img.rotate(180), image)
+        tensor([[[255,   0]]], dtype=torch.uint8)
+    """
+    if is_pil(imgs):
+        return cast("TImage", f_pil(imgs))
+    if not isinstance(imgs, Tensor):
+        raise TypeError(f"{type(imgs).__qualname__} is no image: pass a tensor or a PIL image.")
+    _check_shape(imgs)
+    images = to_pixels(imgs.detach()).cpu()
+    if len(images) == 0:
+        return cast("TImage", imgs.clone())
+    if images.ndim == 3:
+        return cast("TImage", from_pixels(_lifted(f_pil, images), like=imgs))
+    return cast("TImage", from_pixels(torch.stack([_lifted(f_pil, image) for image in images]), like=imgs))
+
+
+def image_as_type(image: Tensor | Image, typ: type) -> Any:
+    """Turn an image into a tensor or a PIL image.
+
+    Args:
+        image: A PIL image, or a tensor of shape `(channels, height, width)`.
+        typ: `torch.Tensor` or `PIL.Image.Image`.
+
+    Returns:
+        The image itself if it is of the type, also where it is a batch. Otherwise a float32 tensor in [0, 1] or a PIL
+        image.
+
+    Raises:
+        TypeError: If the type is neither of the two.
+        ValueError: If a tensor that is to be a PIL image has another shape.
+    """
+    if typ not in (Tensor, Image):
+        raise TypeError(f"typ={typ!r} is no type of image: pass torch.Tensor or PIL.Image.Image.")
+    if isinstance(image, typ):
+        return image
+    if is_pil(image):
+        return pil_to_pixels(image).float().div_(255)
+    tensor = cast("Tensor", image)
+    if tensor.ndim != 3:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be one PIL image: pass (channels, height, width), each "
+            f"image of a batch by itself."
+        )
+    _check_shape(tensor)
+    return pixels_to_pil(to_pixels(tensor).cpu())
+
+
+def pil_to_pixels(image: Image) -> Tensor:
+    """Return a PIL image's values as a uint8 tensor of shape `(channels, height, width)`."""
+    # Band by band, here and below: PIL takes images apart faster than a tensor's dims are put in another order.
+    values = bytearray().join(band.tobytes() for band in image.split())
+    return torch.frombuffer(values, dtype=torch.uint8).view(-1, image.height, image.width)
+
+
+def pixels_to_pil(pixels: Tensor) -> Image:
+    """Return the PIL image of a uint8 tensor of shape `(channels, height, width)`."""
+    channels, height, width = pixels.shape
+    bands = [frombytes("L", (width, height), band.numpy().tobytes()) for band in pixels]
+    return bands[0] if channels == 1 else merge(_MODES[channels], bands)
+
+
+def _lifted(f_pil: Callable[[Image], Image], pixels: Tensor) -> Tensor:
+    return pil_to_pixels(f_pil(pixels_to_pil(pixels)))
+
+
+def _check_shape(image: Tensor) -> None:
+    if image.ndim not in (3, 4) or image.shape[-3] not in _MODES:
+        raise ValueError(
+            f"a tensor of shape {tuple(image.shape)} is no image: pass (channels, height, width), or a batch of those, "
+            f"with one or three channels."
+        )

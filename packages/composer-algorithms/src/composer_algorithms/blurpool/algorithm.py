@@ -10,10 +10,14 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from composer_algorithms._init_surgery import InitSurgery
-from composer_algorithms._numbers import check_number
+from composer_algorithms._arguments import check_number
 from composer_algorithms.blurpool.layers import BlurConv2d, BlurMaxPool2d
-from composer_algorithms.module_surgery import ReplacementFunction, count_module_instances, replace_module_classes
+from composer_algorithms.module_surgery import (
+    InitSurgery,
+    ReplacementFunction,
+    count_module_instances,
+    replace_module_classes,
+)
 from composer_events.warnings import NoEffectWarning
 
 if TYPE_CHECKING:

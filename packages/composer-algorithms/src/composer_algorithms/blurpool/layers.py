@@ -7,7 +7,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms._adoption import twin
+from composer_algorithms.module_surgery import twin
 
 __all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d"]
 

@@ -1,19 +1,37 @@
 """Which moment of a Hugging Face Trainer is which event."""
 
 import copy
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
-from composer_algorithms.bridges._hf_checks import check_trainer
-from composer_algorithms.bridges._loop_events import BridgedModel, LoopEvents, needs_closure, shallow_copy
-from composer_algorithms.bridges._refusals import check_algorithms, needs_model_loss
-from composer_algorithms.sam import _Draws  # SAM itself would begin them after the first look, made before its step
+from composer_algorithms.bridges._loop_events import BridgedModel, LoopEvents, length_of, needs_closure, shallow_copy
+from composer_algorithms.bridges._refusals import (
+    check_algorithms,
+    computes_between,
+    needs_model_loss,
+    refuse,
+    refuse_cut_batches,
+    refuse_graphs,
+)
+from composer_algorithms.ema import EMA
+from composer_algorithms.gradient_clipping import GradientClipping
+from composer_algorithms.layer_freezing import LayerFreezing
+from composer_algorithms.sam import (
+    SAM,
+    _Draws,  # SAM itself would begin them after the first look, made before its step
+)
+from composer_algorithms.selective_backprop import SelectiveBackprop
+from composer_algorithms.seq_length_warmup import SeqLengthWarmup
+from composer_algorithms.swa import SWA
+from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit
 
@@ -238,3 +256,109 @@ class TrainerEvents(LoopEvents):
 
 def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
+    """Refuse algorithms that would have no effect, or a wrong one.
+
+    Raises:
+        ValueError: If there is one, or the Trainer makes its model or its batches in a way that algorithms cannot
+            follow.
+    """
+    args = trainer.args
+    if trainer.model_init is not None:
+        raise ValueError(
+            "model_init makes another model in each call of train(), which algorithms have not changed: pass model=."
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True begins training anew with algorithms that are under way: give "
+            "per_device_train_batch_size as a number."
+        )
+    refuse_graphs(algorithms, "the Hugging Face Trainer")
+    refuse_cut_batches(algorithms, "gradient_accumulation_steps", args.gradient_accumulation_steps)
+    _check_engine(trainer, algorithms)
+    if args.fp16:
+        refuse(
+            algorithms,
+            (SAM,),
+            "with fp16=True",
+            "the scaler of its gradients steps without a closure",
+            "Use bf16=True, or leave out one of the two.",
+        )
+    if args.ddp_find_unused_parameters is False and args.world_size > 1:
+        for algorithm in algorithms:
+            if algorithm.find_unused_parameters:
+                raise ValueError(
+                    f"{algorithm!r} leaves parameters without gradients, which ddp_find_unused_parameters=False does "
+                    f"not expect: set it to True."
+                )
+    _check_losses(trainer.compute_loss_func, algorithms)
+
+
+def _check_engine(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
+    for is_enabled, engine in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
+        if is_enabled:
+            refuse(
+                algorithms,
+                (EMA, SWA, SAM, GradientClipping, LayerFreezing),
+                f"under the Trainer's {engine}",
+                "weights, gradients and the optimizer are not the model's own there",
+                "Leave it out, or use the Trainer of composer-suite.",
+            )
+
+
+def _check_losses(compute_loss: Any, algorithms: Sequence[Algorithm]) -> None:
+    if compute_loss is None:
+        for algorithm in algorithms:
+            asks = needs_model_loss(algorithm) and not isinstance(algorithm, SeqLengthWarmup)
+            if asks or computes_between(algorithm):
+                raise ValueError(
+                    f"{algorithm!r} acts between the forward pass and the loss, or computes a loss of its own, and the "
+                    f"model computes its loss within its forward pass. Pass compute_loss_func to the Trainer: a "
+                    f"function (outputs, labels, num_items_in_batch=None) such as one that returns "
+                    f"F.cross_entropy(outputs['logits'], labels)."
+                )
+        return
+    parameters = inspect.signature(compute_loss).parameters
+    takes_reduction = "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_reduction:
+        refuse(
+            algorithms,
+            (SelectiveBackprop,),
+            f"with compute_loss_func={compute_loss!r}",
+            "it asks for the loss of each example by reduction='none'",
+            "Let the function take reduction='mean'.",
+        )
+
+
+class Moments(TrainerCallback):
+    """Tells the events of a Trainer of them."""
+
+    def __init__(self, trainer: Any, events: TrainerEvents) -> None:
+        self._trainer, self._events = trainer, events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        dataloader = kwargs["train_dataloader"]
+        length = length_of(dataloader)
+        num_batches = None if length is None else max(-(-length // args.gradient_accumulation_steps), 1)
+        self._events.begin(dataloader, num_batches)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._events.start_epoch()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not (args.max_grad_norm and args.max_grad_norm > 0):  # clipping has given them their true size
+            self._trainer.accelerator.unscale_gradients()
+        self._events.engine.run_event(Event.AFTER_TRAIN_BATCH)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._events.end_batch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._events.is_epoch_complete or not control.should_training_stop:
+            self._events.end_epoch()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._events.load_best()
+        self._events.end_fit()

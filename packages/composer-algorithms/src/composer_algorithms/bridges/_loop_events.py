@@ -2,23 +2,28 @@
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms.bridges._refusals import check_algorithms, refuse_unserved
+from composer_algorithms.bridges._refusals import check_algorithms, computes_between, refuse_unserved
 from composer_dist import get_world_size
 from composer_events.algorithm import Algorithm
 from composer_events.data_spec import DataSpec
-from composer_events.engine import Engine
+from composer_events.engine import Engine, Traces
 from composer_events.event import Event
 from composer_events.state import State
 from composer_models.base import ComposerModel
+from composer_models.eval_mode import model_eval_mode
 from composer_time import Timestamp, TimeUnit
+
+__all__ = ["LoopBatch"]
 
 _DEVICES = {"cuda": "gpu", "xla": "tpu"}  # torch's names, and those of our devices where they differ
 
@@ -307,3 +312,320 @@ def check_loss(loss: Any, name: str) -> Tensor:
     raise TypeError(
         f"{name} is {what}, and what is minimised has one value: give a tensor with the mean of the losses."
     )
+
+
+_LOSSES = frozenset(
+    {
+        *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div),
+        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss, F.gaussian_nll_loss),
+        *(F.soft_margin_loss, F.multilabel_soft_margin_loss, F.multilabel_margin_loss, F.multi_margin_loss),
+    }
+)
+# These leave class indices what they are.
+_UNCHANGING = frozenset({Tensor.long, Tensor.contiguous, Tensor.detach, Tensor.clone})
+
+ComputeLoss = Callable[[Any, Callable[[Any, Any], Any]], Any]
+
+
+class DeferredTargets(Tensor):
+    """Targets of a batch, for code that computes a loss of them which is out of reach.
+
+    PyTorch's losses, given outputs and these, call `compute(outputs, loss)` in their place, where `loss(outputs,
+    targets)` is the loss itself. All else gets the values that the batch has.
+    """
+
+    compute: ComputeLoss
+
+    @classmethod
+    def of(cls, targets: Tensor, compute: ComputeLoss) -> "DeferredTargets":
+        """Stand for targets; shares their memory."""
+        deferred = targets.as_subclass(cls)
+        deferred.compute = compute
+        return deferred
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute with the values, but for losses."""
+        named = dict(kwargs or {})
+        if func in _LOSSES:
+            outputs, targets, others = _arguments(args, named)
+            if isinstance(targets, cls) and not isinstance(outputs, cls):
+                return targets.compute(outputs, lambda outputs, targets: func(outputs, targets, *args[2:], **others))
+        with torch._C.DisableTorchFunctionSubclass():  # as PyTorch's notes on extending it do
+            result = func(*args, **named)
+        if func in _UNCHANGING:
+            return cls.of(result, args[0].compute)
+        return _plain(result)
+
+
+def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    others = {name: value for name, value in named.items() if name not in ("input", "target")}
+    outputs = args[0] if args else named.get("input")
+    return outputs, args[1] if len(args) > 1 else named.get("target"), others
+
+
+def _plain(result: Any) -> Any:
+    if isinstance(result, DeferredTargets):  # such as what indexing gives
+        with torch._C.DisableTorchFunctionSubclass():
+            return result.as_subclass(Tensor)
+    if isinstance(result, (tuple, list)) and type(result) in (tuple, list):
+        return type(result)(map(_plain, result))
+    return result
+
+
+class Epochs:
+    """Comes to the events of epochs, in a loop that reads its batches here or by itself.
+
+    Args:
+        events: To be told.
+        dataloader: What is read.
+        num_microbatches: How many of its batches make one step.
+    """
+
+    def __init__(self, events: LoopEvents, dataloader: Iterable[Any], num_microbatches: int) -> None:
+        _check_count(num_microbatches, dataloader)
+        self._events = events
+        self._dataloader = dataloader
+        self._num_microbatches = num_microbatches
+        self._num_read = 0  # batches of the dataloader
+        self._num_to_skip = 0
+        self._has_begun = False
+        self._is_read_here = False
+
+    def read(self) -> Iterator[Any]:
+        """Yield the batches of an epoch, or of what a checkpoint has left of one."""
+        self._is_read_here = True
+        try:
+            self._begin()
+            iterator = itertools.islice(self._dataloader, self._num_to_skip, None)
+            self._num_to_skip = 0
+            while True:
+                self._events.engine.run_event(Event.BEFORE_DATALOADER)
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                yield batch
+            self._end()
+        finally:
+            self._is_read_here = False
+
+    def begin_batch(self) -> None:
+        """Begin an epoch if it is time to, where the loop reads by itself."""
+        if not self._is_read_here:
+            self._begin()
+            self._events.engine.run_event(Event.BEFORE_DATALOADER)
+
+    def count(self) -> None:
+        """Count a batch of the dataloader."""
+        self._num_read += 1
+
+    def num_pieces(self) -> int:
+        """Return how many batches of the dataloader make the next step: the last ones of an epoch may be fewer."""
+        if self._num_microbatches == 1:
+            return 1
+        return max(1, min(self._num_microbatches, self._length() - self._num_read))
+
+    def end_batch(self) -> None:
+        """End an epoch if it is time to, where the loop reads by itself."""
+        if not self._is_read_here and self._num_read >= self._length():
+            self._end()
+
+    def resume(self) -> None:
+        """Go on within the epoch that the timestamp is in."""
+        self._num_to_skip = int(self._events.state.timestamp.batch_in_epoch) * self._num_microbatches
+        self._num_read = self._num_to_skip
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        events, engine = self._events, self._events.engine
+        if not events.is_fitting:
+            length = length_of(self._dataloader)
+            num_batches = None if length is None else -(-length // self._num_microbatches)
+            events.start_fit(self._dataloader, num_batches, events.state.max_duration)
+        if self._has_begun:
+            return
+        if not self._is_read_here:
+            self._length()
+        self._has_begun = True
+        if events.state.timestamp.batch_in_epoch == 0 and events.state.timestamp.epoch_in_iteration == 0:
+            engine.run_event(Event.ITERATION_START)
+        events.start_epoch()
+
+    def _end(self) -> None:
+        self._has_begun, self._num_read = False, 0
+        self._events.end_epoch()
+        self._events.engine.run_event(Event.EPOCH_CHECKPOINT)
+        self._events.end_iteration_if_due()
+
+    def _length(self) -> int:
+        length = length_of(self._dataloader)
+        if length is not None:
+            return length
+        raise RuntimeError(
+            f"{type(self._dataloader).__name__} has no length, so nobody knows when an epoch ends: read it with "
+            f"`for x, y in loop.epoch():`."
+        )
+
+
+def _check_count(num_microbatches: int, dataloader: object) -> None:
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches!r} is no number of batches: pass a whole number from 1.")
+    if num_microbatches > 1 and length_of(dataloader) is None:
+        raise ValueError(
+            f"num_microbatches={num_microbatches!r} needs a dataloader that has a length, and "
+            f"{type(dataloader).__name__} has none: nobody would know when fewer are left. Pass num_microbatches=1."
+        )
+
+
+class LoopBatch:
+    """What is trained on, or evaluated, at the moment.
+
+    Read the inputs, assign `outputs`, then read the targets and assign `loss`: in between algorithms act, so inputs and
+    targets are to be read from here, each when it is needed. In evaluation there is no loss to assign.
+    """
+
+    def __init__(self, events: LoopEvents, phase: str = "") -> None:
+        self._events = events
+        self._phase = phase
+        self._has_outputs = False
+        self._has_loss = False
+        self._unread: Traces | None = None  # what algorithms did to the batch since it was last read
+        self._run("before_forward")
+
+    @property
+    def batch(self) -> Any:
+        """The batch as it is now."""
+        self._unread = None
+        return self._events.state.batch
+
+    @property
+    def inputs(self) -> Any:
+        """The first part of the batch as it is now."""
+        return self.batch[0]
+
+    @property
+    def targets(self) -> Any:
+        """The second part of the batch as it is now."""
+        return self.batch[1]
+
+    @property
+    def outputs(self) -> Any:
+        """What the model gave. Assign it before the loss is computed."""
+        return self._events.state.outputs
+
+    @outputs.setter
+    def outputs(self, outputs: Any) -> None:
+        self._refuse_unread("outputs", "inputs")
+        self._events.state.outputs = outputs
+        self._has_outputs = True
+        self._run("after_forward")
+        if not self._phase:
+            self._run("before_loss")
+
+    @property
+    def loss(self) -> Any:
+        """The loss. Assign it at the end of the block; the backward pass is up to the loop."""
+        return self._events.state.loss
+
+    @loss.setter
+    def loss(self, loss: Tensor) -> None:
+        if self._phase:
+            raise RuntimeError("b.loss was assigned in an evaluation, where no loss is minimised: assign b.outputs.")
+        if not self._has_outputs:
+            between = [type(one).__name__ for one in self._events.state.algorithms if computes_between(one)]
+            if between:
+                raise RuntimeError(
+                    f"b.loss was assigned before b.outputs, and {', '.join(between)} acts in between. Assign b.outputs "
+                    f"= model(b.inputs), then compute the loss of b.outputs and b.targets."
+                )
+            self._run("after_forward")
+            self._run("before_loss")
+        self._refuse_unread("loss", "targets")
+        self._events.state.loss = check_loss(loss, "b.loss")
+        self._has_loss = True
+        self._run("after_loss")
+
+    def finish(self) -> Any:
+        """Return the loss to minimise, or in evaluation the outputs.
+
+        Raises:
+            RuntimeError: If the block has not assigned it.
+        """
+        name, is_there = ("outputs", self._has_outputs) if self._phase else ("loss", self._has_loss)
+        if not is_there:
+            raise RuntimeError(f"The block of the batch ended without b.{name}: assign it, as in `b.{name} = ...`.")
+        return self.outputs if self._phase else self.loss
+
+    def _run(self, event: str) -> None:
+        traces = self._events.engine.run_event(Event(f"{self._phase}{event}"))
+        if traces and event != "after_loss":  # by then the batch has done its work
+            self._unread = traces
+
+    def _refuse_unread(self, assigned: str, part: str) -> None:
+        if self._unread:
+            raise RuntimeError(
+                f"b.{assigned} was assigned, and {_names(self._unread)} changed the batch before, which nobody has "
+                f"read since. Compute it from b.{part} or b.batch, read in the block where it is needed, and not from "
+                f"variables of your own."
+            )
+
+
+def _names(traces: Traces) -> str:
+    return ", ".join(trace.name for trace in traces.values())
+
+
+class LoopEvaluation:
+    """The part of `AlgorithmLoop` that does not train."""
+
+    _events: LoopEvents
+
+    @contextmanager
+    def evaluation(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
+        """Enclose an evaluation or a save: the model is in eval mode, and holds the average where EMA keeps one.
+
+        Args:
+            dataloader: What is evaluated on, for those who look at the state.
+        """
+        with model_eval_mode(self._events.state.model), self._events.evaluating(dataloader):
+            yield
+
+    @contextmanager
+    def prediction(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
+        """Enclose predictions: the model is in eval mode, and holds the weights being trained.
+
+        Args:
+            dataloader: What is predicted on.
+        """
+        events = self._events
+        with model_eval_mode(events.state.model), events.reading(dataloader, "predict"):
+            events.engine.run_event(Event.PREDICT_START)
+            yield
+            events.engine.run_event(Event.PREDICT_END)
+
+    def eval_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
+        """Come to the events of one batch, within `evaluation`: the block assigns its outputs."""
+        return self._watched_batch(parts, "eval_")
+
+    def predict_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
+        """Come to the events of one batch, within `prediction`: the block assigns its outputs."""
+        return self._watched_batch(parts, "predict_")
+
+    @contextmanager
+    def _watched_batch(self, parts: tuple[Any, ...], phase: str) -> Iterator[LoopBatch]:
+        events = self._events
+        trained, events.state.batch = events.state.batch, shallow_copy(parts[0] if len(parts) == 1 else parts)
+        try:
+            events.engine.run_event(f"{phase}batch_start")
+            b = LoopBatch(events, phase)
+            yield b
+            b.finish()
+            events.engine.run_event(f"{phase}batch_end")
+        finally:
+            events.state.batch = trained

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_algorithms._wrapping import is_sharded_by_fsdp
 from composer_algorithms.bridges._loop_events import needs_closure
 from composer_algorithms.bridges.loop import AlgorithmLoop, LoopBatch
+from composer_algorithms.module_surgery import is_sharded_by_fsdp
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
 from composer_time import Time

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_utils import get_last_checkpoint
 
-    from composer_algorithms.bridges._hf_events import TrainerEvents
-    from composer_algorithms.bridges._hf_moments import Moments
+    from composer_algorithms.bridges._hf_events import Moments, TrainerEvents
 else:
     try:
         from transformers.trainer_utils import get_last_checkpoint
@@ -20,8 +19,7 @@ else:
             f"{error}: composer_algorithms.bridges.hf needs transformers and Accelerate. Install "
             "them with `pip install 'composer-algorithms[transformers,accelerate]'`."
         ) from error
-    from composer_algorithms.bridges._hf_events import TrainerEvents
-    from composer_algorithms.bridges._hf_moments import Moments
+    from composer_algorithms.bridges._hf_events import Moments, TrainerEvents
 
     Trainer = object  # a mixin: what it calls is in the class beside it
 

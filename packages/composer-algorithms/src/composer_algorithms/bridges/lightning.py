@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
 
-    from composer_algorithms.bridges._lightning_checks import check_algorithms_alone
-    from composer_algorithms.bridges._lightning_events import FitEvents
+    from composer_algorithms.bridges._lightning_events import FitEvents, check_algorithms_alone
 else:
     try:
         from lightning.pytorch.callbacks import Callback
@@ -21,8 +20,7 @@ else:
             f"{error}: composer_algorithms.bridges.lightning needs Lightning. Install it with "
             "`pip install 'composer-algorithms[lightning]'`."
         ) from error
-    from composer_algorithms.bridges._lightning_checks import check_algorithms_alone
-    from composer_algorithms.bridges._lightning_events import FitEvents
+    from composer_algorithms.bridges._lightning_events import FitEvents, check_algorithms_alone
 
 __all__ = ["AlgorithmCallback"]
 

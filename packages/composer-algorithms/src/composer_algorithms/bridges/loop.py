@@ -9,10 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms.bridges._epochs import Epochs
-from composer_algorithms.bridges._loop_batch import LoopBatch
-from composer_algorithms.bridges._loop_evaluation import LoopEvaluation
-from composer_algorithms.bridges._loop_events import LoopEvents, device_of, needs_closure, shallow_copy
+from composer_algorithms.bridges._loop_events import (
+    Epochs,
+    LoopBatch,
+    LoopEvaluation,
+    LoopEvents,
+    device_of,
+    needs_closure,
+    shallow_copy,
+)
 from composer_algorithms.bridges._refusals import check_optimizers, refuse_cut_batches
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback

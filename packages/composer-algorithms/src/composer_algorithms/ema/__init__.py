@@ -1,10 +1,9 @@
 """EMA: evaluate and save an exponential moving average of the weights that are trained."""
 
-from composer_algorithms._wrapping import get_model_context_manager
 from composer_algorithms.ema.algorithm import EMA
-from composer_algorithms.ema.averaging import compute_ema
-from composer_algorithms.ema.parameters import EMAParameters
+from composer_algorithms.ema.averaging import EMAParameters, compute_ema
 from composer_algorithms.metadata import Metadata
+from composer_algorithms.module_surgery import get_model_context_manager
 
 __all__ = ["EMA", "EMAParameters", "compute_ema", "get_model_context_manager", "METADATA"]
 

@@ -1,20 +1,281 @@
 """The average itself: one step of it over all tensors of a model."""
 
+import weakref
+from collections import defaultdict
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from composer_algorithms._modules import check_is_module
-from composer_algorithms._numbers import check_number
-from composer_algorithms._wrapping import (
+from composer_algorithms._arguments import check_is_module, check_number
+from composer_algorithms.module_surgery import (
     canonical_buffers,
     canonical_parameters,
     get_model_context_manager,
+    has_flat_parameters,
+    is_dtensor,
+    is_sharded_by_fsdp,
+    place_like,
+    write_parameters,
 )
-from composer_algorithms.ema._plan import AveragingPlan
-from composer_algorithms.ema.parameters import EMAParameters, give_own_memory, parameters_in
-from composer_dist.strategy import canonical_name, unwrap_model
+from composer_dist.strategy import canonical_name, is_model_deepspeed, unwrap_model
+from composer_time import Time, TimeUnit
 
-__all__ = ["compute_ema"]
+__all__ = ["compute_ema", "EMAParameters"]
+
+_KIND = attrgetter("dtype", "device")
+
+
+class AveragingPlan:
+    """Tensors of an average with those of a model that they follow, in the groups that one kernel can work on.
+
+    Args:
+        pairs: Each tensor of the average with the model's.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        # One call for all tensors of a kind: launching a kernel for each costs more than the arithmetic. Only lists of
+        # one dtype and device take the fast path.
+        groups: defaultdict[tuple[torch.dtype, torch.device, bool], tuple[list[Tensor], list[Tensor]]]
+        groups = defaultdict(lambda: ([], []))
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        self._mixed: list[tuple[Tensor, Tensor]] = []
+        for target, source in pairs:
+            distributed = is_dtensor(target)
+            if not (target.is_floating_point() or target.is_complex()):
+                self._copied.append((target, source))
+            elif _KIND(target) == _KIND(source) and distributed == is_dtensor(source):
+                group = groups[target.dtype, target.device, distributed]
+                group[0].append(target)
+                group[1].append(source)
+            else:
+                self._mixed.append((target, source))
+        self._groups = list(groups.values())
+
+    def step(self, smoothing: float) -> None:
+        """Move the average one step on."""
+        average_all = get_ema_multi_avg_fn(smoothing)
+        for targets, sources in self._groups:
+            average_all(targets, sources, None)
+        for target, source in self._mixed:
+            _average_mixed(target, place_like(source, target), smoothing)
+        for target, source in self._copied:
+            target.copy_(place_like(source, target))
+
+
+class Fingerprint:
+    """By which objects a model and an average are told from what they were, in much less time than by their names.
+
+    Args:
+        model: The model; only referred to weakly, but its parts are kept for as long as the fingerprint is.
+        parameters: Those of the average, by name.
+        buffers: Those of the average, by name.
+    """
+
+    def __init__(self, model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        self._model = weakref.ref(model)
+        # What is in these dicts may be replaced. What is added elsewhere has another name than all of the average's.
+        kinds = ("_modules", "_parameters", "_buffers") if buffers else ("_modules", "_parameters")
+        own = (vars(module)[kind] for module in model.modules() for kind in kinds)
+        self._dicts: list[dict[str, Any]] = [parameters, buffers, *filter(None, own)]
+        self._lengths = list(map(len, self._dicts))
+        self._members = list(chain.from_iterable(map(dict.values, self._dicts)))
+        # A model that is moved or converted keeps its parameters and gives them other data.
+        self._parameters = [member for member in self._members if isinstance(member, nn.Parameter)]
+        self._kinds = list(map(_KIND, self._parameters))
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Answer whether everything is as it was."""
+        return (
+            self._model() is model
+            and list(map(len, self._dicts)) == self._lengths
+            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._members))
+            and list(map(_KIND, self._parameters)) == self._kinds
+        )
+
+
+def _average_mixed(target: Tensor, source: Tensor, smoothing: float) -> None:
+    dtype = torch.promote_types(target.dtype, source.dtype)
+    source = source.to(device=target.device, dtype=dtype)
+    target.copy_(torch.lerp(target.to(dtype), source, 1 - smoothing))
+
+
+class EMAParameters:
+    """Hold the tensors of a model that an average is taken of, by the names that the bare model gives them.
+
+    Prefixes of wrappers (`module.`, `_orig_mod.`) are no part of the names, so a set taken from a wrapped model fits
+    the bare one and the other way round. Parameters that need no gradient are left out.
+
+    Args:
+        model: Its trainable parameters and its buffers are copied. `None` makes an empty set.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> average = EMAParameters(model)
+        >>> list(average.named_parameters_dict)
+        ['weight', 'bias']
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.named_parameters_dict: dict[str, Tensor] = {}
+        self.named_buffers_dict: dict[str, Tensor] = {}
+        self._plan: tuple[AveragingPlan, Fingerprint] | tuple[None, None] = (None, None)
+        if model is None:
+            return
+        with get_model_context_manager(model):
+            for name, parameter in canonical_parameters(model).items():
+                if parameter.requires_grad:
+                    self.named_parameters_dict[name] = parameter.detach().clone()
+            for name, buffer in canonical_buffers(model).items():
+                self.named_buffers_dict[name] = buffer.detach().clone()
+
+    def named_parameters(self) -> ItemsView[str, Tensor]:
+        """Return the parameters with their names."""
+        return self.named_parameters_dict.items()
+
+    def named_buffers(self) -> ItemsView[str, Tensor]:
+        """Return the buffers with their names."""
+        return self.named_buffers_dict.items()
+
+    @torch.no_grad()
+    def swap_params(self, model: nn.Module) -> None:
+        """Exchange this set with the one in `model`.
+
+        Where possible the tensors trade their storages, which copies nothing. Values are copied where a storage is
+        shared or managed by somebody else (FSDP shards, DeepSpeed's engine, the flat weights of cuDNN's RNNs) or device
+        or dtype differ.
+        Expanded buffers, whose elements share memory, are traded like the rest.
+
+        Args:
+            model: The model that the set was taken from, wrapped or not. Its parameters stay the same objects, so
+                optimizers are not affected.
+
+        Raises:
+            ValueError: If a parameter of this set is not in the model.
+        """
+        with get_model_context_manager(model):
+            # FSDP1 and DeepSpeed write back to the storages that they know.
+            may_trade = not (has_flat_parameters(model) or is_model_deepspeed(model))
+            pairs = list(self._pairs(model))
+            for tensors, name, stored, current in pairs:
+                if may_trade and _can_trade_storages(stored, current):
+                    # Through .data the Parameter stays the same object, which optimizers and DDP hold on to.
+                    stored.data, current.data = current.data, stored.data
+                else:
+                    tensors[name] = current.detach().clone()
+                    give_own_memory(current)
+                    current.copy_(place_like(stored, current))
+            self._write_back(model, pairs)
+
+    @torch.no_grad()
+    def transfer_ema_params(self, model: nn.Module) -> None:
+        """Copy this set into `model`.
+
+        Args:
+            model: A model with the parameters of the one that the set was taken from.
+
+        Raises:
+            ValueError: If a parameter of this set is not in the model.
+        """
+        with get_model_context_manager(model):
+            pairs = list(self._pairs(model))
+            for _, _, stored, current in pairs:
+                give_own_memory(current)
+                current.copy_(place_like(stored, current))
+            self._write_back(model, pairs)
+
+    @torch.no_grad()
+    def move_params_to_device(self, destination_model: nn.Module) -> None:
+        """Move each tensor to where the model's own is: its device and, where the model is sharded, its mesh.
+
+        Args:
+            destination_model: A model with the parameters of the one that the set was taken from.
+
+        Raises:
+            ValueError: If a parameter of this set is not in the model.
+        """
+        with get_model_context_manager(destination_model):
+            for tensors, name, stored, current in self._pairs(destination_model):
+                if stored.device != current.device or is_dtensor(stored) != is_dtensor(current):
+                    tensors[name] = place_like(stored, current)
+
+    def kept_plan(self, model: nn.Module) -> AveragingPlan | None:
+        """Return the plan that was kept for a step towards this model, if neither of the two has been rebuilt since."""
+        plan, fingerprint = self._plan
+        return plan if fingerprint is not None and fingerprint.is_of(model) else None
+
+    def keep_plan(self, plan: AveragingPlan, model: nn.Module) -> None:
+        """Keep a plan for the next steps towards this model, if it will serve them.
+
+        What FSDP shards changes its tensors with every forward pass, what DeepSpeed trains may be gathered as copies,
+        and expanded tensors may be traded into the set.
+        """
+        tensors = (*self.named_parameters_dict.values(), *self.named_buffers_dict.values(), *model.buffers())
+        self._plan = (None, None)
+        if not (is_sharded_by_fsdp(model) or is_model_deepspeed(model) or any(map(is_expanded, tensors))):
+            self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
+            weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # it holds the model's tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plan": (None, None)}
+
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor, Tensor]]:
+        for tensors, current in (
+            (self.named_parameters_dict, parameters_in(model, self.named_parameters_dict)),
+            (self.named_buffers_dict, canonical_buffers(model, remove_duplicate=False)),
+        ):
+            for name, stored in tensors.items():
+                if name in current:  # a buffer may have gone: some models make them as they need them
+                    yield tensors, name, stored, current[name]
+
+    def _write_back(self, model: nn.Module, pairs: Iterable[tuple[dict[str, Tensor], str, Tensor, Tensor]]) -> None:
+        own = self.named_parameters_dict
+        write_parameters(model, {name: current for tensors, name, _, current in pairs if tensors is own})
+
+
+def _forget_plan(average: "weakref.ref[EMAParameters]") -> None:
+    if (parameters := average()) is not None:
+        parameters._plan = (None, None)
+
+
+def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's parameters by canonical name, or raise if one of the wanted names is not among them."""
+    current = canonical_parameters(model, remove_duplicate=False)
+    if missing := [name for name in wanted if name not in current]:
+        raise ValueError(
+            f"the average has {len(missing)} parameters that {type(model).__qualname__} does not have, such as "
+            f"{missing[:5]}: take it from a model with the same parameters, after the last change to the model."
+        )
+    return current
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Answer whether several elements are one place in memory, as `expand` makes them: nothing can be written there."""
+    strides = tensor.stride()
+    return 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True))
+
+
+def give_own_memory(tensor: Tensor) -> None:
+    """Make an expanded tensor writable, in place: each of its elements gets memory of its own."""
+    if is_expanded(tensor):
+        tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _can_trade_storages(stored: Tensor, current: Tensor) -> bool:
+    return (
+        stored.dtype == current.dtype
+        and stored.device == current.device
+        and all(_owns_whole_storage(tensor) or is_expanded(tensor) for tensor in (stored, current))
+    )
+
+
+def _owns_whole_storage(tensor: Tensor) -> bool:
+    # Subclasses that wrap other tensors (DTensor, quantized ones) all have this method; their own storage is empty.
+    return not hasattr(tensor, "__tensor_flatten__") and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @torch.no_grad()
@@ -108,3 +369,60 @@ def _of_the_same_shape(name: str, source: Tensor, target: Tensor) -> Tensor:
             f"the average after the last change to the model."
         )
     return source
+
+
+_COUNTED_UNITS = (TimeUnit.BATCH, TimeUnit.EPOCH)
+
+
+def averaging_settings(
+    half_life: str | Time[Any] | None, smoothing: float | None, update_interval: str | Time[Any] | None
+) -> tuple[float, Time[int]]:
+    """Return the smoothing of one update, and the interval between updates."""
+    if (half_life is None) == (smoothing is None):
+        raise ValueError(
+            f"half_life={half_life!r} and smoothing={smoothing!r}: pass exactly one of the two, which say the same. "
+            f"half_life has a default, so smoothing needs half_life=None beside it."
+        )
+    if smoothing is not None:
+        check_number("smoothing", smoothing, "a weight from 0 to 1, such as 0.999")
+        if not 0 <= smoothing <= 1:
+            raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 to 1, such as 0.999.")
+        return float(smoothing), _counted_time("1ba" if update_interval is None else update_interval, "update_interval")
+    assert half_life is not None  # one of the two is given
+    life = _counted_time(half_life, "half_life")
+    interval = Time(1, life.unit) if update_interval is None else _counted_time(update_interval, "update_interval")
+    if interval.unit != life.unit:
+        raise ValueError(
+            f"update_interval={update_interval!r} and half_life={half_life!r} are in different units: give both in "
+            f"batches ('10ba') or both in epochs ('1ep')."
+        )
+    return 2 ** -(interval.value / life.value), interval
+
+
+def start_time(ema_start: str | Time[Any]) -> Time[Any]:
+    """Return when the average begins."""
+    start = _parsed(ema_start, "ema_start", "'0.7dur', '500ba' or '2ep'")
+    if start.unit not in (*_COUNTED_UNITS, TimeUnit.DURATION) or start.value < 0:
+        raise ValueError(
+            f"ema_start={ema_start!r} is no time to begin at: pass batches ('500ba'), epochs ('2ep') or a part of the "
+            f"training's length ('0.7dur')."
+        )
+    return start
+
+
+def _counted_time(value: object, argument: str) -> Time[int]:
+    time = _parsed(value, argument, "'10ba' or '1ep'")
+    if time.unit not in _COUNTED_UNITS or time.value <= 0:
+        raise ValueError(f"{argument}={value!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep').")
+    return time
+
+
+def _parsed(value: object, argument: str, examples: str) -> Time[Any]:
+    if isinstance(value, Time):
+        return value
+    if isinstance(value, str):
+        try:
+            return Time.from_timestring(value)
+        except ValueError as error:
+            raise ValueError(f"{argument}={value!r} is no time: {error}") from error
+    raise ValueError(f"{argument}={value!r} has no unit: pass a time string such as {examples}.")

@@ -6,8 +6,14 @@ from composer_algorithms.factorize.algorithm import (
     Factorize,
     apply_factorization,
 )
-from composer_algorithms.factorize.core import LowRankSolution, factorize_conv2d, factorize_matrix
-from composer_algorithms.factorize.modules import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
+from composer_algorithms.factorize.core import (
+    FactorizedConv2d,
+    FactorizedLinear,
+    LowRankSolution,
+    factorize_conv2d,
+    factorize_matrix,
+    factorizing_could_speedup,
+)
 from composer_algorithms.metadata import Metadata
 
 __all__ = [

@@ -11,11 +11,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 
-from composer_algorithms._init_surgery import InitSurgery
-from composer_algorithms._modules import check_is_module
-from composer_algorithms._numbers import check_number
-from composer_algorithms.factorize.modules import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
-from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_algorithms._arguments import check_is_module, check_number
+from composer_algorithms.factorize.core import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
+from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
 
 if TYPE_CHECKING:
     from composer_events.event import Event

@@ -1,13 +1,21 @@
 """Find two small matrices whose product does what a large one does, on given data."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["LowRankSolution", "factorize_conv2d", "factorize_matrix"]
+__all__ = [
+    "LowRankSolution",
+    "factorize_conv2d",
+    "factorize_matrix",
+    "FactorizedConv2d",
+    "FactorizedLinear",
+    "factorizing_could_speedup",
+]
 
 
 @dataclass(slots=True)
@@ -194,3 +202,348 @@ def _alternate(x: Tensor, y: Tensor, first: Tensor, second: Tensor, n_iters: int
 def _solve(a: Tensor, b: Tensor) -> Tensor:
     # By the pseudoinverse: on GPUs lstsq needs full rank, which data need not have.
     return torch.linalg.pinv(a) @ b
+
+
+def factorizing_could_speedup(module: nn.Module, latent_size: int | float) -> bool:
+    """Answer whether a layer does less work after it is factorized with a given number of channels in between.
+
+    Args:
+        module: A linear layer or a convolution, factorized or not. For everything else the answer is no.
+        latent_size: Channels or features in between, or below 1 a share of the smaller of input and output.
+
+    Example:
+        >>> factorizing_could_speedup(nn.Linear(512, 512), 0.25), factorizing_could_speedup(nn.Linear(512, 512), 0.5)
+        (True, False)
+    """
+    if isinstance(module, FactorizedConv2d):
+        return _latent_size(latent_size, module.in_channels, module.out_channels) < module.latent_channels
+    if isinstance(module, FactorizedLinear):
+        return _latent_size(latent_size, module.in_features, module.out_features) < module.latent_features
+    if isinstance(module, nn.Conv2d):
+        if module.groups != 1:
+            return False
+        most = _max_rank(module.in_channels * math.prod(module.kernel_size), module.out_channels)
+        return _latent_size(latent_size, module.in_channels, module.out_channels) <= most
+    if isinstance(module, nn.Linear):
+        most = _max_rank(module.in_features, module.out_features)
+        return _latent_size(latent_size, module.in_features, module.out_features) <= most
+    return False
+
+
+class _Factorized(nn.Module):
+    """Two layers in a row, `module0` and `module1`, whose ranks can be lowered while they keep doing what they do."""
+
+    def __init__(self, module0: nn.Module, module1: nn.Module, latent_size: int) -> None:
+        super().__init__()
+        self.module0: Any = module0
+        self.module1: Any = module1
+        self._latent_size = latent_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply one layer after the other."""
+        return self.module1(self.module0(input))
+
+    def reset_parameters(self) -> None:
+        """Draw new weights for both layers."""
+        self.module0.reset_parameters()
+        self.module1.reset_parameters()
+
+    def set_rank(self, input: Tensor, rank: int) -> None:
+        """Lower the number of channels in between, with new weights that change the outputs for `input` least.
+
+        The new weights are new parameters, which an optimizer does not know.
+
+        Args:
+            input: Typical inputs of the layer, many more than the rank.
+            rank: The new number.
+
+        Raises:
+            ValueError: If `rank` is higher than the present one, or not above 0.
+        """
+        if not 0 < rank <= self._latent_size:
+            raise ValueError(
+                f"rank={rank!r} is not in reach: the layer has {self._latent_size} channels in between, which can only "
+                f"become fewer. Pass a number from 1 to {self._latent_size}."
+            )
+        if rank < self._latent_size:
+            self.apply_solution(self.solution_for_rank(input, rank))
+
+    def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
+        """Find the weights that `set_rank` would set, without setting them."""
+        raise TypeError(f"{type(self).__qualname__} has no way to find a solution: use one of its subclasses.")
+
+    @torch.no_grad()
+    def apply_solution(self, solution: LowRankSolution) -> None:
+        """Set weights that `solution_for_rank` found."""
+        assert solution.Wa is not None  # rank < latent size <= input and output
+        assert solution.Wb is not None
+        self._latent_size = solution.rank
+        self.module0.weight = nn.Parameter(self._to_weight(solution.Wa))
+        self.module1.weight = nn.Parameter(self._to_weight(solution.Wb))
+        if solution.bias is not None:
+            self.module1.bias = nn.Parameter(solution.bias)
+        self._set_latent_attributes()
+
+    def _to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.contiguous()
+
+    def _set_latent_attributes(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def _copy_from(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Set the best approximation of a weight of shape `(out, ...)`: its truncated singular value decomposition."""
+        if not weight.is_meta:
+            left, values, right = torch.linalg.svd(weight.flatten(1).float(), full_matrices=False)
+            root, k = values[: self._latent_size].sqrt(), self._latent_size
+            self.module0.weight.copy_((root[:, None] * right[:k]).reshape(self.module0.weight.shape))
+            self.module1.weight.copy_((left[:, :k] * root).reshape(self.module1.weight.shape))
+        if bias is not None:
+            self.module1.bias.copy_(bias)
+        elif self.module1.bias is not None:
+            self.module1.bias.zero_()
+
+
+class FactorizedConv2d(_Factorized):
+    """A convolution with few output channels, and a 1x1 convolution with a bias behind it.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Of the first convolution.
+        latent_channels: Channels in between, or below 1 a share of the smaller of input and output.
+        **kwargs: Of the first `torch.nn.Conv2d`. It has no bias; `bias` is accepted and not used.
+
+    Raises:
+        ValueError: If there would be so many channels in between that it took more work than one convolution.
+        NotImplementedError: If there is more than one group.
+
+    Example:
+        >>> FactorizedConv2d(16, 32, kernel_size=3, latent_channels=4)(torch.rand(1, 16, 8, 8)).shape
+        torch.Size([1, 32, 6, 6])
+
+    Reference:
+        Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
+        arXiv:1505.06798.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        latent_channels: int | float = 0.25,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("groups", 1) != 1:
+            raise NotImplementedError(
+                f"groups={kwargs['groups']!r}: a grouped convolution is factorized already. Use groups=1."
+            )
+        latent = _latent_size(latent_channels, in_channels, out_channels)
+        _check_latent("latent_channels", latent_channels, latent, self.max_rank(in_channels, out_channels, kernel_size))
+        placement = {name: kwargs[name] for name in ("device", "dtype") if name in kwargs}
+        kwargs.pop("bias", None)
+        first = nn.Conv2d(in_channels, latent, kernel_size, bias=False, **kwargs)
+        super().__init__(first, nn.Conv2d(latent, out_channels, 1, bias=True, **placement), latent)
+        self.kernel_size = first.kernel_size
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of the input."""
+        return self.module0.in_channels
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the output."""
+        return self.module1.out_channels
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels in between."""
+        return self._latent_size
+
+    @torch.no_grad()
+    def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
+        """Find the weights that `set_rank` would set, without setting them.
+
+        Args:
+            input: Images of shape `(batch, in_channels, height, width)`.
+            rank: The new number of channels in between.
+
+        Raises:
+            NotImplementedError: If the convolution is dilated.
+        """
+        first = self.module0
+        return factorize_conv2d(
+            input,
+            first.weight,
+            self.module1.weight,
+            rank=rank,
+            biasB=self.module1.bias,
+            padding=first.padding,
+            dilation=first.dilation,  # the stride only chooses among the positions that are fitted
+        )
+
+    @staticmethod
+    def max_rank(in_channels: int, out_channels: int, kernel_size: int | tuple[int, int]) -> int:
+        """Return the most channels in between with which there is less work."""
+        pixels = kernel_size**2 if isinstance(kernel_size, int) else math.prod(kernel_size)
+        return _max_rank(in_channels * pixels, out_channels)
+
+    max_allowed_latent_channels = max_rank
+    max_allowed_latent_features = max_rank
+
+    @staticmethod
+    def from_conv2d(
+        module: nn.Conv2d, module_index: int = -1, latent_channels: int | float = 0.25
+    ) -> "FactorizedConv2d":
+        """Make the factorized form of a convolution, with its best approximation; `module_index` is not used."""
+        factorized = FactorizedConv2d(
+            module.in_channels,
+            module.out_channels,
+            (module.kernel_size[0], module.kernel_size[1]),
+            latent_channels,
+            stride=module.stride,
+            padding=module.padding,
+            dilation=module.dilation,
+            groups=module.groups,
+            padding_mode=module.padding_mode,
+            device=module.weight.device,
+            dtype=module.weight.dtype,
+        )
+        factorized._copy_from(module.weight, module.bias)
+        return factorized
+
+    def _set_latent_attributes(self) -> None:
+        self.module0.out_channels = self.module1.in_channels = self._latent_size
+
+
+class FactorizedLinear(_Factorized):
+    """Two linear layers in a row, the first with few outputs and no bias.
+
+    Args:
+        in_features: Features of the input.
+        out_features: Features of the output.
+        bias: Whether the second layer has a bias.
+        latent_features: Features in between, or below 1 a share of the smaller of input and output.
+        device: Of both layers.
+        dtype: Of both layers.
+
+    Raises:
+        ValueError: If there would be so many features in between that it took more work than one layer.
+
+    Example:
+        >>> FactorizedLinear(64, 32, latent_features=8)(torch.rand(2, 64)).shape
+        torch.Size([2, 32])
+
+    Reference:
+        Denton et al., "Exploiting Linear Structure Within Convolutional Networks for Efficient Evaluation", NeurIPS
+        2014, arXiv:1404.0736.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        latent_features: int | float = 0.25,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        latent = _latent_size(latent_features, in_features, out_features)
+        _check_latent("latent_features", latent_features, latent, self.max_rank(in_features, out_features))
+        super().__init__(
+            nn.Linear(in_features, latent, bias=False, device=device, dtype=dtype),
+            nn.Linear(latent, out_features, bias=bias, device=device, dtype=dtype),
+            latent,
+        )
+
+    @property
+    def in_features(self) -> int:
+        """Features of the input."""
+        return self.module0.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Features of the output."""
+        return self.module1.out_features
+
+    @property
+    def latent_features(self) -> int:
+        """Features in between."""
+        return self._latent_size
+
+    @property
+    def weight(self) -> Tensor:
+        """The product of both weights, for modules that read it, as `torch.nn.TransformerEncoderLayer` does to predict.
+
+        To change it, change the weights of `module0` and `module1`.
+        """
+        return self.module1.weight @ self.module0.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the second layer."""
+        return self.module1.bias
+
+    @torch.no_grad()
+    def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
+        """Find the weights that `set_rank` would set, without setting them.
+
+        Args:
+            input: Inputs of shape `(..., in_features)`.
+            rank: The new number of features in between.
+        """
+        x = input.flatten(0, -2)
+        return factorize_matrix(
+            x, self(x), self.module0.weight.t(), self.module1.weight.t(), self.module1.bias, rank=rank
+        )
+
+    @staticmethod
+    def max_rank(in_features: int, out_features: int) -> int:
+        """Return the most features in between with which there is less work."""
+        return _max_rank(in_features, out_features)
+
+    max_allowed_latent_channels = max_rank
+    max_allowed_latent_features = max_rank
+
+    @staticmethod
+    def from_linear(
+        module: nn.Linear, module_index: int = -1, latent_features: int | float = 0.25
+    ) -> "FactorizedLinear":
+        """Make the factorized form of a linear layer, with its best approximation; `module_index` is not used."""
+        weight, bias = module.weight, module.bias
+        factorized = FactorizedLinear(
+            module.in_features,
+            module.out_features,
+            bias is not None,
+            latent_features,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        factorized._copy_from(weight, bias)
+        return factorized
+
+    def _to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.t().contiguous()
+
+    def _set_latent_attributes(self) -> None:
+        self.module0.out_features = self.module1.in_features = self._latent_size
+
+
+def _latent_size(latent: int | float, num_in: int, num_out: int) -> int:
+    return max(1, int(latent * min(num_in, num_out))) if latent < 1 else int(latent)
+
+
+def _max_rank(fan_in: int, fan_out: int) -> int:
+    # One layer does fan_in * fan_out multiplications, two with k between them k * (fan_in + fan_out).
+    return math.ceil(fan_in * fan_out / (fan_in + fan_out) - 1)
+
+
+def _check_latent(argument: str, value: int | float, latent: int, most: int) -> None:
+    if latent > most:
+        raise ValueError(
+            f"{argument}={value!r} means {latent} in between, with which two layers do more work than one: pass "
+            f"{most} or less."
+        )

@@ -1,7 +1,10 @@
 """Gated linear units: feed-forward layers of BERT in which one half decides how much of the other passes."""
 
-from composer_algorithms.gated_linear_units.algorithm import GatedLinearUnits, apply_gated_linear_units
-from composer_algorithms.gated_linear_units.layers import BERTGatedFFOutput
+from composer_algorithms.gated_linear_units.algorithm import (
+    BERTGatedFFOutput,
+    GatedLinearUnits,
+    apply_gated_linear_units,
+)
 from composer_algorithms.metadata import Metadata
 
 __all__ = ["BERTGatedFFOutput", "GatedLinearUnits", "apply_gated_linear_units", "METADATA"]

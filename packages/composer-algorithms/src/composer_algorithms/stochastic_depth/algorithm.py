@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from composer_algorithms._init_surgery import InitSurgery
-from composer_algorithms._modules import check_is_module
-from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_algorithms._arguments import check_is_module
+from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
 from composer_algorithms.stochastic_depth._draws import BlockDraws
 from composer_algorithms.stochastic_depth.layers import Rescale, check_drop_rate, check_rescale, layer_mapping
 from composer_dist import dist

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._numbers import check_number
+from composer_algorithms._arguments import check_number
 from composer_algorithms.stochastic_depth._draws import BlockDraws
 
 __all__ = [

@@ -8,9 +8,7 @@ from transformers.models.bert.modeling_bert import BertEmbeddings, BertSelfAtten
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings, RobertaSelfAttention
 
-from composer_algorithms.alibi.attention import add_bias
-from composer_algorithms.alibi.bias import register_alibi
-from composer_algorithms.alibi.embeddings import zero_and_freeze_expand_position_embeddings
+from composer_algorithms.alibi.attention import add_bias, register_alibi, zero_and_freeze_expand_position_embeddings
 from composer_algorithms.alibi.registry import PolicyRegistry
 
 

@@ -3,7 +3,12 @@
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+__all__ = ["check_is_module"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,3 +77,45 @@ def _translate(owner: str, kwargs: dict[str, Any], renamed: Mapping[str, str], i
             )
         kwargs[new_name] = value
         warn_deprecated(f"{owner}({name}=...) is now called {new_name}: write {new_name}={value!r}.", stacklevel=3)
+
+
+def check_number(argument: str, value: Any, accepted: str) -> None:
+    """Refuse what is no number; which numbers are accepted is for the caller to check.
+
+    Args:
+        argument: What the user calls it.
+        value: What was given.
+        accepted: What to pass instead, for the message.
+
+    Raises:
+        TypeError: If it is of another kind, as `True` and `False` are.
+    """
+    # NumPy's numbers and tensors with one value are welcome.
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{argument}={value!r} is not a number: pass {accepted}.")
+
+
+def check_count(argument: str, value: Any, of: str, least: int = 1) -> None:
+    """Refuse what does not count something.
+
+    Args:
+        argument: What the user calls it.
+        value: What was given.
+        of: What it counts, for the message.
+        least: The smallest number.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it is less than `least`, or NaN.
+    """
+    check_number(argument, value, f"a whole number, {least} or more")
+    if not value >= least:
+        raise ValueError(f"{argument}={value!r} is not a number of {of}: pass {least} or more.")
+    if not isinstance(value, Integral):
+        raise TypeError(f"{argument}={value!r} is not a whole number: pass {least} or more {of}.")
+
+
+def check_is_module(model: object, lacks: str) -> None:
+    """Refuse what is no module, and say what it lacks (`'filters to convert'`)."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{model!r} is no torch.nn.Module, so it has no {lacks}: pass the model.")
