@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from composer_checkpoint.verify import verify
 
 if TYPE_CHECKING:
+    from composer_checkpoint._pickled_arrays import safe_unpickle as safe_unpickle
     from composer_checkpoint.archives import KNOWN_COMPRESSORS as KNOWN_COMPRESSORS
     from composer_checkpoint.archives import CompressorNotFound as CompressorNotFound
     from composer_checkpoint.archives import check_compressor as check_compressor
@@ -82,7 +83,6 @@ if TYPE_CHECKING:
     from composer_checkpoint.sharded import save_sharded as save_sharded
     from composer_checkpoint.sharded import verify_folder as verify_folder
     from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
-    from composer_checkpoint.unpickler import safe_unpickle as safe_unpickle
     from composer_checkpoint.upload import RemoteUploader as RemoteUploader
 
 _HOME = {
@@ -104,7 +104,7 @@ _HOME = {
     "hash_file": "composer_checkpoint.hashing",
     "hash_tensor": "composer_checkpoint.hashing",
     "hash_tensors": "composer_checkpoint.hashing",
-    "safe_unpickle": "composer_checkpoint.unpickler",
+    "safe_unpickle": "composer_checkpoint._pickled_arrays",
     "KNOWN_COMPRESSORS": "composer_checkpoint.archives",
     "CompressorNotFound": "composer_checkpoint.archives",
     "check_compressor": "composer_checkpoint.archives",

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from composer_checkpoint import archives
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._legacy_pt import LEGACY_MAGIC
 from composer_checkpoint._zip_layout import LOCAL_MAGIC
+from composer_checkpoint.archives import compressor_of, unpacked
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.names import is_tar
 
@@ -32,7 +32,7 @@ def final_name(path: str) -> str:
 
 def is_packed(name: str) -> bool:
     """Return whether the name says that there is another file inside."""
-    return is_tar(name) or archives.compressor_of(name) is not None
+    return is_tar(name) or compressor_of(name) is not None
 
 
 def format_of(reader: FileReader) -> Format:
@@ -63,7 +63,7 @@ def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str
         name = final_name(path)
         if is_packed(name):
             FileReader(path).close()  # says so where it is missing or empty
-            with archives.unpacked(path, name, max_expanded_bytes) as plain:
+            with unpacked(path, name, max_expanded_bytes) as plain:
                 yield os.fspath(plain)
         else:
             yield path

@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from composer_checkpoint._pickle_calls import shown
-from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, shown
 
 __all__ = ["MAX_EXPANDED_VIEW_BYTES", "check_geometry"]
 

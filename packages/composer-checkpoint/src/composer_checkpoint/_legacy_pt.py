@@ -5,9 +5,8 @@ import struct
 from typing import Any
 
 from composer_checkpoint._file_reader import FileReader
-from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint._rehearsal import Rehearsal, rehearse
-from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, shown
 from composer_checkpoint.unpickler import scan
 
 __all__ = ["LEGACY_MAGIC", "read_legacy_bytes", "read_legacy_pt"]

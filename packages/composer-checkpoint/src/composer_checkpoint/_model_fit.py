@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from composer_checkpoint._hugging_face_hints import hint_for_file
-from composer_checkpoint._pickle_calls import shown
-from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingWeightsError
+from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingWeightsError, shown
 from composer_checkpoint.modular._names import names_in_model
 from composer_dist.strategy import canonical_name, unwrap_model
 

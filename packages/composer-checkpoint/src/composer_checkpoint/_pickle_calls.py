@@ -11,16 +11,12 @@ from typing import Any, NoReturn
 from composer_checkpoint._pickled_keys import KeyBudget
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
 
-__all__ = ["Budget", "Call", "Unchangeable", "shown"]
+__all__ = ["Budget", "Call", "Unchangeable"]
 
 # What is copied when it is an argument: one element is at least one byte of the pickle.
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _TIMES = 4
 _ALWAYS_ALLOWED = 1 << 16
-
-_MAX_SHOWN_CHARS = 80
-_MAX_SHOWN_ITEMS = 8
-_MAX_SHOWN_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
 
 
 class Budget:
@@ -96,24 +92,3 @@ def _refuse_arrays(args: tuple[Any, ...]) -> None:
     for arg in args:
         if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
             raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
-
-
-def shown(value: Any) -> str:
-    """Return how a message shows what a pickle made, without following it: it may unfold to far more than the pickle.
-
-    Example:
-        >>> shown(("storage", 3, [[]]))
-        "('storage', 3, a list)"
-    """
-    if type(value) is not tuple:
-        return _shown_item(value)
-    more = ", ..." if len(value) > _MAX_SHOWN_ITEMS else "," if len(value) == 1 else ""
-    return f"({', '.join(map(_shown_item, value[:_MAX_SHOWN_ITEMS]))}{more})"
-
-
-def _shown_item(value: Any) -> str:
-    if type(value) in (str, bytes):
-        return repr(value[:_MAX_SHOWN_CHARS])
-    if type(value) is int and value.bit_length() > _MAX_SHOWN_BITS:
-        return f"a number of {value.bit_length()} bits"
-    return repr(value) if value is None or type(value) in (bool, int, float) else f"a {type(value).__name__}"

@@ -2,8 +2,11 @@
 
 import io
 import math
+import os
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +14,22 @@ import torch
 
 from composer_checkpoint._geometry import check_geometry
 from composer_checkpoint._legacy_pt import read_legacy_bytes
-from composer_checkpoint._pickle_calls import Unchangeable, shown
-from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.unpickler import PickledSlice, PickledText, refuse_global
+from composer_checkpoint._pickle_calls import Call, Unchangeable
+from composer_checkpoint._tree import map_tree
+from composer_checkpoint.errors import CorruptCheckpointError, shown
+from composer_checkpoint.unpickler import (
+    PLAIN_GLOBALS,
+    PickledCounter,
+    PickledOrderedDict,
+    PickledSlice,
+    PickledText,
+    RestrictedUnpickler,
+    refuse_global,
+    run_restricted,
+    scan,
+)
 
-__all__ = ["array_globals", "plain_array", "plain_dtype"]
+__all__ = ["array_globals", "plain_array", "plain_dtype", "safe_unpickle"]
 
 # Booleans, numbers, bytes and text: no objects, and no structures or dates, whose dtypes carry a state of their own.
 _PLAIN_KINDS = frozenset("biufcSU")
@@ -150,3 +164,51 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
     check_geometry("a tensor", size, stride, offset, untyped.nbytes() // item_bytes, item_bytes)
     tensor = torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
     return tensor.as_subclass(_PickledTensor)
+
+
+def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
+    """Read a pickle that holds plain data, NumPy arrays or tensors; refuse every other one before it ran.
+
+    Args:
+        source: The bytes, a path, or a file opened for reading bytes.
+        allow: What the pickle may name besides, by dotted name, such as
+            `{"torch.distributed.checkpoint.metadata.Metadata": Metadata}`. Its values can be called by the pickle with
+            any arguments, and get any attributes if they are classes.
+
+    Returns:
+        The object.
+
+    Raises:
+        UnsafeCheckpointError: If the pickle asks for anything else; the message names it.
+        CorruptCheckpointError: If it is not a whole pickle.
+
+    Example:
+        >>> safe_unpickle(pickle.dumps({"epoch": 3, "lengths": (1, 2)}))
+        {'epoch': 3, 'lengths': (1, 2)}
+        >>> safe_unpickle(pickle.dumps(os.getcwd))
+        Traceback (most recent call last):
+        composer_checkpoint.errors.UnsafeCheckpointError: the file asks for posix.getcwd (global not in allowlist), ...
+    """
+    if isinstance(source, str | os.PathLike):
+        source = Path(source).read_bytes()
+    elif not isinstance(source, bytes | bytearray | memoryview):
+        source = source.read()
+    data: bytes | memoryview = memoryview(source)
+    scan(data)
+    table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
+    return map_tree(run_restricted(RestrictedUnpickler(data, table)), _itself, shared=True)
+
+
+def _itself(_: str, value: Any) -> Any:
+    """Return what a thing stands for that was built with checks, and anything else as it is."""
+    match value:
+        case PickledOrderedDict():
+            ordered = OrderedDict(value)
+            vars(ordered).update(vars(value))
+            return ordered
+        case PickledCounter():
+            return Counter(value)
+        case deque():
+            return deque(map(plain_array, value), value.maxlen)
+        case _:
+            return Call.itself(plain_array(value))

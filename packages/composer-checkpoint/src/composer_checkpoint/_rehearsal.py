@@ -11,9 +11,9 @@ from math import prod
 from typing import Any
 
 from composer_checkpoint._geometry import check_geometry
-from composer_checkpoint._pickle_calls import Unchangeable, shown
+from composer_checkpoint._pickle_calls import Unchangeable
 from composer_checkpoint._tree import named_leaves, untaken
-from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 from composer_checkpoint.unpickler import PLAIN_GLOBALS, PickledText, RestrictedUnpickler, run_restricted, scan
 
 __all__ = [

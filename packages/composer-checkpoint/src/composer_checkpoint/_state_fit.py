@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint._pickle_calls import shown
-from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingOptimizerError
+from composer_checkpoint.errors import IncompatibleCheckpointError, UnfittingOptimizerError, shown
 from composer_checkpoint.modular._names import group_names, parameters_by_name
 from composer_dist.strategy import canonical_name
 from composer_events.batches import ensure_tuple

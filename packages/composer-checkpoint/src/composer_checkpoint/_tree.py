@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, overload
 
-from composer_checkpoint._pickle_calls import shown
-from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, shown
 
 __all__ = ["Names", "children_of", "map_tree", "named_leaves", "text_of", "untaken", "with_items"]
 

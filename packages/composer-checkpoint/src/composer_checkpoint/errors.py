@@ -1,6 +1,7 @@
 """What can be wrong with a checkpoint, one class for each kind of fault."""
 
 import pickle
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -13,6 +14,7 @@ __all__ = [
     "StorageError",
     "NoCheckpointError",
     "CheckpointConflictError",
+    "shown",
 ]
 
 
@@ -66,3 +68,29 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 class CheckpointConflictError(CheckpointError, FileExistsError):
     """Something that must not be overwritten is in the way."""
+
+
+_MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_ITEMS = 8
+_MAX_SHOWN_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
+
+
+def shown(value: Any) -> str:
+    """Return how a message shows what a pickle made, without following it: it may unfold to far more than the pickle.
+
+    Example:
+        >>> shown(("storage", 3, [[]]))
+        "('storage', 3, a list)"
+    """
+    if type(value) is not tuple:
+        return _shown_item(value)
+    more = ", ..." if len(value) > _MAX_SHOWN_ITEMS else "," if len(value) == 1 else ""
+    return f"({', '.join(map(_shown_item, value[:_MAX_SHOWN_ITEMS]))}{more})"
+
+
+def _shown_item(value: Any) -> str:
+    if type(value) in (str, bytes):
+        return repr(value[:_MAX_SHOWN_CHARS])
+    if type(value) is int and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value) if value is None or type(value) in (bool, int, float) else f"a {type(value).__name__}"

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint import archives
 from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._finite import non_finite_weights
 from composer_checkpoint._formats import INDEX_SUFFIX, Format, final_name, format_of, is_packed, plain_file
 from composer_checkpoint._legacy_pt import read_legacy_pt
+from composer_checkpoint._pickled_arrays import safe_unpickle
 from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.archives import STATES_NAME, check_compressor, compress, compressor_of, pack_tar
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
 from composer_checkpoint.hashing import HASH_NAME, check_hash_name, hash_file
 from composer_checkpoint.manifest import Manifest
@@ -28,7 +29,6 @@ from composer_checkpoint.safetensors_file import (
     save_safetensors,
     verify_safetensors,
 )
-from composer_checkpoint.unpickler import safe_unpickle
 from composer_checkpoint.validation import validate_file
 
 __all__ = ["load_file", "read_manifest", "safe_torch_load", "save_file", "verify_file"]
@@ -90,7 +90,7 @@ def save_file(
     refuse_what_is_elsewhere(obj)
     target = os.fspath(path)
     name = final_name(target)
-    archives.check_compressor(name)
+    check_compressor(name)
     check_hash_name(hash_name)
     notes = {"torch_version": str(torch.__version__), **(info or {})}
     try:
@@ -99,12 +99,12 @@ def save_file(
         if not is_packed(name):
             return save_pt(obj, target, notes, hash_name, allow_untrusted=allow_untrusted)
         with tempfile.TemporaryDirectory(prefix=".composer-", dir=Path(target).parent) as folder:
-            states = Path(folder) / archives.STATES_NAME
+            states = Path(folder) / STATES_NAME
             manifest = save_pt(obj, os.fspath(states), notes, hash_name, allow_untrusted=allow_untrusted)
             if is_tar(name):
-                archives.pack_tar(states, target, name)
+                pack_tar(states, target, name)
             else:
-                archives.compress(states, target, archives.compressor_of(name) or "")
+                compress(states, target, compressor_of(name) or "")
         return manifest
     except CheckpointError:
         raise

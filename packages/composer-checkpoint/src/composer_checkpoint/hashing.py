@@ -5,10 +5,10 @@ would a stronger hash that lies beside its data, since whoever changes the one c
 who keep the manifest, or a file's hash, in a place of its own.
 """
 
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,7 +39,7 @@ NUM_DIGITS: Mapping[str, int] = {"xxh3_128": 32, "blake3": 64}
 _HASHERS: Mapping[str, Callable[[], "Hasher"]] = {"xxh3_128": xxh3_128, "blake3": blake3}
 _PIECE_BYTES = 1 << 20
 
-_Buffer = bytes | bytearray | memoryview | mmap
+_Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class Hasher(Protocol):

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint._leftovers import discard
-from composer_checkpoint._pickle_calls import shown
 from composer_checkpoint.conflicts import is_name_of
-from composer_checkpoint.errors import CheckpointError
+from composer_checkpoint.errors import CheckpointError, shown
 from composer_checkpoint.files import read_manifest
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.retention import RetentionPolicy, SavedCheckpoint, choose_to_delete

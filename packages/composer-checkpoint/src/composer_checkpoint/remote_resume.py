@@ -21,7 +21,7 @@ from composer_checkpoint.errors import (
     StorageError,
 )
 from composer_checkpoint.fetching import extract_path_from_symlink, get_file
-from composer_checkpoint.files import read_manifest as read_file_manifest
+from composer_checkpoint.files import read_manifest
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.local_files import SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -31,7 +31,7 @@ from composer_checkpoint.save_names import within_folder
 from composer_checkpoint.sharded._addresses import fetch_once_per_node
 from composer_checkpoint.sharded._ranks import Ranks
 from composer_checkpoint.sharded._sources import RemoteSource
-from composer_checkpoint.sharded.reader import read_manifest
+from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
 from composer_checkpoint.spread_state import check_spread
 from composer_checkpoint.state_io import Layout
 from composer_checkpoint.stores.base import ObjectStore
@@ -252,9 +252,9 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
         _raise_if_whole(error)
         return None
     if layout is Layout.SHARDED:
-        own = read_manifest(RemoteSource(path, {}))
+        own = read_sharded_manifest(RemoteSource(path, {}))
     else:
-        own = read_file_manifest(_of_this_rank(path))
+        own = read_manifest(_of_this_rank(path))
     if latest is None:
         return None
     if own is None:
@@ -273,7 +273,7 @@ def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
         name = _of_this_rank(name)
         place = os.path.join(folder, posixpath.basename(name))
         get_file(name, place, store, overwrite=True, progress_bar=False)
-        return read_file_manifest(place)
+        return read_manifest(place)
 
 
 def _of_this_rank(name: str) -> str:
@@ -344,7 +344,9 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
     address = attempt.enter_context(fetch_once_per_node(store, name))
     try:
         # By steps in which all ranks raise together: what they compare next, they compare all.
-        Ranks().together(lambda: refuse_what_does_not_resume(read_manifest(RemoteSource(address, {})), address, name))
+        Ranks().together(
+            lambda: refuse_what_does_not_resume(read_sharded_manifest(RemoteSource(address, {})), address, name)
+        )
         check_spread(address, state)
     except CheckpointError as error:
         _raise_if_whole(error)

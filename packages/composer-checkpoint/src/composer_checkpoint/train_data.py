@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from composer_checkpoint._pickle_calls import shown
-from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.errors import IncompatibleCheckpointError, shown
 from composer_checkpoint.sharded._ranks import Ranks
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ be changed by a pickle nor made to copy much more than the pickle has bytes.
 """
 
 import io
-import os
 import pickle
 import pickletools
 import re
@@ -17,24 +16,22 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from composer_checkpoint._pickle_calls import Budget, Call, Unchangeable, shown
+from composer_checkpoint._pickle_calls import Budget, Call, Unchangeable
 from composer_checkpoint._pickled_keys import LENGTH_BYTES, check_keys
-from composer_checkpoint._tree import map_tree
-from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 
 __all__ = [
     "PLAIN_GLOBALS",
+    "PickledCounter",
     "PickledOrderedDict",
     "PickledSlice",
     "PickledText",
     "RestrictedUnpickler",
     "refuse_global",
     "run_restricted",
-    "safe_unpickle",
     "scan",
 ]
 
@@ -159,7 +156,7 @@ class PickledOrderedDict(OrderedDict[Any, Any]):
         vars(self).update(state)
 
 
-class _PickledCounter(Counter[Any]):
+class PickledCounter(Counter[Any]):
     """Stands for a `Counter`, for the same reason."""
 
     def __setstate__(self, state: Any) -> None:
@@ -204,7 +201,7 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
     "builtins.float": float,
     "builtins.list": list,
     "builtins.dict": dict,
-    "collections.Counter": _PickledCounter,
+    "collections.Counter": PickledCounter,
     "collections.OrderedDict": PickledOrderedDict,
     "collections.defaultdict": defaultdict,
     "collections.deque": deque,
@@ -268,56 +265,3 @@ def run_restricted(unpickler: pickle.Unpickler) -> Any:
         raise CorruptCheckpointError(
             f"a pickle cannot be followed: {type(error).__name__}: {error!s:.200}. Load another checkpoint."
         ) from error
-
-
-def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
-    """Read a pickle that holds plain data, NumPy arrays or tensors; refuse every other one before it ran.
-
-    Args:
-        source: The bytes, a path, or a file opened for reading bytes.
-        allow: What the pickle may name besides, by dotted name, such as
-            `{"torch.distributed.checkpoint.metadata.Metadata": Metadata}`. Its values can be called by the pickle with
-            any arguments, and get any attributes if they are classes.
-
-    Returns:
-        The object.
-
-    Raises:
-        UnsafeCheckpointError: If the pickle asks for anything else; the message names it.
-        CorruptCheckpointError: If it is not a whole pickle.
-
-    Example:
-        >>> safe_unpickle(pickle.dumps({"epoch": 3, "lengths": (1, 2)}))
-        {'epoch': 3, 'lengths': (1, 2)}
-        >>> safe_unpickle(pickle.dumps(os.getcwd))
-        Traceback (most recent call last):
-        composer_checkpoint.errors.UnsafeCheckpointError: the file asks for posix.getcwd (global not in allowlist), ...
-    """
-    # NumPy and torch load only here.
-    from composer_checkpoint._pickled_arrays import array_globals
-
-    if isinstance(source, str | os.PathLike):
-        source = Path(source).read_bytes()
-    elif not isinstance(source, bytes | bytearray | memoryview):
-        source = source.read()
-    data: bytes | memoryview = memoryview(source)
-    scan(data)
-    table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
-    return map_tree(run_restricted(RestrictedUnpickler(data, table)), _itself, shared=True)
-
-
-def _itself(_: str, value: Any) -> Any:
-    """Return what a thing stands for that was built with checks, and anything else as it is."""
-    from composer_checkpoint._pickled_arrays import plain_array  # with NumPy, by now loaded
-
-    match value:
-        case PickledOrderedDict():
-            ordered = OrderedDict(value)
-            vars(ordered).update(vars(value))
-            return ordered
-        case _PickledCounter():
-            return Counter(value)
-        case deque():
-            return deque(map(plain_array, value), value.maxlen)
-        case _:
-            return Call.itself(plain_array(value))

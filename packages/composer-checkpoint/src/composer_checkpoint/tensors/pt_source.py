@@ -14,7 +14,7 @@ from composer_checkpoint._file_reader import FileReader
 from composer_checkpoint._formats import format_of
 from composer_checkpoint._legacy_pt import read_legacy_bytes
 from composer_checkpoint._pickle_calls import Call
-from composer_checkpoint._pickled_arrays import plain_array
+from composer_checkpoint._pickled_arrays import plain_array, safe_unpickle
 from composer_checkpoint._rehearsal import Dtype, Rehearsal, SparseSpec, TensorSpec, rehearse
 from composer_checkpoint._tree import Names, map_tree
 from composer_checkpoint.errors import IncompatibleCheckpointError
@@ -23,7 +23,7 @@ from composer_checkpoint.pt_file import open_pt
 from composer_checkpoint.tensors._parameter_pickles import rehearse_with_attributes
 from composer_checkpoint.tensors._sparse_parts import SparseParts
 from composer_checkpoint.tensors.source import StoredTensor, TensorSource, as_stored, sparse_stored
-from composer_checkpoint.unpickler import PickledOrderedDict, safe_unpickle, scan
+from composer_checkpoint.unpickler import PickledOrderedDict, scan
 
 __all__ = ["open_pt_source", "read_bytes"]
 
