@@ -2,8 +2,8 @@
 
 import pytest
 
+from composer_checkpoint.remote.fetch import maybe_create_object_store_from_uri
 from composer_checkpoint.stores import AzureObjectStore, FsspecObjectStore, GCSObjectStore, OCIObjectStore
-from composer_checkpoint.uris import maybe_create_object_store_from_uri
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

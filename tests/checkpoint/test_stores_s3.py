@@ -13,12 +13,12 @@ import torch
 
 from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint
 from composer_checkpoint.errors import StorageError
-from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from composer_checkpoint.publish import fetch_checkpoint, publish_checkpoint
+from composer_checkpoint.remote.fetch import get_file, maybe_create_object_store_from_uri, validate_credentials
+from composer_checkpoint.remote.publish import fetch_checkpoint, publish_checkpoint
+from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import FsspecObjectStore, GCSObjectStore, ObjectStoreTransientError, S3ObjectStore
-from composer_checkpoint.upload import RemoteUploader
-from composer_checkpoint.uris import get_file, maybe_create_object_store_from_uri, validate_credentials
 from composer_events import Engine, Event, State
 
 # The clients still use what newer Python versions deprecate.
@@ -132,7 +132,9 @@ def gateway(server):
 @pytest.fixture
 def hostile(gateway, bucket, monkeypatch):
     """A store behind the gateway, and no pauses between attempts."""
-    monkeypatch.setattr(sys.modules["composer_checkpoint.retry"], "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        sys.modules["composer_checkpoint.stores.base"], "time", SimpleNamespace(sleep=lambda seconds: None)
+    )
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     with S3ObjectStore(bucket, endpoint_url=gateway.url, client_config=IMPATIENT, **KEYS) as made:
         yield made

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from composer_checkpoint.errors import StorageError
+from composer_checkpoint.remote.fetch import get_file
+from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import opening
-from composer_checkpoint.upload import RemoteUploader
-from composer_checkpoint.uris import get_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from composer_checkpoint import load_file, load_sharded, save_file, save_sharded, verify
-from composer_checkpoint.local_files import merge_local
+from composer_checkpoint.formats.per_rank import merge_local
 from composer_checkpoint.tensors import open_checkpoint
 
 
@@ -89,7 +89,7 @@ def test_a_sharded_checkpoint_is_cut_for_other_ranks(content, run, run_json, tmp
 
 
 def test_per_rank_files_are_cut_for_other_ranks(content, run, tmp_path):
-    from composer_checkpoint.local_files import save_local
+    from composer_checkpoint.formats.per_rank import save_local
 
     save_local(content, tmp_path / "one_{rank}.pt")
     assert run("reshard", tmp_path / "one_{rank}.pt", tmp_path / "two_{rank}.pt", "--world-size", "2")[0] == 0

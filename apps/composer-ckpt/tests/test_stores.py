@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from composer_checkpoint import load_file, save_file, save_sharded
-from composer_checkpoint.local_files import save_local
+from composer_checkpoint.formats.per_rank import save_local
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -101,7 +101,7 @@ def test_an_upload_that_fails_leaves_nothing_that_looks_whole(content, run, stor
 
 
 def test_an_object_that_leads_out_of_its_folder_is_refused(run, store, tmp_path, monkeypatch):
-    from composer_checkpoint.stores.fsspec_store import FsspecObjectStore
+    from composer_checkpoint.stores.fsspec import FsspecObjectStore
 
     monkeypatch.setattr(FsspecObjectStore, "list_objects", lambda *_: ["run/../../evil.pt"])
     code, _, errors = run("inspect", "memory://bucket/run")

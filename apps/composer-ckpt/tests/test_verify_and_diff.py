@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from composer_checkpoint import save_file, save_sharded
-from composer_checkpoint.local_files import save_local
-from composer_checkpoint.safetensors_index import save_weights_in_shards
+from composer_checkpoint.files import save_weights_in_shards
+from composer_checkpoint.formats.per_rank import save_local
 
 
 def save_shards(content, path):

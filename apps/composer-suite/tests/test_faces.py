@@ -185,11 +185,11 @@ IMPORT_MAP = [
     ("warning_on_one_line", "composer_events.warnings", "composer.utils.misc"),
     ("import_object", "composer.utils.import_helpers", "composer.utils"),
     ("clean_stale_shared_memory", "composer_dist.stale_memory", "composer.datasets"),
-    ("retry", "composer_checkpoint.retry", "composer.utils composer.utils.retrying"),
+    ("retry", "composer_checkpoint.stores.base", "composer.utils composer.utils.retrying"),
     ("CheckpointSaver", "composer_checkpoint.saver", "composer.callbacks composer.callbacks.checkpoint_saver"),
-    ("LoadCheckpoint", "composer_checkpoint.load_callback", "composer.callbacks composer.callbacks.load_checkpoint"),
+    ("LoadCheckpoint", "composer_checkpoint.loader", "composer.callbacks composer.callbacks.load_checkpoint"),
     ("load_checkpoint", "composer_checkpoint.loader", "composer.utils composer.utils.checkpoint"),
-    ("save_checkpoint", "composer_checkpoint.state_io", "composer.utils composer.utils.checkpoint"),
+    ("save_checkpoint", "composer_checkpoint.state", "composer.utils composer.utils.checkpoint"),
     ("glob_filter", "composer_checkpoint.ignore_keys", "composer.utils.checkpoint"),
     ("safe_torch_load", "composer_checkpoint.files", "composer.utils.checkpoint"),
     ("PartialFilePath", "composer_checkpoint.names", "composer.utils.checkpoint"),
@@ -480,28 +480,28 @@ IMPORT_MAP = [
     ),
     (
         "download_monolithic_checkpoint",
-        "composer_checkpoint.transfer",
+        "composer_checkpoint.remote.fetch",
         "composer_checkpoint.modular composer.checkpoint composer.checkpoint.download",
     ),
     (
         "upload_file",
-        "composer_checkpoint.transfer",
+        "composer_checkpoint.remote.fetch",
         "composer_checkpoint.modular composer.checkpoint composer.checkpoint.upload",
     ),
     (
         "CliCompressor CompressorNotFound KNOWN_COMPRESSORS get_compressor is_compressed_pt",
-        "composer_checkpoint.compression",
+        "composer_checkpoint.formats.archives",
         "composer.utils composer.utils.compression",
     ),
     (
         "ensure_folder_has_no_conflicting_files ensure_folder_is_empty",
-        "composer_checkpoint.conflicts",
+        "composer_checkpoint.save_folder",
         "composer.utils composer.utils.file_helpers",
     ),
     (
         "create_symlink_file extract_path_from_symlink get_file is_uri list_remote_objects "
         "maybe_create_object_store_from_uri parse_uri validate_credentials",
-        "composer_checkpoint.uris",
+        "composer_checkpoint.remote.fetch",
         "composer.utils composer.utils.file_helpers",
     ),
     ("is_tar", "composer_checkpoint.names", "composer.utils composer.utils.file_helpers"),
@@ -514,19 +514,19 @@ IMPORT_MAP = [
     ),
     (
         "S3ObjectStore",
-        "composer_checkpoint.stores.s3",
+        "composer_checkpoint.stores.cloud",
         "composer.utils composer.utils.object_store composer.utils.object_store.s3_object_store "
         "composer.utils.object_store.utils composer.utils.file_helpers",
     ),
     (
         "GCSObjectStore",
-        "composer_checkpoint.stores.gcs",
+        "composer_checkpoint.stores.cloud",
         "composer.utils composer.utils.object_store composer.utils.object_store.gcs_object_store "
         "composer.utils.file_helpers",
     ),
     (
         "OCIObjectStore",
-        "composer_checkpoint.stores.oci",
+        "composer_checkpoint.stores.cloud",
         "composer.utils composer.utils.object_store composer.utils.object_store.oci_object_store "
         "composer.utils.file_helpers",
     ),
@@ -537,52 +537,52 @@ IMPORT_MAP = [
     ),
     (
         "LibcloudObjectStore",
-        "composer_checkpoint.stores.libcloud",
+        "composer_checkpoint.stores.cloud",
         "composer.utils composer.utils.object_store composer.utils.object_store.libcloud_object_store "
         "composer.utils.file_helpers",
     ),
     (
         "MLFlowObjectStore",
-        "composer_checkpoint.stores.mlflow",
+        "composer_checkpoint.stores.databricks",
         "composer.utils composer.utils.object_store composer.utils.object_store.mlflow_object_store "
         "composer.utils.file_helpers",
     ),
     (
         "UCObjectStore",
-        "composer_checkpoint.stores.unity_catalog",
+        "composer_checkpoint.stores.databricks",
         "composer.utils composer.utils.object_store composer.utils.object_store.uc_object_store "
         "composer.utils.file_helpers",
     ),
-    ("FsspecObjectStore", "composer_checkpoint.stores.fsspec_store", "composer.utils composer.utils.object_store"),
-    ("AzureObjectStore", "composer_checkpoint.stores.azure", "composer.utils.object_store"),
+    ("FsspecObjectStore", "composer_checkpoint.stores.fsspec", "composer.utils composer.utils.object_store"),
+    ("AzureObjectStore", "composer_checkpoint.stores.cloud", "composer.utils.object_store"),
     (
         "build_remote_backend",
         "composer_checkpoint.stores.opening",
         "composer.utils composer.utils.object_store composer.utils.object_store.utils",
     ),
-    ("RemoteUploaderDownloader", "composer_checkpoint.remote_uploader_downloader", "composer.loggers"),
+    ("RemoteUploaderDownloader", "composer_checkpoint.remote.logger", "composer.loggers"),
     (
         "RemoteUploaderDownloader maybe_create_remote_uploader_downloader_from_uri",
-        "composer_checkpoint.remote_uploader_downloader",
+        "composer_checkpoint.remote.logger",
         "composer.loggers.remote_uploader_downloader",
     ),
     (
         "maybe_create_remote_uploader_downloader_from_uri",
-        "composer_checkpoint.remote_uploader_downloader",
+        "composer_checkpoint.remote.logger",
         "composer.utils composer.utils.file_helpers",
     ),
-    ("get_save_filename", "composer_checkpoint.state_io", "composer.utils composer.utils.checkpoint"),
+    ("get_save_filename", "composer_checkpoint.state", "composer.utils composer.utils.checkpoint"),
     ("load_sharded_checkpoint", "composer_checkpoint.loader", "composer.utils.checkpoint"),
-    ("download_checkpoint", "composer_checkpoint.node_download", "composer.utils.checkpoint"),
-    ("download_object_or_file", "composer_checkpoint.fetching", "composer.utils.checkpoint"),
+    ("download_checkpoint", "composer_checkpoint.resume", "composer.utils.checkpoint"),
+    ("download_object_or_file", "composer_checkpoint.remote.fetch", "composer.utils.checkpoint"),
     (
         "dist_cp_load FileSystemReaderWithValidation DistCPObjectStoreReader",
-        "composer_checkpoint.sharded.dcp",
+        "composer_checkpoint.sharded.save",
         "composer.utils.checkpoint",
     ),
     (
         "RemoteUploader RemoteFilesExistingCheckStatus",
-        "composer_checkpoint.upload",
+        "composer_checkpoint.remote.upload",
         "composer.utils composer.utils.remote_uploader",
     ),
     ("NoEffectWarning NotIntendedUseWarning", "composer_events.warnings", "composer.algorithms.warnings"),
@@ -912,7 +912,7 @@ def test_a_store_that_is_patched_in_a_face_is_the_one_that_is_opened(face, monke
 def test_what_uploads_use_is_patched_through_its_face(monkeypatch):
     uploads = import_module("composer.utils.remote_uploader")
     monkeypatch.setattr("composer.utils.remote_uploader.validate_credentials", len)
-    assert uploads is import_module("composer_checkpoint.upload")
+    assert uploads is import_module("composer_checkpoint.remote.upload")
     assert uploads.validate_credentials is len
     assert uploads.multiprocessing.get_context
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from composer_checkpoint.async_save import AsyncSaver
 from composer_checkpoint.errors import CheckpointConflictError, CheckpointError
 from composer_checkpoint.files import load_file, save_file
-from composer_checkpoint.local_files import save_local
+from composer_checkpoint.formats.per_rank import save_local
 from composer_checkpoint.sharded import load_sharded, save_sharded, verify_folder
 from composer_dist.testing import run_ranks
 

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from composer_checkpoint.archives import CompressorNotFound
-from composer_checkpoint.compression import CliCompressor, get_compressor, is_compressed_pt
+from composer_checkpoint.formats.archives import CliCompressor, CompressorNotFound, get_compressor, is_compressed_pt
 
 
 @pytest.mark.parametrize(

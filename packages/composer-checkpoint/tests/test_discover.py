@@ -5,9 +5,9 @@ import os
 import pytest
 
 from composer_checkpoint.commit import replace_pointer, write_atomically
-from composer_checkpoint.discover import find_newest
 from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError, StorageError
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.save_folder import find_newest
 
 
 def write(path, batch=None, *, whole=True, mtime=None):

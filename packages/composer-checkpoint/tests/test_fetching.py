@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from composer_checkpoint.errors import CorruptCheckpointError, StorageError
+from composer_checkpoint.remote.fetch import create_symlink_file, extract_path_from_symlink, get_file
 from composer_checkpoint.stores import FsspecObjectStore, ObjectStoreTransientError
-from composer_checkpoint.uris import create_symlink_file, extract_path_from_symlink, get_file
 
 WEIGHTS = bytes(range(256)) * 1000
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(sys.modules["composer_checkpoint.retry"], "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        sys.modules["composer_checkpoint.stores.base"], "time", SimpleNamespace(sleep=lambda seconds: None)
+    )
 
 
 @pytest.fixture

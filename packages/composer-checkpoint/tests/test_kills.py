@@ -12,7 +12,7 @@ import json, os, random, shutil, signal, sys, time
 from pathlib import Path
 from composer_checkpoint import discover
 from composer_checkpoint.commit import remove_leftovers, replace_pointer, write_atomically
-from composer_checkpoint.discover import find_newest
+from composer_checkpoint.save_folder import find_newest
 from composer_checkpoint.errors import CorruptCheckpointError
 from composer_checkpoint.lock import FolderLock
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_checkpoint import IncompatibleCheckpointError, load_file
-from composer_checkpoint.local_state import load_local_state, save_local_state
+from composer_checkpoint.formats.per_rank import load_local_state, save_local_state
 from composer_dist import dist
 from composer_dist.testing import run_ranks
 

@@ -142,7 +142,7 @@ def test_without_locks_of_the_system_a_living_owner_is_respected_and_a_dead_one_
     with pytest.raises(FolderInUseError, match=f"process {os.getpid()}"):
         FolderLock(tmp_path).acquire()
     dead = subprocess.run(
-        [sys.executable, "-c", "from composer_checkpoint._writers import this_writer; print(this_writer())"],
+        [sys.executable, "-c", "from composer_checkpoint.names import this_writer; print(this_writer())"],
         capture_output=True,
         text=True,
         check=True,

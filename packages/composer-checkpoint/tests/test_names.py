@@ -5,11 +5,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composer_checkpoint.conflicts import (
-    ensure_folder_has_no_conflicting_files,
-    ensure_folder_is_empty,
-    find_conflicts,
-)
 from composer_checkpoint.errors import CheckpointConflictError
 from composer_checkpoint.names import (
     PartialFilePath,
@@ -18,6 +13,11 @@ from composer_checkpoint.names import (
     is_tar,
     placeholders,
     sharded_folder,
+)
+from composer_checkpoint.save_folder import (
+    ensure_folder_has_no_conflicting_files,
+    ensure_folder_is_empty,
+    find_conflicts,
 )
 from composer_time import Timestamp
 

@@ -19,12 +19,12 @@ from composer_checkpoint import (
     save_file,
     save_sharded,
 )
-from composer_checkpoint.fetching import download_object_or_file
 from composer_checkpoint.loader import load_sharded_checkpoint
-from composer_checkpoint.node_download import download_checkpoint
+from composer_checkpoint.remote.fetch import download_object_or_file
+from composer_checkpoint.resume import download_checkpoint
 from composer_checkpoint.sharded import VerifyingReader
-from composer_checkpoint.sharded.dcp import DistCPObjectStoreReader, FileSystemReaderWithValidation, dist_cp_load
-from composer_checkpoint.state_io import get_save_filename
+from composer_checkpoint.sharded.save import DistCPObjectStoreReader, FileSystemReaderWithValidation, dist_cp_load
+from composer_checkpoint.state import get_save_filename
 from composer_checkpoint.stores import FsspecObjectStore, LibcloudObjectStore
 from composer_dist import dist
 from composer_dist.testing import run_ranks

@@ -9,8 +9,8 @@ import torch
 from composer_checkpoint import IncompatibleCheckpointError, inspect_file, load_file, save_file, save_sharded
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.async_save import AsyncSaver
-from composer_checkpoint.local_files import load_local, merge_local, save_local
-from composer_checkpoint.safetensors_index import save_weights_in_shards
+from composer_checkpoint.files import save_weights_in_shards
+from composer_checkpoint.formats.per_rank import load_local, merge_local, save_local
 from composer_checkpoint.sharded import load_sharded
 from composer_checkpoint.tensors import (
     as_stored,

@@ -11,11 +11,11 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, StorageError
-from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from composer_checkpoint.publish import fetch_checkpoint, publish_checkpoint
+from composer_checkpoint.remote.publish import fetch_checkpoint, publish_checkpoint
+from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import FsspecObjectStore, ObjectStore, ObjectStoreTransientError
-from composer_checkpoint.upload import RemoteUploader
 
 NAMES = ("__0_0.distcp", "__1_0.distcp", ".metadata", MANIFEST_NAME)
 
@@ -96,7 +96,9 @@ def on(operation, ending, do, times=10**9):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(sys.modules["composer_checkpoint.retry"], "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        sys.modules["composer_checkpoint.stores.base"], "time", SimpleNamespace(sleep=lambda seconds: None)
+    )
 
 
 @pytest.fixture

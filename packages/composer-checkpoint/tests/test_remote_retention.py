@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composer_checkpoint import CheckpointSaver, load_checkpoint, load_file, save_file
-from composer_checkpoint.remote_retention import delete_checkpoint, is_whole
+from composer_checkpoint.retention import delete_checkpoint, is_whole
 from composer_checkpoint.sharded import save_sharded
 from composer_checkpoint.stores import FsspecObjectStore
 from composer_dist import dist

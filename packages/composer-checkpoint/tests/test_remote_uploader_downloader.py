@@ -11,13 +11,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from composer_checkpoint.publish import SYMLINK_SUFFIX
-from composer_checkpoint.remote_uploader_downloader import (
+from composer_checkpoint.remote.fetch import get_file
+from composer_checkpoint.remote.logger import (
     RemoteUploaderDownloader,
     maybe_create_remote_uploader_downloader_from_uri,
 )
+from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
 from composer_checkpoint.stores import FsspecObjectStore, LibcloudObjectStore
-from composer_checkpoint.uris import get_file
 from composer_dist import dist
 from composer_dist.testing import run_ranks
 from composer_events import Engine, Event, Logger, State

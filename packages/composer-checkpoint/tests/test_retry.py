@@ -3,14 +3,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_checkpoint.retry import retry
+from composer_checkpoint.stores.base import retry
 
 
 @pytest.fixture
 def pauses(monkeypatch):
     """The seconds that were to be slept, which are not."""
     slept = []
-    monkeypatch.setattr(sys.modules["composer_checkpoint.retry"], "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(sys.modules["composer_checkpoint.stores.base"], "time", SimpleNamespace(sleep=slept.append))
     return slept
 
 

@@ -21,8 +21,8 @@ from composer_checkpoint import (
     save_file,
     verify,
 )
+from composer_checkpoint.files import save_weights_in_shards
 from composer_checkpoint.modular import CheckpointLoadOptions, load_model_checkpoint, save_model_to_disk
-from composer_checkpoint.safetensors_index import save_weights_in_shards
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

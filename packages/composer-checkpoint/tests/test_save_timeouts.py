@@ -12,7 +12,7 @@ import torch
 import torch.distributed as tdist
 
 from composer_checkpoint import AsyncSaver, StorageError, load_file, save_sharded, verify
-from composer_checkpoint.local_files import save_local
+from composer_checkpoint.formats.per_rank import save_local
 from composer_dist.testing import run_ranks
 
 KINDS = pytest.mark.parametrize("kind", ["local", "sharded", "async-local", "async-sharded"])

@@ -24,7 +24,7 @@ from composer_checkpoint.sharded import (
     save_sharded,
     verify_folder,
 )
-from composer_checkpoint.sharded.planner import WholeSavePlanner
+from composer_checkpoint.sharded.load import WholeSavePlanner
 from composer_checkpoint.tensors import open_checkpoint
 from composer_dist.testing import run_ranks
 

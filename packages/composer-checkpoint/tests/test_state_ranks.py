@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map_only
 from composer_checkpoint import (
     CheckpointConflictError,
     CheckpointSaver,
-    autoresume,
     checkpoint_to_resume,
     load_checkpoint,
+    resume,
     save_checkpoint,
     verify,
 )
@@ -251,8 +251,8 @@ def test_a_run_killed_while_its_ranks_renamed_their_files_resumes_from_that_save
 
 
 def resume_and_note_what_is_verified(folder, filename):
-    verified, real = [], autoresume.verify
-    autoresume.verify = lambda path: verified.append(os.path.basename(path)) or real(path)
+    verified, real = [], resume.verify
+    resume.verify = lambda path: verified.append(os.path.basename(path)) or real(path)
     saver = CheckpointSaver(folder, filename, save_interval="1ba")
     state = make_state("local", [saver])
     engine = Engine(state)

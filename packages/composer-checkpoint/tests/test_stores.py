@@ -9,6 +9,13 @@ import pytest
 
 from composer_checkpoint import CheckpointSaver, stores
 from composer_checkpoint.errors import StorageError
+from composer_checkpoint.remote.fetch import (
+    build_remote_backend,
+    list_remote_objects,
+    maybe_create_object_store_from_uri,
+    parse_uri,
+    validate_credentials,
+)
 from composer_checkpoint.stores import (
     FsspecObjectStore,
     GCSObjectStore,
@@ -19,13 +26,6 @@ from composer_checkpoint.stores import (
     S3ObjectStore,
     SFTPObjectStore,
     UCObjectStore,
-)
-from composer_checkpoint.uris import (
-    build_remote_backend,
-    list_remote_objects,
-    maybe_create_object_store_from_uri,
-    parse_uri,
-    validate_credentials,
 )
 
 

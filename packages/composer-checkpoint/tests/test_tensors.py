@@ -19,7 +19,7 @@ from composer_checkpoint import (
     save_sharded,
     verify,
 )
-from composer_checkpoint.local_files import merge_local, save_local
+from composer_checkpoint.formats.per_rank import merge_local, save_local
 from composer_checkpoint.tensors import (
     aliases_of,
     as_stored,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_checkpoint import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, safe_unpickle
-from composer_checkpoint.unpickler import PLAIN_GLOBALS
+from composer_checkpoint.pickles import PLAIN_GLOBALS
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 keys = st.text() | st.integers()

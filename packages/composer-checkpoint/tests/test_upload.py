@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from composer_checkpoint.remote.fetch import CheckpointUploadCallback, download_monolithic_checkpoint, upload_file
+from composer_checkpoint.remote.upload import RemoteFilesExistingCheckStatus, RemoteUploader
 from composer_checkpoint.stores import FsspecObjectStore
-from composer_checkpoint.transfer import CheckpointUploadCallback, download_monolithic_checkpoint, upload_file
-from composer_checkpoint.upload import RemoteFilesExistingCheckStatus, RemoteUploader
 
 
 @pytest.fixture

@@ -159,8 +159,8 @@ def test_a_mapped_file_that_is_cut_short_meanwhile_does_not_end_the_process(tmp_
     save_file({"w": torch.ones(1_000_000)}, path)
     script = """
 import sys, os
-from composer_checkpoint._file_reader import FileReader
-from composer_checkpoint._mapped_file import MappedFile
+from composer_checkpoint.file_io import FileReader
+from composer_checkpoint.file_io import MappedFile
 with FileReader(sys.argv[1]) as file:
     mapped = MappedFile(file)
     os.truncate(sys.argv[1], 1 << 20)

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import cast
 
 from composer_checkpoint import CheckpointConflictError
+from composer_checkpoint.remote.fetch import get_file, is_uri
 from composer_checkpoint.tensors import Target, TensorSource
-from composer_checkpoint.uris import get_file, is_uri
 from composer_ckpt.fitting import refuse_for_source, refuse_for_target
 from composer_ckpt.hub import check_request, publish
 from composer_ckpt.outcomes import Result, UsageError

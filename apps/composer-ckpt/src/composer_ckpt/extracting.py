@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint import write_atomically
+from composer_checkpoint.remote.fetch import is_uri
 from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
@@ -16,7 +17,6 @@ from composer_checkpoint.tensors import (
     stream_safetensors,
     tensors_in,
 )
-from composer_checkpoint.uris import is_uri
 from composer_ckpt.inspecting import dtype_name, layout_of
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar

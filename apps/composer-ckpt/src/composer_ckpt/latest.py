@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint import Found, NoCheckpointError, find_newest
-from composer_checkpoint.uris import is_uri
+from composer_checkpoint.remote.fetch import is_uri
 from composer_ckpt.outcomes import Result, UsageError
 
 __all__ = ["folder_of", "latest"]

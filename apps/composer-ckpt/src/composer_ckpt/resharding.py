@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_checkpoint import write_atomically
+from composer_checkpoint.remote.fetch import is_uri
 from composer_checkpoint.tensors import (
     TensorSource,
     find_kind,
@@ -15,7 +16,6 @@ from composer_checkpoint.tensors import (
     stream_sharded,
     stream_shards,
 )
-from composer_checkpoint.uris import is_uri
 from composer_ckpt.folders import is_weight_file
 from composer_ckpt.outcomes import Result, UsageError
 from composer_ckpt.progress import progress_bar

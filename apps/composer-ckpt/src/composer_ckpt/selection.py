@@ -92,7 +92,7 @@ def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], st
     Raises:
         UsageError: If two tensors would have one name, also if they are equal.
     """
-    from composer_checkpoint.tensors.source import are_one  # with torch, which help does without
+    from composer_checkpoint.formats.tensor_source import are_one  # with torch, which help does without
 
     firsts: dict[str, str] = {}
     for name, tensor in tensors.items():

@@ -14,17 +14,17 @@ import torch
 
 from composer_checkpoint import NoCheckpointError, UnsafeCheckpointError, load_file, verify_file
 from composer_checkpoint import verify as verify_checkpoint
-from composer_checkpoint.stores.base import ObjectStore
-from composer_checkpoint.stores.opening import reach
-from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open_checkpoint
-from composer_checkpoint.tensors.opening import Kind, follow_pointers
-from composer_checkpoint.uris import (
+from composer_checkpoint.inspection import Kind, follow_pointers
+from composer_checkpoint.remote.fetch import (
     extract_path_from_symlink,
     get_file,
     is_uri,
     maybe_create_object_store_from_uri,
     parse_uri,
 )
+from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.stores.opening import reach
+from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open_checkpoint
 from composer_ckpt.outcomes import UsageError
 
 __all__ = ["Accept", "fetched", "find_files", "kind_of", "opened", "place_of", "reaching_stores", "verify_hashes"]

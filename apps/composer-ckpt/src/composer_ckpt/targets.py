@@ -10,9 +10,9 @@ from zipfile import ZipFile, is_zipfile
 
 from composer_checkpoint import CheckpointConflictError, NoCheckpointError, RemoteUploader
 from composer_checkpoint.commit import is_of_checkpoint, refuse_existing, remove_leftovers_of
+from composer_checkpoint.remote.fetch import is_uri, maybe_create_object_store_from_uri, parse_uri
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
-from composer_checkpoint.uris import is_uri, maybe_create_object_store_from_uri, parse_uri
 from composer_ckpt.outcomes import UsageError
 from composer_ckpt.sizes import counted
 

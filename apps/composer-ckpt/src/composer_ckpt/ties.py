@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from composer_checkpoint import IncompatibleCheckpointError
+from composer_checkpoint.formats.tensor_source import are_one
 from composer_checkpoint.tensors import StoredTensor, aliases_of
-from composer_checkpoint.tensors.source import are_one
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name, tied_names

@@ -38,7 +38,7 @@ RUN_NAME_ENV_VAR: Final = "RUN_NAME"
 
 def _ensure_valid_checkpoint(checkpoint_filepath: Path) -> Path:
     """Return the path once the function named by `CHECKPOINT_VALIDATION_FUNCTION`, if set, has accepted the file."""
-    from composer_checkpoint.validation import validate_file  # loads torch
+    from composer_checkpoint.files import validate_file  # loads torch
 
     validate_file(checkpoint_filepath)
     return checkpoint_filepath

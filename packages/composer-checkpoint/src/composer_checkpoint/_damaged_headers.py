@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from composer_checkpoint._pt_seal import PAYLOAD_FOLDER, is_sealed
-from composer_checkpoint._rehearsal import Rehearsal, rehearse
-from composer_checkpoint._zip_layout import Entry, Readable, offset_of_data, read_entries
+from composer_checkpoint._pickle_inspection import Rehearsal, rehearse
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError
+from composer_checkpoint.formats._zip import Entry, Readable, offset_of_data, read_entries
+from composer_checkpoint.manifest import PAYLOAD_FOLDER, is_sealed
 
 __all__ = ["naming_tensors"]
 

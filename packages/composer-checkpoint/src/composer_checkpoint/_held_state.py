@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from composer_checkpoint._encoding import encode
-from composer_checkpoint._more_than_data import refuse_more_than_data
+from composer_checkpoint._tree import encode
+from composer_checkpoint.formats.pt import refuse_more_than_data
 
 __all__ = ["HeldState", "holds_generators", "holds_state", "set_epoch_everywhere"]
 

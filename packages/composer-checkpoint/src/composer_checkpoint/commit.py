@@ -5,24 +5,24 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from composer_checkpoint._durability import make_folders, sync_path, sync_tree
-from composer_checkpoint._leftovers import (
-    discard,
-    find_leftovers,
-    is_folder,
-    remove_leftovers,
-    remove_leftovers_of,
+from composer_checkpoint._durability import exchange, make_folders, rename_without_replacing, sync_path, sync_tree
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint.errors import (
+    CheckpointConflictError,
+    CorruptCheckpointError,
+    StorageError,
+    as_storage_error,
+    require_space,
 )
-from composer_checkpoint._renames import exchange, rename_without_replacing
-from composer_checkpoint._storage_faults import as_storage_error, require_space
-from composer_checkpoint._unfinished_names import name_beside
-from composer_checkpoint.errors import CheckpointConflictError, StorageError
-from composer_checkpoint.pointers import replace_pointer
+from composer_checkpoint.lock import discard, find_leftovers, is_folder, remove_leftovers, remove_leftovers_of
+from composer_checkpoint.names import name_beside
 
 __all__ = [
+    "write_on_rank_zero",
     "find_leftovers",
     "is_of_checkpoint",
     "put_in_place",
@@ -33,6 +33,9 @@ __all__ = [
     "sync_tree",
     "write_atomically",
     "write_beside",
+    "read_pointer",
+    "read_pointer_text",
+    "refuse_folder",
 ]
 
 _OF_CHECKPOINT = re.compile(
@@ -258,3 +261,149 @@ def _size_bytes(path: Path) -> int:
         with suppress(OSError):
             size += file.lstat().st_size
     return size
+
+
+T = TypeVar("T")
+
+
+def write_on_rank_zero(
+    path: str | os.PathLike[str], write: Callable[[Path], object], ranks: Ranks, *, overwrite: bool = True
+) -> None:
+    """Let rank 0 write a file, whole or not at all; when this returns it is there. Every rank must call this.
+
+    Args:
+        path: The file.
+        write: Called on rank 0, with the temporary path to write to.
+        ranks: Who takes part.
+        overwrite: Whether something that has this name may be replaced.
+
+    Raises:
+        CheckpointError: On all ranks, if rank 0 cannot write, or takes too long. What was there before is untouched.
+    """
+    final = Path(os.path.abspath(path))
+    temporary = name_beside(final)
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            write_beside(temporary, final, write, overwrite=overwrite)
+
+    def commit(done: list[T]) -> list[T]:
+        put_in_place(temporary, final, overwrite=overwrite)
+        return done
+
+    with ExitStack() as undo:
+        if ranks.rank == 0:
+            undo.callback(discard, temporary)
+        # Apart, so that a write that was given up never becomes a checkpoint.
+        ranks.exchange(begin, commit)
+
+
+_LONGEST_TEXT_BYTES = 4096
+_NO_SYMLINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Let a link point to a checkpoint, in one step: who reads meanwhile sees the old target or the new one.
+
+    The link is relative, so that the folder may be moved as a whole. On a file system without links it is a text
+    file with the relative path, which `read_pointer` reads alike.
+
+    Args:
+        link: The name of the link. A link or file that has it is replaced.
+        target: The file or folder to point to, as the caller would open it.
+
+    Raises:
+        CheckpointConflictError: If `link` is the name of a folder, or that of the target.
+        StorageError: If the link cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     replace_pointer(f"{folder}/latest.pt", f"{folder}/ep1.pt")
+        ...     os.readlink(f"{folder}/latest.pt")
+        'ep1.pt'
+    """
+    link = Path(os.path.abspath(link))
+    if link == Path(os.path.abspath(target)):
+        raise CheckpointConflictError(
+            f"{link} is a checkpoint, which a link to itself would replace. Choose another name for the link."
+        )
+    refuse_folder(link)
+    temporary = name_beside(link)
+    try:
+        make_folders(link.parent)
+        _write(temporary, os.path.relpath(os.path.abspath(target), link.parent))
+        os.replace(temporary, link)
+        sync_path(link.parent)
+    except OSError as error:
+        if os.path.lexists(temporary):
+            temporary.unlink()
+        raise as_storage_error(error, link) or error from error
+
+
+def refuse_folder(link: str | os.PathLike[str]) -> None:
+    """Raise if the name of a link is that of a folder.
+
+    Raises:
+        CheckpointConflictError: If it is.
+    """
+    if is_folder(Path(link)):
+        raise CheckpointConflictError(
+            f"{os.fspath(link)} is a folder, so that no link to the latest checkpoint can have this name. Move it "
+            f"away, or choose another name for the link."
+        )
+
+
+def read_pointer(link: str | os.PathLike[str]) -> Path | None:
+    """Return what a pointer points to, or `None` if `link` is no pointer.
+
+    Args:
+        link: A symbolic link, whose target need not exist; or a text file such as `replace_pointer` makes where there
+            are no links, which is told from other short files by naming what is beside it.
+    """
+    link = Path(link)
+    if link.is_symlink():
+        return Path(os.path.normpath(link.parent / os.readlink(link)))
+    try:
+        if not link.is_file() or not 0 < link.stat().st_size <= _LONGEST_TEXT_BYTES:
+            return None
+        target = Path(os.path.normpath(link.parent / read_pointer_text(link.read_bytes(), str(link))))
+        return target if target.exists() and target.parent == link.parent and target != link else None
+    except (OSError, CorruptCheckpointError):
+        return None
+
+
+def read_pointer_text(content: bytes, name: str) -> str:
+    """Return the path in a pointer's text, such as a `.symlink` object of a remote store.
+
+    Args:
+        content: All of the pointer's bytes.
+        name: What it is called, for the error.
+
+    Raises:
+        CorruptCheckpointError: If it is empty, long, not text, or of several lines.
+
+    Example:
+        >>> read_pointer_text(b"run/checkpoints/ep1.pt", "latest.symlink")
+        'run/checkpoints/ep1.pt'
+    """
+    try:
+        text = content.decode().strip()
+    except UnicodeDecodeError:
+        text = ""
+    if not text or len(content) > _LONGEST_TEXT_BYTES or not text.isprintable():
+        raise CorruptCheckpointError(
+            f"{name} is not a pointer to a checkpoint: it holds {content[:40]!r} ({len(content)} bytes), and one line "
+            f"with a path is expected. Name the checkpoint itself."
+        )
+    return text
+
+
+def _write(temporary: Path, text: str) -> None:
+    try:
+        os.symlink(text, temporary)
+    except OSError as error:
+        if error.errno not in _NO_SYMLINKS:
+            raise
+        temporary.write_text(text)  # where that is not permitted either, this says so
+        sync_path(temporary)

@@ -1,37 +1,76 @@
 """Saving and loading one file, in the format that its name says."""
 
+import json
 import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from composer_checkpoint._file_reader import FileReader
-from composer_checkpoint._finite import non_finite_weights
-from composer_checkpoint._formats import INDEX_SUFFIX, Format, final_name, format_of, is_packed, plain_file
-from composer_checkpoint._legacy_pt import read_legacy_pt
-from composer_checkpoint._pickled_arrays import safe_unpickle
+from composer_checkpoint._compatibility import non_finite_weights
+from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
 from composer_checkpoint._tree import named_leaves
-from composer_checkpoint.archives import STATES_NAME, check_compressor, compress, compressor_of, pack_tar
-from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
-from composer_checkpoint.hashing import HASH_NAME, check_hash_name, hash_file
-from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.names import is_tar
-from composer_checkpoint.pt_file import load_checked, load_pt, open_pt, save_pt, verify_pt
-from composer_checkpoint.safetensors_file import (
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    StorageError,
+    UnsafeCheckpointError,
+)
+from composer_checkpoint.file_io import HASH_NAME, FileReader, check_hash_name, hash_file
+from composer_checkpoint.formats.archives import (
+    INDEX_SUFFIX,
+    STATES_NAME,
+    Format,
+    check_compressor,
+    compress,
+    compressor_of,
+    final_name,
+    format_of,
+    is_packed,
+    pack_tar,
+    plain_file,
+)
+from composer_checkpoint.formats.pt import load_checked, load_pt, open_pt, save_pt, verify_pt
+from composer_checkpoint.formats.safetensors import (
+    by_text_names,
     load_safetensors,
     read_safetensors,
     save_safetensors,
     verify_safetensors,
 )
-from composer_checkpoint.validation import validate_file
+from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
+from composer_checkpoint.names import is_tar
 
-__all__ = ["load_file", "read_manifest", "safe_torch_load", "save_file", "verify_file"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "load_file",
+    "read_manifest",
+    "safe_torch_load",
+    "save_file",
+    "verify_file",
+    "INDEX_SUFFIX",
+    "ShardIndex",
+    "load_shards",
+    "read_index",
+    "save_weights_in_shards",
+    "verify_shards",
+    "VALIDATION_VARIABLE",
+    "Specs",
+    "chosen_validation",
+    "validate_file",
+]
 
 log = getLogger(__name__)
 
@@ -155,8 +194,6 @@ def load_file(
     source = os.fspath(path)
     validate_file(source)
     if source.endswith(INDEX_SUFFIX):
-        from composer_checkpoint.safetensors_index import load_shards  # it stands on this module
-
         return load_shards(source, map_location=map_location, verify=verify, require_finite=require_finite)
     # Opened once, so that what is verified is what is loaded, whatever gets this name meanwhile.
     with plain_file(source, max_expanded_bytes) as plain, FileReader(plain) as reader:
@@ -236,8 +273,6 @@ def read_manifest(path: _PathLike) -> Manifest | None:
         CorruptCheckpointError: If what describes the tensors is not what was written.
     """
     if os.fspath(path).endswith(INDEX_SUFFIX):
-        from composer_checkpoint.safetensors_index import read_index  # it stands on this module
-
         return read_index(path).manifest
     with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
         match format_of(reader):
@@ -260,8 +295,6 @@ def verify_file(path: _PathLike) -> Manifest | None:
         CorruptCheckpointError: If anything differs; the message names the tensor.
     """
     if os.fspath(path).endswith(INDEX_SUFFIX):
-        from composer_checkpoint.safetensors_index import verify_shards  # it stands on this module
-
         return verify_shards(path)
     with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
         match format_of(reader):
@@ -336,3 +369,300 @@ def _without_weights(obj: Any) -> Any:
     if not isinstance(obj, dict) or not isinstance(obj.get("state"), dict):
         return obj
     return {**obj, "state": {**obj["state"], "model": None, "optimizers": None}}
+
+
+_SUFFIX = ".safetensors"
+_MANIFEST_KEY = "composer_manifest"
+_MAX_INDEX_BYTES = 1 << 29
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """What an index says: its own path, which tensors are in which file, and what we noted when we wrote it."""
+
+    path: Path
+    shards: Mapping[str, frozenset[str]]
+    manifest: Manifest | None
+
+
+def save_weights_in_shards(
+    weights: "Mapping[str, Tensor]",
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int,
+    name: str = "model",
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    hash_name: str = HASH_NAME,
+) -> Path:
+    """Write weights to `.safetensors` files of a limited size, and an index, to a folder that appears whole.
+
+    Whoever reads Hugging Face's files reads these. Weights that fit into one file become `model.safetensors`, without
+    an index. Names of one and the same tensor share a file, which has it once.
+
+    Args:
+        weights: Tensors by name.
+        folder: Where to. It must not exist, or is replaced.
+        max_shard_bytes: How large the tensors of one file may be together. A larger tensor gets a file of its own.
+        name: What the files' names begin with.
+        info: What the manifests should say, as for `save_file`.
+        overwrite: Whether a folder of this name may be replaced.
+        hash_name: As for `save_file`.
+
+    Returns:
+        The index, or the only file: what `load_file` takes.
+
+    Raises:
+        CheckpointConflictError: If there is something of this name, and `overwrite` is false.
+        StorageError: If the disk fails.
+        TypeError: If anything is no tensor that safetensors has a form for.
+        ValueError: If `max_shard_bytes` is less than 1.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from composer_checkpoint import load_file
+        >>> path = save_weights_in_shards(
+        ...     {"a": torch.ones(4), "b": torch.zeros(4)}, tempfile.mkdtemp() + "/model", max_shard_bytes=16
+        ... )
+        >>> sorted(os.listdir(path.parent))
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']
+        >>> load_file(path)["a"]
+        tensor([1., 1., 1., 1.])
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} is no size. Give 1 or more, such as 5_000_000_000.")
+    groups = list(_groups(by_text_names(weights), max_shard_bytes))
+    names = [f"{name}-{number:05d}-of-{len(groups):05d}{_SUFFIX}" for number in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [name + _SUFFIX]
+    with write_atomically(folder, overwrite=overwrite, folder=True) as unfinished:
+        manifests = {
+            shard: save_file(dict(group), unfinished / shard, info=info, hash_name=hash_name)
+            for shard, group in zip(names, groups, strict=True)
+        }
+        if len(groups) > 1:
+            (unfinished / (name + INDEX_SUFFIX)).write_text(index_text(manifests))
+    return Path(folder) / (name + INDEX_SUFFIX if len(groups) > 1 else names[0])
+
+
+def read_index(path: str | os.PathLike[str]) -> ShardIndex:
+    """Read an index; the files that it names are not looked at.
+
+    Raises:
+        NoCheckpointError: If there is no such index.
+        CorruptCheckpointError: If it is no index, or has a tensor twice.
+        UnsafeCheckpointError: If it names a file outside its own folder.
+    """
+    index = Path(path)
+    try:
+        with FileReader(os.fspath(path)) as reader:
+            if reader.size_bytes > _MAX_INDEX_BYTES:
+                _refuse(index, f"it has {reader.size_bytes} bytes, more than the {_MAX_INDEX_BYTES} of any index")
+            data = reader.read(0, reader.size_bytes)
+    except FileNotFoundError as error:
+        raise NoCheckpointError(f"there is no index at {os.fspath(path)!r}. Check the path.") from error
+    try:
+        raw: Any = parse_json(data.decode())
+    except (ValueError, RecursionError) as error:
+        _refuse(index, f"it is not JSON: {error!s:.200}")
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        _refuse(index, "it has no weight_map from tensors to files")
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        _check_name(index, tensor, shard)
+        shards.setdefault(shard, set()).add(tensor)
+    return ShardIndex(index, {shard: frozenset(names) for shard, names in shards.items()}, _manifest_of(raw))
+
+
+def load_shards(path: str | os.PathLike[str], **options: Any) -> "dict[str, Tensor]":
+    """Load all files that an index names, after comparing their headers with it. `options` are those of `load_file`.
+
+    Raises:
+        CheckpointError: If the index or a file cannot be trusted to be what was written, with the file's name.
+    """
+    index = read_index(path)
+    weights: dict[str, Any] = {}
+    for shard in _checked_shards(index):
+        validate_file(index.path.parent / shard)
+        with _opened(index, shard) as reader:
+            loaded = load_open_weights(reader, reader.path, **options)
+        _refuse_in_two_shards(index, shard, loaded)  # of names that tensors have besides their own
+        weights.update(loaded)
+    return weights
+
+
+def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
+    """Compare every byte of the files that an index names with their hashes.
+
+    Returns:
+        The manifest, or `None` for files of other programs.
+
+    Raises:
+        CorruptCheckpointError: If anything differs; the message names the file and the tensor.
+    """
+    index = read_index(path)
+    for shard in _checked_shards(index):
+        with _opened(index, shard) as reader:
+            verify_safetensors(reader)
+    return index.manifest
+
+
+def _groups(weights: "Mapping[str, Tensor]", max_shard_bytes: int) -> "Iterator[dict[str, Tensor]]":
+    """Yield the weights of each file. Names of one tensor stay together."""
+    tied: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, tensor in weights.items():
+        if not hasattr(tensor, "data_ptr"):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, and safetensors holds tensors only.")
+        own = (name,) if not tensor.numel() else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        tied.setdefault((*own, tensor.dtype, tensor.is_conj(), tensor.is_neg()), {})[name] = tensor
+    group: dict[str, Any] = {}
+    size_bytes = 0
+    for same in tied.values():
+        own_bytes = next(iter(same.values())).nbytes
+        if group and size_bytes + own_bytes > max_shard_bytes:
+            yield group
+            group, size_bytes = {}, 0
+        group |= same
+        size_bytes += own_bytes
+    yield group
+
+
+def index_text(manifests: Mapping[str, Manifest]) -> str:
+    """Return the content of the index of several files."""
+    tensors: dict[str, TensorEntry] = {}
+    for manifest in manifests.values():
+        tensors |= manifest.tensors
+    first = next(iter(manifests.values()))
+    whole = Manifest(hash_name=first.hash_name, tensors=tensors, info=first.info)
+    total = sum(entry.size_bytes for entry in tensors.values())
+    weight_map = {name: shard for shard, manifest in manifests.items() for name in manifest.tensors}
+    metadata = {"total_size": total, _MANIFEST_KEY: whole.to_json()}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+
+
+def _manifest_of(raw: Mapping[str, Any]) -> Manifest | None:
+    metadata = raw.get("metadata")
+    text = metadata.get(_MANIFEST_KEY) if isinstance(metadata, dict) else None
+    return Manifest.from_json(text) if isinstance(text, str) else None
+
+
+def _check_name(index: Path, tensor: str, shard: object) -> None:
+    if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
+        _refuse(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is no {_SUFFIX} file")
+    if "/" in shard or "\\" in shard or "\0" in shard or shard == _SUFFIX:
+        raise UnsafeCheckpointError(
+            f"{index} says that {tensor!r:.200} is in {shard!r:.200}, which is outside its folder; nothing was read. "
+            f"Do not use this checkpoint."
+        )
+
+
+def _checked_shards(index: ShardIndex) -> Iterable[str]:
+    """Return the files that an index names, after comparing the headers of all of them with it."""
+    for shard, listed in index.shards.items():
+        if not (index.path.parent / shard).exists():
+            raise CorruptCheckpointError(
+                f"{index.path.parent} lacks the shard {shard}, in which {index.path.name} has {len(listed)} tensors "
+                f"({_some(listed)}). Bring the file back, or load another checkpoint."
+            )
+        with _opened(index, shard):
+            pass
+    return index.shards
+
+
+@contextmanager
+def _opened(index: ShardIndex, shard: str) -> Iterator[FileReader]:
+    """Open a file and compare its header with the index, so that neither can say what the other does not.
+
+    That is done each time, since another file may get this name meanwhile.
+    """
+    with plain_file(os.fspath(index.path.parent / shard)) as path, FileReader(path) as reader:
+        header, manifest = read_safetensors(reader)
+        listed = index.shards[shard]
+        _refuse_in_two_shards(index, shard, header.tensors)
+        if listed != header.tensors.keys():
+            _refuse(
+                index.path,
+                f"{shard} holds other tensors than it says: {_some(listed ^ header.tensors.keys())} is in one of them "
+                f"only",
+            )
+        _compare_manifests(index, shard, manifest)
+        yield reader
+
+
+def _refuse_in_two_shards(index: ShardIndex, shard: str, names: Iterable[str]) -> None:
+    for name in set(names) - index.shards[shard]:
+        if others := [other for other, listed in index.shards.items() if name in listed]:
+            _refuse(index.path, f"the tensor {name!r:.200} is in two shards, {others[0]} and {shard}")
+
+
+def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> None:
+    """Refuse files of two saves in one folder."""
+    if index.manifest is None:
+        return
+    listed = {name: index.manifest.tensors.get(name) for name in index.shards[shard]}
+    if own is None or dict(own.tensors) != listed:
+        raise CorruptCheckpointError(
+            f"{index.path.parent / shard} is not what was written together with {index.path.name}: the hashes of its "
+            f"tensors are others. It is of another save. Load another checkpoint."
+        )
+
+
+def _some(names: frozenset[str] | set[str]) -> str:
+    more = ", ..." if len(names) > _MAX_NAMES else ""
+    return ", ".join(sorted(names)[:_MAX_NAMES]) + more
+
+
+def _refuse(index: Path, what: str) -> NoReturn:
+    raise CorruptCheckpointError(f"{index} is not a whole index of safetensors files: {what}. Load another checkpoint.")
+
+
+VALIDATION_VARIABLE = "CHECKPOINT_VALIDATION_FUNCTION"
+
+Specs = Sequence[tuple[int, int]]
+"""The stretches of a file that are going to be read: where each one starts, and its length in bytes."""
+
+
+def chosen_validation() -> Callable[[str, Specs | None], Any] | None:
+    """Return the function that `CHECKPOINT_VALIDATION_FUNCTION='package.module.function'` names, if it is set.
+
+    The module is imported, so whoever sets the variable decides what code runs.
+
+    Raises:
+        ModuleNotFoundError: If there is no such module.
+        AttributeError: If the module has no such function.
+        ValueError: If the variable is no dotted name.
+    """
+    name = os.environ.get(VALIDATION_VARIABLE)
+    if not name:
+        return None
+    module, _, function = name.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"{VALIDATION_VARIABLE}={name!r} is no dotted name. Set it to one such as 'package.module.function', or "
+            f"unset it."
+        )
+    return getattr(import_module(module), function)
+
+
+def validate_file(
+    path: str | os.PathLike[str],
+    specs: Specs | None = None,
+    validate: Callable[[str, Specs | None], Any] | None = None,
+) -> None:
+    """Ask the user's function whether a file may be read, before any of it is.
+
+    Args:
+        path: The file.
+        specs: The stretches that will be read; all of it when `None`.
+        validate: The function; the one of the environment, if there is one, when `None`.
+
+    Raises:
+        ValueError: If it answers with anything that is false.
+    """
+    validate = validate or chosen_validation()
+    if validate is not None and not validate(os.fspath(path), specs):
+        raise ValueError(
+            f"{os.fspath(path)} is refused by {getattr(validate, '__qualname__', validate)} of "
+            f"{VALIDATION_VARIABLE}={os.environ.get(VALIDATION_VARIABLE)!r}. Load another checkpoint."
+        )

@@ -12,39 +12,52 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer_checkpoint._hugging_face_hints import hint_for_file, refuse_hugging_face_folder
-from composer_checkpoint._interrupted_sets import complete_interrupted_sets
-from composer_checkpoint._kept_optimizers import KeptOptimizers
-from composer_checkpoint._left_out_weights import leave_out_their_state
-from composer_checkpoint._model_fit import refuse_another_model
-from composer_checkpoint._state_fit import refuse_unfitting_state
-from composer_checkpoint.data_position import DataPosition, leave_epoch
-from composer_checkpoint.discover import is_name_of_file
+from composer_checkpoint._compatibility import (
+    hint_for_file,
+    refuse_another_model,
+    refuse_hugging_face_folder,
+    refuse_unfitting_state,
+)
+from composer_checkpoint._ignored_optimizer_state import KeptOptimizers, leave_out_their_state
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint.commit import read_pointer
+from composer_checkpoint.data_position import DataPosition, begin_epoch_again, leave_epoch, refuse_other_data
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
-from composer_checkpoint.fetching import extract_path_from_symlink, get_file
-from composer_checkpoint.files import load_file, read_manifest, safe_torch_load
+from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index, read_manifest, safe_torch_load
+from composer_checkpoint.formats.per_rank import LAYOUT_KEY
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
-from composer_checkpoint.local_files import LAYOUT_KEY
+from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.names import format_name_with_dist, partial_format
-from composer_checkpoint.node_download import fetch_together, not_here, of_first_rank_of_node
-from composer_checkpoint.pointers import read_pointer
-from composer_checkpoint.publish import SYMLINK_SUFFIX
-from composer_checkpoint.safetensors_index import INDEX_SUFFIX, read_index
-from composer_checkpoint.sharded._addresses import store_of
-from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.spread_state import as_spread, other_number_of_ranks, read_sharded
-from composer_checkpoint.state_io import Layout, as_sharded, as_whole, layout_of
-from composer_checkpoint.stores.addresses import is_uri
-from composer_checkpoint.strategy_state import PARTS, load_parts, owner_of
-from composer_checkpoint.train_data import begin_epoch_again, refuse_other_data
+from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
+from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
+from composer_checkpoint.resume import fetch_together, not_here, of_first_rank_of_node
+from composer_checkpoint.save_folder import is_name_of_file
+from composer_checkpoint.sharded._storage import store_of
+from composer_checkpoint.state import (
+    PARTS,
+    Layout,
+    as_sharded,
+    as_spread,
+    as_whole,
+    layout_of,
+    load_parts,
+    other_number_of_ranks,
+    owner_of,
+    read_sharded,
+)
+from composer_checkpoint.stores.base import is_uri
 from composer_dist import dist
+from composer_dist.strategy import unwrap_model
+from composer_events.arguments import check_flags, check_places
 from composer_events.batches import ensure_tuple
+from composer_events.callback import Callback
+from composer_events.event import Event
 
 if TYPE_CHECKING:
     from composer_checkpoint.stores.base import ObjectStore
     from composer_events import Logger, State
 
-__all__ = ["load_checkpoint", "load_sharded_checkpoint"]
+__all__ = ["LoadCheckpoint", "load_checkpoint", "load_sharded_checkpoint"]
 
 log = getLogger(__name__)
 
@@ -372,7 +385,7 @@ def _refuse_own_file_of_a_rank(content: Mapping[str, Any], state: "State", path:
         f"load_path={path!r} is one rank's own file of {content[LAYOUT_KEY]['world_size']}, as state_dict_type='local' "
         f"writes them, and without that type a checkpoint is one whole file or a folder. Load it with "
         f"state_dict_type='local' and {{rank}} in its name, or put the files together with "
-        f"composer_checkpoint.local_files.merge_local."
+        f"composer_checkpoint.formats.per_rank.merge_local."
     )
 
 
@@ -427,3 +440,66 @@ def _check_agreement(state: "State") -> None:
             f"Timestamp mismatch error: the ranks have loaded checkpoints of different batches, "
             f"{dict(enumerate(batches))}. Let load_path mean the same checkpoint on every rank."
         )
+
+
+class LoadCheckpoint(Callback):
+    """Load a checkpoint at an event, whatever else is loaded. Resuming by `autoresume` does not know of it.
+
+    Args:
+        load_path: As in `load_checkpoint`.
+        load_weights_only: Load the model, and nothing else.
+        strict_model_weights: Whether weights that are missing or too many are an error, with `load_weights_only`.
+        ignore_keys: What not to load: patterns or a function.
+        event: When. Before the checkpoint of the run is looked for, by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If `load_path` is empty, or there is no such event.
+    """
+
+    def __init__(
+        self,
+        load_path: str | os.PathLike[str],
+        load_weights_only: bool = False,
+        strict_model_weights: bool = True,
+        ignore_keys: IgnoreKeys | None = None,
+        event: str | Event = Event.BEFORE_LOAD,
+    ) -> None:
+        check_places(load_path=load_path)
+        check_flags(may_be_none=True, load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
+        check_ignore_keys("ignore_keys", ignore_keys)
+        self.load_path = os.fspath(load_path)
+        if not self.load_path:
+            raise ValueError("load_path='' names no checkpoint. Pass a path or an address.")
+        if not isinstance(event, str | Event):
+            raise TypeError(f"event={event!r} is no event. Pass one such as Event.BEFORE_LOAD, or its name.")
+        self.load_weights_only = load_weights_only
+        self.strict_model_weights = strict_model_weights
+        self.ignore_keys = ignore_keys
+        self.event = Event(event)
+
+    def run_event(self, event: Event, state: "State", logger: "Logger") -> None:
+        """Load, if it is time."""
+        if event is self.event:
+            self._load(state, logger)
+
+    def _load(self, state: "State", logger: "Logger") -> None:
+        # A model that saves its adapter alone is loaded whole from a checkpoint of before the adapter.
+        model: Any = unwrap_model(state.model)
+        saves_adapter_alone = getattr(model, "should_save_peft_only", None)
+        load_path = state.load_path
+        if saves_adapter_alone is not None:
+            model.should_save_peft_only = False
+        try:
+            load_checkpoint(
+                path=self.load_path,
+                state=state,
+                logger=logger,
+                load_weights_only=self.load_weights_only,
+                strict_model_weights=self.strict_model_weights,
+                ignore_keys=self.ignore_keys,
+            )
+        finally:
+            state.load_path = load_path
+            if saves_adapter_alone is not None:
+                model.should_save_peft_only = saves_adapter_alone

@@ -2,15 +2,31 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
 
-from composer_checkpoint._strict_json import parse_json
-from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError
-from composer_checkpoint.hashing import HASH_NAME, NUM_DIGITS
+from blake3 import blake3
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
+from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError
+from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes
+from composer_checkpoint.formats._zip import Readable, ZipLayout
+
+__all__ = [
+    "EMPTY_SEAL",
+    "PAYLOAD_FOLDER",
+    "check_seal",
+    "is_sealed",
+    "seal",
+    "parse_json",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "FileEntry",
+    "Manifest",
+    "TensorEntry",
+    "sealed",
+]
 
 MANIFEST_NAME = "composer_manifest.json"
 """The file of a checkpoint that has the hashes of all others."""
@@ -171,3 +187,94 @@ def _tensor_entry(value: Any, digest: re.Pattern[str]) -> TensorEntry | None:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 63
+
+
+PAYLOAD_FOLDER = "data/"
+EMPTY_SEAL = b"composer blake3 " + b"0" * 64
+_SEAL = re.compile(rb"composer blake3 [0-9a-f]{64}")
+
+
+def seal(file: Readable, layout: ZipLayout) -> bytes:
+    """Return the seal of a file: the hash of all that is neither a storage nor the comment."""
+    hasher = blake3()
+    position = 0
+    storages = [member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)]
+    for member in sorted(storages, key=lambda member: member.offset):
+        hasher.update(file.read(position, member.offset - position))
+        position = member.end
+    hasher.update(file.read(position, file.size_bytes - len(layout.comment) - position))
+    return b"composer blake3 " + hasher.hexdigest().encode()
+
+
+def is_sealed(file: Readable) -> bool:
+    """Return whether a file ends in a seal, right or not."""
+    size_bytes = min(len(EMPTY_SEAL), file.size_bytes)
+    return _SEAL.fullmatch(file.read(file.size_bytes - size_bytes, size_bytes)) is not None
+
+
+def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
+    """Return the manifest after both marks were found whole, or `None` for a file that has neither.
+
+    Raises:
+        CorruptCheckpointError: If only one of them is there, or they do not fit the file.
+    """
+    member = layout.members.get(MANIFEST_NAME)
+    is_sealed = _SEAL.fullmatch(layout.comment) is not None
+    if member is None and not is_sealed:
+        return None
+    if member is None or not is_sealed:
+        missing = "the manifest among its members" if member is None else "the seal at its end"
+        raise CorruptCheckpointError(
+            f"the file was written with a manifest and a seal, and {missing} is missing or damaged. "
+            f"Load another checkpoint."
+        )
+    if seal(file, layout) != layout.comment:
+        raise CorruptCheckpointError(
+            f"the file's description of its tensors (its pickle, manifest or headers) is not what was written: its "
+            f"hash is not the one in the seal, {layout.comment.decode()!r}. Load another checkpoint."
+        )
+    return Manifest.from_json(file.read(member.offset, member.size_bytes))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a text.
+
+    Raises:
+        ValueError: If it is not JSON, or an object has a name twice.
+        RecursionError: If it is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_without_duplicates)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r:.200} occurs twice in one object")
+    return found
+
+
+_KEY = "manifest_hash"
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """Return the manifest with its hash in `info`."""
+    plain = Manifest.from_json(manifest.to_json())  # as it will be read: with lists for tuples, say
+    return replace(plain, info={**plain.info, _KEY: _hash(plain)})
+
+
+def check_sharded_seal(manifest: Manifest, where: str) -> None:
+    """Compare a manifest with its hash.
+
+    Raises:
+        CorruptCheckpointError: If it is not what was written.
+    """
+    if manifest.info.get(_KEY) != _hash(manifest):
+        raise CorruptCheckpointError(
+            f"{where} is not what was written: its hash, which it has in itself, differs. Load another checkpoint."
+        )
+
+
+def _hash(manifest: Manifest) -> str:
+    info = {key: value for key, value in manifest.info.items() if key != _KEY}
+    return hash_bytes(replace(manifest, info=info).to_json().encode(), manifest.hash_name)

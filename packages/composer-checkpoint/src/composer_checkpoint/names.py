@@ -1,11 +1,17 @@
 """What checkpoints are called: file names with placeholders, checked before any training step."""
 
+import hashlib
 import os
 import posixpath
+import re
+import secrets
+import socket
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from contextlib import suppress
+from functools import cache
+from pathlib import Path, PurePosixPath
 from string import Formatter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from composer_events.formatting import (
     OF_RUN,
@@ -23,6 +29,12 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
+    "UNFINISHED",
+    "is_unfinished",
+    "name_beside",
+    "WRITER_PATTERN",
+    "is_alive",
+    "this_writer",
     "OF_FOLDER",
     "OF_SAVE",
     "PartialFilePath",
@@ -210,3 +222,79 @@ def _parse(argument: str, template: str) -> "Iterator[tuple[str, str | None, str
 
 def _join(folder: str, name: str) -> str:
     return os.path.join(folder, name.lstrip("/"))
+
+
+# Machine, process and when it started, so that a process number that the system gave out again is not mistaken.
+WRITER_PATTERN = r"[0-9a-f]{8}-[0-9]+-[0-9]+"
+
+
+def this_writer() -> str:
+    """Return a text that names this process among all that share a file system.
+
+    Example:
+        >>> is_alive(this_writer())
+        True
+    """
+    return f"{_machine()}-{os.getpid()}-{_start_time(os.getpid()) or 0}"
+
+
+def is_alive(writer: str) -> bool | None:
+    """Return whether the process still runs, or `None` where this machine cannot know.
+
+    Args:
+        writer: What `this_writer` returned, here or elsewhere.
+    """
+    machine, pid, started = writer.split("-")
+    if machine != _machine():
+        return None
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's process
+        pass
+    now = _start_time(int(pid))
+    return now == int(started) if now is not None else not _has_proc()
+
+
+@cache
+def _machine() -> str:
+    """Return what process numbers are unique within: the host, its boot, and the container's table of processes."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # without Linux, the host's name is what there is
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when a process started, in the kernel's ticks; None if it is gone, a zombie, or not to be known."""
+    try:
+        # The second field is the program's name in parentheses, and may hold spaces and parentheses itself.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+def _has_proc() -> bool:
+    return Path("/proc/self/stat").exists()
+
+
+# .tmp-: not finished, or already replaced; never read. .old-: a whole folder, moved aside for an instant where the
+# file system cannot swap two names; put back if its writer died in that instant. .set-: the record of several files
+# that get their names together.
+UNFINISHED = re.compile(rf"(?P<name>.+)\.(?P<kind>tmp|old|set)-(?P<writer>{WRITER_PATTERN})-[0-9a-f]{{8}}", re.DOTALL)
+_LONGEST_NAME_BYTES = 255
+
+
+def name_beside(final: Path, kind: Literal["tmp", "old", "set"] = "tmp") -> Path:
+    """Return a path in the same folder that nobody else uses and that says who writes it."""
+    mark = f".{kind}-{this_writer()}-{secrets.token_hex(4)}"
+    kept = os.fsencode(final.name)[: _LONGEST_NAME_BYTES - len(mark)]
+    return final.with_name(kept.decode(errors="ignore") + mark)
+
+
+def is_unfinished(name: str) -> bool:
+    """Return whether a file or folder of this name is not yet, or no longer, a checkpoint."""
+    found = UNFINISHED.fullmatch(name)
+    return found is not None and found["kind"] != "old"

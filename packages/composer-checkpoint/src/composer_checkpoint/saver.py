@@ -4,27 +4,32 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from logging import getLogger
 from typing import Any, Final, Literal
 
-from composer_checkpoint._mlflow_names import asks_for_run, path_with_run, run_of, with_run
-from composer_checkpoint._saver_arguments import check_saver_arguments
+from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.async_save import AsyncSaver
+from composer_checkpoint.checkpoint_uploads import (
+    CheckpointUploads,
+    Save,
+    asks_for_run,
+    check_templates,
+    name_save,
+    path_with_run,
+    run_of,
+    template_of_run,
+    to_path,
+    with_run,
+)
 from composer_checkpoint.commit import replace_pointer
-from composer_checkpoint.discover import LINEAGE_KEY
-from composer_checkpoint.held_folder import HeldFolder
-from composer_checkpoint.ignore_keys import IgnoreKeys
-from composer_checkpoint.kept_files import KeptFiles, combine_policies
-from composer_checkpoint.measured import Measured, metric_of
-from composer_checkpoint.names import PartialFilePath, format_name_with_dist
-from composer_checkpoint.remote_retention import KeptRemotely, remote_policy
-from composer_checkpoint.retention import RetentionPolicy
-from composer_checkpoint.save_history import SaveHistory
-from composer_checkpoint.save_names import Save, name_save, template_of_run, to_path
-from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.stable_tensors import unchanged_until_step
-from composer_checkpoint.state_io import (
+from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
+from composer_checkpoint.names import OF_FOLDER, OF_SAVE, PartialFilePath, format_name_with_dist
+from composer_checkpoint.remote.upload import RemoteUploader
+from composer_checkpoint.retention import KeptFiles, KeptRemotely, RetentionPolicy, combine_policies, remote_policy
+from composer_checkpoint.save_folder import LINEAGE_KEY, HeldFolder
+from composer_checkpoint.save_history import Measured, SaveHistory, metric_of
+from composer_checkpoint.state import (
     Layout,
     collect,
     describe,
@@ -32,20 +37,20 @@ from composer_checkpoint.state_io import (
     own_file,
     path_of,
     save_planner_of,
+    unchanged_until_step,
     write,
 )
-from composer_checkpoint.stores.addresses import parse_uri
-from composer_checkpoint.upload import RemoteUploader
-from composer_checkpoint.uploads import CheckpointUploads
-from composer_events.arguments import to_interval
+from composer_checkpoint.stores.base import parse_uri
+from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
+from composer_events.formatting import check_placeholders
 from composer_events.intervals import create_interval_scheduler
 from composer_events.logger import Logger
 from composer_events.state import State
 from composer_time import Time, Timestamp
 
-__all__ = ["CheckpointSaver"]
+__all__ = ["check_saver_arguments", "CheckpointSaver"]
 
 log = getLogger(__name__)
 
@@ -500,3 +505,41 @@ class CheckpointSaver(Callback):
             self._uploads.note(job)
             self._kept.rotate()
         self._uploads.rotate()
+
+
+_REMOTE_EXAMPLE = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt"
+
+
+def check_saver_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that cannot be used, or contradict each other. What to keep is checked by who keeps it.
+
+    Args:
+        given: The arguments by their names.
+
+    Raises:
+        TypeError: If one is of the wrong kind.
+        ValueError: If one cannot be used.
+        CompressorNotFound: If the program that the file name asks for is not installed.
+    """
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names}
+
+    check_places(**some("folder", "filename"))
+    check_names(_REMOTE_EXAMPLE, **some("remote_file_name", "latest_remote_file_name"))
+    check_placeholders(OF_FOLDER, **some("folder"))
+    check_placeholders(OF_SAVE, **some("remote_file_name", "latest_remote_file_name"))
+    latest = given["latest_filename"]
+    if latest is not None:
+        check_places(latest_filename=latest)
+    check_flags(may_be_none=True, **some("overwrite", "weights_only", "async_save"))
+    check_counts(**some("num_concurrent_uploads"))
+    check_counts(-1, **some("remote_num_checkpoints_to_keep"))
+    check_seconds(**some("upload_timeout_in_seconds"))
+    check_seconds(may_be_none=True, **some("save_timeout_in_seconds"))
+    if given["save_async_policy"] not in ("wait", "skip"):
+        raise ValueError(f"save_async_policy={given['save_async_policy']!r} is not known. Use 'wait' or 'skip'.")
+    check_ignore_keys("save_ignore_keys", given["ignore_keys"])
+    interval = to_interval("save_interval", given["save_interval"])
+    filename = os.fspath(given["filename"]).lstrip("/")
+    check_templates(filename, latest, interval if isinstance(interval, Time) else None, bool(given["overwrite"]))

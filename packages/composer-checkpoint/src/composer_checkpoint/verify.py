@@ -24,7 +24,7 @@ def verify(path: str | os.PathLike[str]) -> "Manifest | None":
     """
     # Here, because the package loads this module at once, and these load torch.
     if os.path.isdir(path):
-        from composer_checkpoint.modular._folders import METADATA_FILENAME, verify_modular_folder
+        from composer_checkpoint.modular.save import METADATA_FILENAME, verify_modular_folder
 
         if os.path.exists(os.path.join(path, METADATA_FILENAME)):
             return verify_modular_folder(path)

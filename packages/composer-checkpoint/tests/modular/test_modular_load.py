@@ -29,7 +29,7 @@ from composer_checkpoint.modular import (
     save_optim_to_disk,
     save_resumption_state_to_disk,
 )
-from composer_checkpoint.publish import publish_checkpoint
+from composer_checkpoint.remote.publish import publish_checkpoint
 from composer_checkpoint.stores import FsspecObjectStore
 from composer_events import Callback, State
 

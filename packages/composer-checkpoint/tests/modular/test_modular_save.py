@@ -25,7 +25,7 @@ from composer_checkpoint.modular import (
     save_resumption_state_to_disk,
     save_state_dict_to_disk,
 )
-from composer_checkpoint.publish import fetch_checkpoint, publish_checkpoint
+from composer_checkpoint.remote.publish import fetch_checkpoint, publish_checkpoint
 from composer_checkpoint.stores import FsspecObjectStore
 from composer_dist.testing import run_ranks
 from composer_events import State

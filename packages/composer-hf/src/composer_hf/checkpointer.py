@@ -16,7 +16,7 @@ from torch import Tensor
 
 from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
-from composer_checkpoint.uris import is_uri, parse_uri
+from composer_checkpoint.remote.fetch import is_uri, parse_uri
 from composer_dist import dist
 from composer_dist.strategy import unwrap_model
 from composer_events.arguments import to_interval

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from composer_checkpoint import IncompatibleCheckpointError, verify
+from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.tensors import StoredTensor, TensorSource, open_checkpoint
-from composer_checkpoint.uris import get_file
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.pretrained_folder import pretrained_folder
 from composer_hf.published_weights import plan_weights

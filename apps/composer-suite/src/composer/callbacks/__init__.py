@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from composer.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from composer.callbacks.system_metrics_monitor import SystemMetricsMonitor as SystemMetricsMonitor
     from composer.callbacks.threshold_stopper import ThresholdStopper as ThresholdStopper
-    from composer_checkpoint.load_callback import LoadCheckpoint as LoadCheckpoint
+    from composer_checkpoint.loader import LoadCheckpoint as LoadCheckpoint
     from composer_checkpoint.saver import CheckpointSaver as CheckpointSaver
 
 __all__ = [
@@ -74,7 +74,7 @@ __getattr__, __dir__ = lazy_face(
         "composer.callbacks.speed_monitor": ["SpeedMonitor"],
         "composer.callbacks.system_metrics_monitor": ["SystemMetricsMonitor"],
         "composer.callbacks.threshold_stopper": ["ThresholdStopper"],
-        "composer_checkpoint.load_callback": ["LoadCheckpoint"],
+        "composer_checkpoint.loader": ["LoadCheckpoint"],
         "composer_checkpoint.saver": ["CheckpointSaver"],
     },
     submodules=[

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from composer_checkpoint.conflicts import ensure_folder_is_empty
-from composer_checkpoint.remote_uploader_downloader import (
+from composer_checkpoint.remote.logger import (
     RemoteUploaderDownloader,
     maybe_create_remote_uploader_downloader_from_uri,
 )
-from composer_checkpoint.stores.addresses import parse_uri
+from composer_checkpoint.save_folder import ensure_folder_is_empty
+from composer_checkpoint.stores.base import parse_uri
 from composer_events.arguments import check_flags, check_places, check_texts
 from composer_events.formatting import OF_TIME, check_placeholders, format_name_with_dist_and_time
 

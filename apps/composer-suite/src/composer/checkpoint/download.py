@@ -1,5 +1,5 @@
 """A checkpoint of one file, from a store."""
 
-from composer_checkpoint.transfer import download_monolithic_checkpoint
+from composer_checkpoint.remote.fetch import download_monolithic_checkpoint
 
 __all__ = ["download_monolithic_checkpoint"]

@@ -1,5 +1,5 @@
 """A file of a checkpoint, to a store."""
 
-from composer_checkpoint.transfer import upload_file
+from composer_checkpoint.remote.fetch import upload_file
 
 __all__ = ["upload_file"]

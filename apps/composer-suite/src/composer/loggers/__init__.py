@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composer.loggers.slack_logger import SlackLogger as SlackLogger
     from composer.loggers.tensorboard_logger import TensorboardLogger as TensorboardLogger
     from composer.loggers.wandb_logger import WandBLogger as WandBLogger
-    from composer_checkpoint.remote_uploader_downloader import RemoteUploaderDownloader as RemoteUploaderDownloader
+    from composer_checkpoint.remote.logger import RemoteUploaderDownloader as RemoteUploaderDownloader
     from composer_events.logger import Logger as Logger
     from composer_events.logger_destination import LoggerDestination as LoggerDestination
 
@@ -40,7 +40,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
-        "composer_checkpoint.remote_uploader_downloader": ["RemoteUploaderDownloader"],
+        "composer_checkpoint.remote.logger": ["RemoteUploaderDownloader"],
         "composer_events.logger": ["Logger"],
         "composer_events.logger_destination": ["LoggerDestination"],
         "composer.loggers.cometml_logger": ["CometMLLogger"],

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_checkpoint.conflicts import ensure_folder_is_empty
+from composer_checkpoint.save_folder import ensure_folder_is_empty
 from composer_dist import dist
 from composer_events.event import ProfilerAction
 

@@ -11,7 +11,7 @@ from composer.profiler.marker import Marker
 from composer.profiler.system_profiler import SystemProfiler
 from composer.profiler.torch_profiler import TorchProfiler
 from composer.profiler.trace_handler import TraceHandler
-from composer_checkpoint.uris import parse_uri
+from composer_checkpoint.remote.fetch import parse_uri
 from composer_events.arguments import check_flags, check_texts
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback

@@ -83,7 +83,7 @@ def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callba
     Raises:
         ValueError: If one has names of its own or several uploads at a time.
     """
-    module: Any = sys.modules.get("composer_checkpoint.remote_uploader_downloader")  # whoever has one has loaded it
+    module: Any = sys.modules.get("composer_checkpoint.remote.logger")  # whoever has one has loaded it
     if module is None:
         return
     uploaders: list[Any] = [each for each in listeners if isinstance(each, module.RemoteUploaderDownloader)]
@@ -126,7 +126,7 @@ def _check_without_folder(saving: Saving) -> None:
         raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
     to_interval("save_interval", saving.save_interval)
     if saving.save_num_checkpoints_to_keep != -1 or saving.save_keep is not None:
-        from composer_checkpoint.kept_files import combine_policies  # here, since not every run saves
+        from composer_checkpoint.retention import combine_policies  # here, since not every run saves
 
         combine_policies(saving.save_num_checkpoints_to_keep, saving.save_keep)
     names = {
@@ -159,7 +159,7 @@ def _make_saver(saving: Saving) -> CheckpointSaver | None:
         return None
     # Here, since it takes as long to load as the rest of the Trainer, and not every run saves.
     from composer_checkpoint.saver import CheckpointSaver
-    from composer_checkpoint.stores.addresses import parse_uri
+    from composer_checkpoint.stores.base import parse_uri
 
     folder = os.fspath(saving.save_folder)
     inside = parse_uri(folder).path.strip("/")
@@ -235,7 +235,7 @@ def load(
     """
     if not loading.autoresume or saver is None:
         return _load(loading, state, logger, engine)
-    from composer_checkpoint.autoresume import checkpoint_to_resume  # loaded already, with the saver
+    from composer_checkpoint.resume import checkpoint_to_resume  # loaded already, with the saver
 
     with checkpoint_to_resume(saver, state, logger) as path:
         if path is not None:
@@ -253,7 +253,7 @@ def load(
 def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> list[dict[str, Any]] | None:
     if loading.load_path is None:
         return None
-    from composer_checkpoint.stores.addresses import parse_uri  # here, since not every run loads
+    from composer_checkpoint.stores.base import parse_uri  # here, since not every run loads
 
     path, store = os.fspath(loading.load_path), loading.load_object_store
     if store is not None and parse_uri(path).backend:

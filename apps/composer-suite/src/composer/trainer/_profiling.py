@@ -25,7 +25,7 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
     if profiler is None:
         return
     from composer.profiler.profiler import Profiler  # few profile, and all would wait for torch's profiler to load
-    from composer_checkpoint.remote_uploader_downloader import maybe_create_remote_uploader_downloader_from_uri
+    from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
 
     if not isinstance(profiler, Profiler):
         hint = " Call it: Profiler(schedule, trace_handlers)." if isinstance(profiler, type) else ""

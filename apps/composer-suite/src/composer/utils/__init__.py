@@ -23,25 +23,36 @@ if TYPE_CHECKING:
     from composer.utils.object_store.mlflow_object_store import MLFLOW_RUN_ID_FORMAT_KEY as MLFLOW_RUN_ID_FORMAT_KEY
     from composer_algorithms import module_surgery as module_surgery
     from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
-    from composer_checkpoint.compression import KNOWN_COMPRESSORS as KNOWN_COMPRESSORS
-    from composer_checkpoint.compression import CliCompressor as CliCompressor
-    from composer_checkpoint.compression import CompressorNotFound as CompressorNotFound
-    from composer_checkpoint.compression import get_compressor as get_compressor
-    from composer_checkpoint.compression import is_compressed_pt as is_compressed_pt
-    from composer_checkpoint.conflicts import (
-        ensure_folder_has_no_conflicting_files as ensure_folder_has_no_conflicting_files,
-    )
-    from composer_checkpoint.conflicts import ensure_folder_is_empty as ensure_folder_is_empty
     from composer_checkpoint.files import safe_torch_load as safe_torch_load
+    from composer_checkpoint.formats.archives import KNOWN_COMPRESSORS as KNOWN_COMPRESSORS
+    from composer_checkpoint.formats.archives import CliCompressor as CliCompressor
+    from composer_checkpoint.formats.archives import CompressorNotFound as CompressorNotFound
+    from composer_checkpoint.formats.archives import get_compressor as get_compressor
+    from composer_checkpoint.formats.archives import is_compressed_pt as is_compressed_pt
     from composer_checkpoint.loader import load_checkpoint as load_checkpoint
     from composer_checkpoint.names import PartialFilePath as PartialFilePath
     from composer_checkpoint.names import is_tar as is_tar
-    from composer_checkpoint.remote_uploader_downloader import (
+    from composer_checkpoint.remote.fetch import create_symlink_file as create_symlink_file
+    from composer_checkpoint.remote.fetch import extract_path_from_symlink as extract_path_from_symlink
+    from composer_checkpoint.remote.fetch import get_file as get_file
+    from composer_checkpoint.remote.fetch import is_uri as is_uri
+    from composer_checkpoint.remote.fetch import list_remote_objects as list_remote_objects
+    from composer_checkpoint.remote.fetch import (
+        maybe_create_object_store_from_uri as maybe_create_object_store_from_uri,
+    )
+    from composer_checkpoint.remote.fetch import parse_uri as parse_uri
+    from composer_checkpoint.remote.fetch import validate_credentials as validate_credentials
+    from composer_checkpoint.remote.logger import (
         maybe_create_remote_uploader_downloader_from_uri as maybe_create_remote_uploader_downloader_from_uri,
     )
-    from composer_checkpoint.retry import retry as retry
-    from composer_checkpoint.state_io import get_save_filename as get_save_filename
-    from composer_checkpoint.state_io import save_checkpoint as save_checkpoint
+    from composer_checkpoint.remote.upload import RemoteFilesExistingCheckStatus as RemoteFilesExistingCheckStatus
+    from composer_checkpoint.remote.upload import RemoteUploader as RemoteUploader
+    from composer_checkpoint.save_folder import (
+        ensure_folder_has_no_conflicting_files as ensure_folder_has_no_conflicting_files,
+    )
+    from composer_checkpoint.save_folder import ensure_folder_is_empty as ensure_folder_is_empty
+    from composer_checkpoint.state import get_save_filename as get_save_filename
+    from composer_checkpoint.state import save_checkpoint as save_checkpoint
     from composer_checkpoint.stores import FsspecObjectStore as FsspecObjectStore
     from composer_checkpoint.stores import GCSObjectStore as GCSObjectStore
     from composer_checkpoint.stores import LibcloudObjectStore as LibcloudObjectStore
@@ -52,17 +63,8 @@ if TYPE_CHECKING:
     from composer_checkpoint.stores import S3ObjectStore as S3ObjectStore
     from composer_checkpoint.stores import SFTPObjectStore as SFTPObjectStore
     from composer_checkpoint.stores import UCObjectStore as UCObjectStore
+    from composer_checkpoint.stores.base import retry as retry
     from composer_checkpoint.stores.opening import build_remote_backend as build_remote_backend
-    from composer_checkpoint.upload import RemoteFilesExistingCheckStatus as RemoteFilesExistingCheckStatus
-    from composer_checkpoint.upload import RemoteUploader as RemoteUploader
-    from composer_checkpoint.uris import create_symlink_file as create_symlink_file
-    from composer_checkpoint.uris import extract_path_from_symlink as extract_path_from_symlink
-    from composer_checkpoint.uris import get_file as get_file
-    from composer_checkpoint.uris import is_uri as is_uri
-    from composer_checkpoint.uris import list_remote_objects as list_remote_objects
-    from composer_checkpoint.uris import maybe_create_object_store_from_uri as maybe_create_object_store_from_uri
-    from composer_checkpoint.uris import parse_uri as parse_uri
-    from composer_checkpoint.uris import validate_credentials as validate_credentials
     from composer_dist import dist as dist
     from composer_dist import reproducibility as reproducibility
     from composer_dist.devices import STR_TO_DTYPE as STR_TO_DTYPE
@@ -205,14 +207,14 @@ __getattr__, __dir__ = lazy_face(
             "MLFLOW_RUN_ID_FORMAT_KEY",
         ],
         "composer_algorithms.dataset_transforms": ["add_vision_dataset_transform"],
-        "composer_checkpoint.compression": [
+        "composer_checkpoint.formats.archives": [
             "CliCompressor",
             "CompressorNotFound",
             "KNOWN_COMPRESSORS",
             "get_compressor",
             "is_compressed_pt",
         ],
-        "composer_checkpoint.conflicts": ["ensure_folder_has_no_conflicting_files", "ensure_folder_is_empty"],
+        "composer_checkpoint.save_folder": ["ensure_folder_has_no_conflicting_files", "ensure_folder_is_empty"],
         "composer_checkpoint.files": ["safe_torch_load"],
         "composer_checkpoint.names": ["PartialFilePath", "is_tar"],
         "composer_checkpoint.stores": [
@@ -228,8 +230,8 @@ __getattr__, __dir__ = lazy_face(
             "UCObjectStore",
         ],
         "composer_checkpoint.stores.opening": ["build_remote_backend"],
-        "composer_checkpoint.upload": ["RemoteFilesExistingCheckStatus", "RemoteUploader"],
-        "composer_checkpoint.uris": [
+        "composer_checkpoint.remote.upload": ["RemoteFilesExistingCheckStatus", "RemoteUploader"],
+        "composer_checkpoint.remote.fetch": [
             "create_symlink_file",
             "extract_path_from_symlink",
             "get_file",
@@ -240,9 +242,9 @@ __getattr__, __dir__ = lazy_face(
             "validate_credentials",
         ],
         "composer_checkpoint.loader": ["load_checkpoint"],
-        "composer_checkpoint.remote_uploader_downloader": ["maybe_create_remote_uploader_downloader_from_uri"],
-        "composer_checkpoint.retry": ["retry"],
-        "composer_checkpoint.state_io": ["get_save_filename", "save_checkpoint"],
+        "composer_checkpoint.remote.logger": ["maybe_create_remote_uploader_downloader_from_uri"],
+        "composer_checkpoint.stores.base": ["retry"],
+        "composer_checkpoint.state": ["get_save_filename", "save_checkpoint"],
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed", "STR_TO_DTYPE"],
         "composer_dist.env": ["get_free_tcp_port"],
         "composer_dist.strategy": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],

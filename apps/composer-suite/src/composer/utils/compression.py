@@ -1,6 +1,6 @@
 """Checkpoints compressed by a command-line tool, as the end of their name says."""
 
-from composer_checkpoint.compression import (
+from composer_checkpoint.formats.archives import (
     KNOWN_COMPRESSORS,
     CliCompressor,
     CompressorNotFound,

@@ -2,19 +2,8 @@
 
 from composer._former_modules import NO_TABLE
 from composer._lazy import lazy_face, share_patches
-from composer_checkpoint.conflicts import ensure_folder_has_no_conflicting_files, ensure_folder_is_empty
 from composer_checkpoint.names import is_tar
-from composer_checkpoint.remote_uploader_downloader import maybe_create_remote_uploader_downloader_from_uri
-from composer_checkpoint.stores import (
-    GCSObjectStore,
-    LibcloudObjectStore,
-    MLFlowObjectStore,
-    ObjectStore,
-    OCIObjectStore,
-    S3ObjectStore,
-    UCObjectStore,
-)
-from composer_checkpoint.uris import (
+from composer_checkpoint.remote.fetch import (
     create_symlink_file,
     extract_path_from_symlink,
     get_file,
@@ -23,6 +12,17 @@ from composer_checkpoint.uris import (
     maybe_create_object_store_from_uri,
     parse_uri,
     validate_credentials,
+)
+from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
+from composer_checkpoint.save_folder import ensure_folder_has_no_conflicting_files, ensure_folder_is_empty
+from composer_checkpoint.stores import (
+    GCSObjectStore,
+    LibcloudObjectStore,
+    MLFlowObjectStore,
+    ObjectStore,
+    OCIObjectStore,
+    S3ObjectStore,
+    UCObjectStore,
 )
 from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time, partial_format
 

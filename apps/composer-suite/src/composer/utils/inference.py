@@ -220,8 +220,8 @@ def _changed(model: nn.Module, changes: Any) -> nn.Module:
 
 
 def _load(model: nn.Module, path: str, store: Any, strict: bool) -> None:
-    from composer_checkpoint.fetching import get_file  # here, since few exports load anything
     from composer_checkpoint.files import load_file
+    from composer_checkpoint.remote.fetch import get_file  # here, since few exports load anything
 
     with tempfile.TemporaryDirectory() as folder:
         local = os.path.join(folder, os.path.basename(path))
@@ -237,7 +237,7 @@ def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path:
     """Write to a file beside, and bring it where it belongs when it is whole."""
     name = save_path
     if store is None:
-        from composer_checkpoint.stores.addresses import parse_uri  # here, since loggers' exports are often local
+        from composer_checkpoint.stores.base import parse_uri  # here, since loggers' exports are often local
         from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
 
         store, name = maybe_create_object_store_from_uri(save_path), parse_uri(save_path).path

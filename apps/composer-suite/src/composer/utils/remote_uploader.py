@@ -2,4 +2,4 @@
 
 from composer._lazy import replace_module
 
-replace_module(__name__, "composer_checkpoint.upload")
+replace_module(__name__, "composer_checkpoint.remote.upload")

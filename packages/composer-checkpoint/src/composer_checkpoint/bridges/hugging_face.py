@@ -20,8 +20,8 @@ from composer_checkpoint.errors import (
     NoCheckpointError,
     UnsafeCheckpointError,
 )
+from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.files import verify_file
-from composer_checkpoint.hashing import hash_file
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import NoCheckpointError, StorageError
 from composer_checkpoint.files import load_file, save_file
-from composer_checkpoint.retry import retry
-from composer_checkpoint.sharded._targets import is_remote
+from composer_checkpoint.sharded._storage import is_remote
+from composer_checkpoint.stores.base import retry
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import CheckpointIO

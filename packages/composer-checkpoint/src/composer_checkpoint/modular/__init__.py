@@ -4,20 +4,20 @@
 - `state_dict_types`: such dicts by Composer's `state_dict_type`, and the way back.
 - `checkpoint_folder`: one folder for several parts, which appears whole or not at all.
 - `options`: the settings of `save_checkpoint_to_disk` and `load_checkpoint`.
-- `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.transfer`: from a store, and to one.
+- `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.remote.fetch`: from a store, and to one.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_checkpoint.modular._folders import checkpoint_folder as checkpoint_folder
     from composer_checkpoint.modular.load import load_checkpoint as load_checkpoint
     from composer_checkpoint.modular.load import load_model_checkpoint as load_model_checkpoint
     from composer_checkpoint.modular.load import load_optim_checkpoint as load_optim_checkpoint
     from composer_checkpoint.modular.load import load_resumption_checkpoint as load_resumption_checkpoint
     from composer_checkpoint.modular.options import CheckpointLoadOptions as CheckpointLoadOptions
     from composer_checkpoint.modular.options import CheckpointSaveOptions as CheckpointSaveOptions
+    from composer_checkpoint.modular.save import checkpoint_folder as checkpoint_folder
     from composer_checkpoint.modular.save import save_checkpoint_to_disk as save_checkpoint_to_disk
     from composer_checkpoint.modular.save import save_composer_metadata_to_disk as save_composer_metadata_to_disk
     from composer_checkpoint.modular.save import save_model_to_disk as save_model_to_disk
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from composer_checkpoint.modular.state_dict_types import (
         get_fsdp_sharded_optim_state_dict as get_fsdp_sharded_optim_state_dict,
     )
-    from composer_checkpoint.transfer import download_monolithic_checkpoint as download_monolithic_checkpoint
-    from composer_checkpoint.transfer import upload_file as upload_file
+    from composer_checkpoint.remote.fetch import download_monolithic_checkpoint as download_monolithic_checkpoint
+    from composer_checkpoint.remote.fetch import upload_file as upload_file
 
 _HOME = {
-    "checkpoint_folder": "composer_checkpoint.modular._folders",
+    "checkpoint_folder": "composer_checkpoint.modular.save",
     "get_model_state_dict": "composer_checkpoint.modular.state_dict",
     "get_optim_state_dict": "composer_checkpoint.modular.state_dict",
     "get_metadata_state_dict": "composer_checkpoint.modular.state_dict",
@@ -63,8 +63,8 @@ _HOME = {
     "load_model_checkpoint": "composer_checkpoint.modular.load",
     "load_optim_checkpoint": "composer_checkpoint.modular.load",
     "load_resumption_checkpoint": "composer_checkpoint.modular.load",
-    "download_monolithic_checkpoint": "composer_checkpoint.transfer",
-    "upload_file": "composer_checkpoint.transfer",
+    "download_monolithic_checkpoint": "composer_checkpoint.remote.fetch",
+    "upload_file": "composer_checkpoint.remote.fetch",
 }
 __all__ = [
     "checkpoint_folder",

@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.errors import IncompatibleCheckpointError
-from composer_checkpoint.modular._names import is_sharded, parameters_by_name
-from composer_checkpoint.modular._optimizers import load_optimizer
-from composer_checkpoint.modular._sharding import follow_parameters, shard_model
-from composer_checkpoint.modular._sources import Source, find_source, read_on_rank_zero
-from composer_checkpoint.modular._weights import WeightsMismatchError, load_weights
+from composer_checkpoint.modular._restore import (
+    Source,
+    WeightsMismatchError,
+    find_source,
+    follow_parameters,
+    load_optimizer,
+    load_weights,
+    read_on_rank_zero,
+    shard_model,
+)
+from composer_checkpoint.modular._spread import is_sharded, parameters_by_name
 from composer_checkpoint.modular.options import CheckpointLoadOptions
-from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.stores.addresses import is_uri
+from composer_checkpoint.stores.base import is_uri
 from composer_dist.reproducibility import load_rng_state
 
 if TYPE_CHECKING:

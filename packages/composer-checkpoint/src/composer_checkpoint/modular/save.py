@@ -3,29 +3,22 @@
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.files import save_file
-from composer_checkpoint.modular._folders import METADATA_FILENAME, checkpoint_folder
-from composer_checkpoint.modular._places import (
-    AlreadyExistsError,
-    PathLike,
-    as_value_error,
-    check_format,
-    check_suffix,
-    file_in,
-    local_path,
-    on_rank_zero,
-    place_of_part,
-    without_suffixes,
-)
+from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpointError
+from composer_checkpoint.file_io import HASH_NAME, hash_file
+from composer_checkpoint.files import INDEX_SUFFIX, save_file, save_weights_in_shards, verify_file
+from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from composer_checkpoint.modular.options import CheckpointSaveOptions
 from composer_checkpoint.modular.state_dict import (
     Patterns,
@@ -35,16 +28,28 @@ from composer_checkpoint.modular.state_dict import (
     get_resumption_state_dict,
 )
 from composer_checkpoint.names import format_name_with_dist_and_time
-from composer_checkpoint.safetensors_index import save_weights_in_shards
-from composer_checkpoint.sharded import save_sharded
-from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint.sharded import save_sharded, verify_folder
+from composer_checkpoint.sharded._storage import METADATA_NAME
+from composer_checkpoint.stores.base import is_uri
 
 if TYPE_CHECKING:
     from composer_dist.devices import Device
     from composer_events import State
 
 __all__ = [
+    "METADATA_FILENAME",
+    "checkpoint_folder",
+    "verify_modular_folder",
     "AlreadyExistsError",
+    "PathLike",
+    "as_value_error",
+    "check_format",
+    "check_suffix",
+    "file_in",
+    "local_path",
+    "on_rank_zero",
+    "place_of_part",
+    "without_suffixes",
     "save_checkpoint_to_disk",
     "save_composer_metadata_to_disk",
     "save_model_to_disk",
@@ -52,6 +57,98 @@ __all__ = [
     "save_resumption_state_to_disk",
     "save_state_dict_to_disk",
 ]
+
+PathLike = str | os.PathLike[str]
+
+_FORMATS = ("pt", "safetensors")
+
+
+class AlreadyExistsError(CheckpointConflictError, ValueError):
+    """There is a file or folder of this name, and it must not be overwritten."""
+
+
+@contextmanager
+def as_value_error(path: str, kind: str) -> Iterator[None]:
+    """Raise a conflict as an error that is a `ValueError`, too."""
+    try:
+        yield
+    except CheckpointConflictError as error:
+        raise AlreadyExistsError(_conflict(path, kind)) from error
+
+
+def place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_format: str, overwrite: bool) -> str:
+    """Return where a part goes. Every rank must call this.
+
+    Raises:
+        ValueError: On all ranks, before anything is gathered, if something is there and must not be overwritten.
+    """
+    folder = os.path.join(local_path(destination_dir, "destination_dir"), part)
+    path = folder if sharded else os.path.join(folder, f"{part}.{save_format}")
+
+    def look() -> None:
+        if not overwrite and os.path.lexists(path):
+            raise AlreadyExistsError(_conflict(path, "Directory" if sharded else "File"))
+
+    on_rank_zero(look, path)
+    return path
+
+
+def on_rank_zero(work: Callable[[], None], path: str) -> str | None:
+    """Let rank 0 work, and return the path there, `None` on other ranks; its error is raised on all of them."""
+    ranks = Ranks()
+    ranks.together(work if ranks.rank == 0 else lambda: None)
+    return path if ranks.rank == 0 else None
+
+
+def local_path(path: PathLike, argument: str) -> str:
+    """Return the path as text.
+
+    Raises:
+        ValueError: If it is an address.
+    """
+    if is_uri(path):
+        raise ValueError(
+            f"{argument}={os.fspath(path)!r} is an address, and this saves to a local disk. Save to a folder, and "
+            f"upload what is in it, with upload_file() or composer_checkpoint.remote.publish.publish_checkpoint()."
+        )
+    return os.fspath(path)
+
+
+def file_in(path: PathLike, name: str) -> str:
+    """Return the path of a file: the path itself if it ends like the name, else the name in that folder."""
+    text = local_path(path, "path")
+    return text if PurePath(text).suffix == PurePath(name).suffix else os.path.join(text, name)
+
+
+def without_suffixes(path: str) -> str:
+    """Return the path without what follows the first dot of its name."""
+    name = PurePath(path)
+    return os.fspath(name.with_name(name.name.removesuffix("".join(name.suffixes))))
+
+
+def check_format(save_format: str, sharded: bool) -> None:
+    """Refuse a format that is not known, or that has no shards."""
+    if save_format not in _FORMATS:
+        raise NotImplementedError(f"save_format={save_format!r} is not known. Use one of {', '.join(_FORMATS)}.")
+    if sharded and save_format != "pt":
+        raise ValueError(
+            f"save_format={save_format!r} is one file, and a sharded checkpoint is a folder of "
+            f"torch.distributed.checkpoint. Use 'pt', or save without shards."
+        )
+
+
+def check_suffix(path: PathLike, save_format: str) -> None:
+    """Refuse a file name that says another format."""
+    if (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
+        raise ValueError(
+            f"path={os.fspath(path)!r} does not go with save_format={save_format!r}: names that end in .safetensors "
+            f"are of that format, and no others are. Change one of the two."
+        )
+
+
+def _conflict(path: str, kind: str) -> str:
+    return f"{kind} {path} already exists. Set overwrite=True to replace it, or choose another name."
+
 
 RESUMPTION_FILENAME = "resumption.pkl"
 
@@ -320,3 +417,110 @@ def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:
 
 def _times(state: "State") -> dict[str, int]:
     return {unit: int(getattr(state.timestamp, unit)) for unit in ("iteration", "epoch", "batch", "sample", "token")}
+
+
+METADATA_FILENAME = "composer_metadata.json"
+
+
+@contextmanager
+def checkpoint_folder(
+    path: str | os.PathLike[str], *, overwrite: bool = False, info: Mapping[str, Any] | None = None
+) -> Iterator[str]:
+    """Yield a folder for the parts of a checkpoint; at the end it gets a manifest and its real name, in one step.
+
+    Every rank must enter and leave it. After an exception, which must be raised on all ranks, nothing is left.
+
+    Args:
+        path: The real name, on a disk that all ranks see.
+        overwrite: Whether a folder of this name may be replaced.
+        info: What the manifest shall say about the run, such as `{"timestamp": {"epoch": 3}}`, by which `find_newest`
+            goes. Values that JSON knows.
+
+    Yields:
+        The folder's name until then. What is in it has hashes in the manifest, whoever wrote it.
+
+    Raises:
+        CheckpointConflictError: If there is something of this name and `overwrite` is false; also a `FileExistsError`.
+        StorageError: If a disk fails.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from composer_checkpoint.modular import save_model_to_disk
+        >>> folder = tempfile.mkdtemp()
+        >>> with checkpoint_folder(f"{folder}/ep1") as unfinished:
+        ...     path = save_model_to_disk(torch.nn.Linear(2, 1), unfinished)
+        >>> sorted(os.listdir(f"{folder}/ep1"))
+        ['composer_manifest.json', 'composer_metadata.json', 'model']
+    """
+    ranks = Ranks()
+    with ExitStack() as unfinished:  # of rank 0, and empty on the others
+
+        def begin() -> str:
+            if ranks.rank:
+                return ""
+            return str(unfinished.enter_context(write_atomically(path, overwrite=overwrite, folder=True)))
+
+        place = ranks.exchange(begin, lambda places: [places[0]] * len(places))
+        yield place
+
+        def commit() -> None:
+            if ranks.rank == 0:
+                _seal(Path(place), info or {})
+                unfinished.pop_all().close()
+
+        ranks.together(commit)
+
+
+def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
+    """Compare all files of a modular checkpoint with its manifest; without one, its parts with theirs.
+
+    Returns:
+        The manifest, or `None` if there is none.
+
+    Raises:
+        CorruptCheckpointError: If a file is missing, or not what was written.
+    """
+    root = Path(folder)
+    if not (root / MANIFEST_NAME).exists():
+        for part in sorted(root.iterdir()):
+            if part.name != METADATA_FILENAME:
+                _verify_part(part)
+        return None
+    manifest = Manifest.from_json((root / MANIFEST_NAME).read_bytes())
+    for name, entry in manifest.files.items():
+        path = root / name
+        if not path.exists():
+            raise CorruptCheckpointError(f"{root} lacks {name}, which was saved with it. Load another checkpoint.")
+        if _entry(path) != entry:
+            _verify_part(path)  # it knows which tensor was damaged
+            raise CorruptCheckpointError(f"{path} is not what was written. Load another checkpoint.")
+    return manifest
+
+
+def _verify_part(path: Path) -> None:
+    if path.is_dir() and (path / METADATA_NAME).exists():
+        verify_folder(path)
+    elif path.is_dir():
+        for inside in sorted(path.iterdir()):
+            _verify_part(inside)
+    elif path.suffix in (".pt", ".pkl", ".safetensors") or path.name.endswith(INDEX_SUFFIX):
+        verify_file(path)
+
+
+def _seal(folder: Path, info: Mapping[str, Any]) -> None:
+    """Write the hashes of all files; where manifests inside have them, they are taken from there."""
+    if not (folder / METADATA_FILENAME).exists():  # by which the folder is known
+        (folder / METADATA_FILENAME).write_text(json.dumps(get_metadata_state_dict(), indent=4))
+    known: dict[str, FileEntry] = {}
+    for manifest in folder.glob(f"*/{MANIFEST_NAME}"):
+        inside = manifest.parent.relative_to(folder)
+        found = Manifest.from_json(manifest.read_bytes())
+        if found.hash_name == HASH_NAME:
+            known |= {(inside / name).as_posix(): entry for name, entry in found.files.items()}
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    entries = {name: known.get(name) or _entry(folder / name) for name in names}
+    (folder / MANIFEST_NAME).write_text(Manifest(files=entries, info=info).to_json())
+
+
+def _entry(path: Path) -> FileEntry:
+    return FileEntry(path.stat().st_size, hash_file(path))

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as tdist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from composer_checkpoint.modular._names import named_optimizer_state, weights_of
-from composer_checkpoint.modular._values import as_dtype, cast_state, gather, offload
+from composer_checkpoint.modular._spread import (
+    as_dtype,
+    cast_state,
+    fill,
+    gather,
+    map_tensors,
+    named_optimizer_state,
+    offload,
+    weights_of,
+)
 from composer_checkpoint.modular.options import both_key_filters
 from composer_dist.collectives import is_initialized
 from composer_dist.devices import get_device
@@ -25,6 +34,10 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
+    "check_type",
+    "of_type",
+    "own_part",
+    "room_for",
     "get_metadata_state_dict",
     "get_model_state_dict",
     "get_optim_state_dict",
@@ -226,3 +239,75 @@ def _precision_name(precision: str | torch.dtype) -> str:
     if isinstance(precision, torch.dtype):
         return str(precision).removeprefix("torch.")
     return str(getattr(precision, "value", precision))
+
+
+_TYPES = ("full", "sharded", "local")
+
+
+def check_type(state_dict_type: object) -> None:
+    """Refuse what is none of the three types.
+
+    Raises:
+        ValueError: With the types.
+    """
+    if state_dict_type not in _TYPES:
+        raise ValueError(
+            f"state_dict_type={state_dict_type!r} is none that there is. Use 'full' for whole tensors on rank 0, "
+            f"'sharded' for DTensors, or 'local' for the tensors of each rank."
+        )
+
+
+def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = True) -> dict[str, Any]:
+    """Return a state that is of `DTensor`s as another type has it. Every rank must call this for `'full'`.
+
+    Args:
+        state: Nested dicts and lists, alike on all ranks.
+        state_dict_type: Only whole tensors are moved to the host.
+        rank0_only: Whether other ranks get nothing of what is whole.
+    """
+    if state_dict_type == "sharded":
+        return state
+    if state_dict_type == "local":
+        return map_tensors(state, _local)
+    keep = not rank0_only or get_global_rank() == 0
+    gathered = gather(state, keep=keep, cpu_offload=True)
+    return gathered if keep else {}
+
+
+@torch.no_grad()
+def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
+    """Return a rank's tensor spread as the one is that it shall replace.
+
+    Args:
+        name: For the error.
+        own: What it replaces.
+        value: This rank's part, or the whole; a `DTensor` stays as it is.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if not isinstance(own, DTensor) or isinstance(value, DTensor):
+        return value
+    target = room_for(own, value.dtype)
+    local = target.to_local()
+    if value.shape == local.shape:
+        local.copy_(value)
+    elif value.shape == own.shape:
+        fill(target, value)
+    else:
+        raise ValueError(
+            f"{name} has the shape {tuple(value.shape)}, and rank {get_global_rank()} holds {tuple(local.shape)} of "
+            f"{tuple(own.shape)}. What is of state_dict_type='local' fits as many ranks as it was made on, with the "
+            f"model sharded alike; save with 'full' or 'sharded' for others."
+        )
+    return target
+
+
+def room_for(own: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Return a tensor with any values, spread as another one is, on a device that has memory."""
+    on_host = own.device_mesh.device_type if isinstance(own, DTensor) else "cpu"
+    return torch.empty_like(own, dtype=dtype, device=on_host if own.is_meta else None, requires_grad=False)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,11 +18,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint.modular._names import named_optimizer_state, parameters_by_name, refuse_fsdp1
-from composer_checkpoint.modular._optimizers import receive_state
-from composer_checkpoint.modular._spreading import Slot, TensorSender, map_slots
-from composer_checkpoint.modular._state_dict_types import check_type, of_type, own_part, room_for
-from composer_checkpoint.sharded._ranks import Ranks
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint.modular._restore import receive_state
+from composer_checkpoint.modular._spread import (
+    Slot,
+    TensorSender,
+    map_slots,
+    named_optimizer_state,
+    parameters_by_name,
+    refuse_fsdp1,
+)
+from composer_checkpoint.modular.state_dict import check_type, of_type, own_part, room_for
 from composer_dist.strategy import canonical_name, unwrap_model
 
 __all__ = [

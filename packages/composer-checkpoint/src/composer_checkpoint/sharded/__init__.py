@@ -6,8 +6,7 @@
   `load`.
 """
 
-from composer_checkpoint.sharded.load import load_sharded
-from composer_checkpoint.sharded.planner import ComparingLoadPlanner
+from composer_checkpoint.sharded.load import ComparingLoadPlanner, load_sharded
 from composer_checkpoint.sharded.reader import VerifyingReader, read_folder_metadata
 from composer_checkpoint.sharded.save import save_sharded
 from composer_checkpoint.sharded.verify import verify_folder

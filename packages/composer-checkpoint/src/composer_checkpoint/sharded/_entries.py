@@ -5,11 +5,17 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint._joined_names import doubled, path_text
+from composer_checkpoint._tree import doubled, path_text
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.sharded._metadata import MAX_NAME_CHARS, MAX_STEPS
 
-__all__ = ["refuse_unfit_entries", "refuse_sparse_entries", "refuse_unmeasured", "refuse_without_elements"]
+__all__ = [
+    "refuse_unfit_entries",
+    "refuse_sparse_entries",
+    "refuse_unmeasured",
+    "refuse_without_elements",
+    "flatten_as_torch_2_3",
+]
 
 Path = tuple[str | int, ...]
 Kinds = tuple[type, ...]
@@ -127,4 +133,42 @@ def _entries(value: Any, tensor_kinds: Kinds, path: tuple[Any, ...] = ()) -> Ite
 def _is_taken_apart(value: Any, tensor_kinds: Kinds) -> bool:
     return isinstance(value, list) and any(
         isinstance(item, (Mapping, *tensor_kinds)) or _is_taken_apart(item, tensor_kinds) for item in value
+    )
+
+
+def flatten_as_torch_2_3(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the entries by name, and where each belongs.
+
+    Since torch 2.4 every dict is taken apart. Before, one that held neither tensors nor such containers was one entry,
+    as the groups of an optimizer were.
+
+    Example:
+        >>> flat, paths = flatten_as_torch_2_3({"optim": {"groups": [{"lr": 0.1}]}, "w": torch.ones(1)})
+        >>> sorted(flat)
+        ['optim', 'w']
+    """
+    flat: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    pending: list[tuple[Path, Any]] = [((str(key),), value) for key, value in reversed([*state_dict.items()])]
+    while pending:
+        path, value = pending.pop()
+        if _is_entry(value):
+            name = ".".join(map(str, path))
+            flat[name], paths[name] = value, path
+        elif isinstance(value, Mapping):
+            pending.extend(((*path, str(key)), item) for key, item in reversed([*value.items()]))
+        else:
+            pending.extend(((*path, i), item) for i, item in reversed(list(enumerate(value))))
+    return flat, paths
+
+
+def _is_entry(value: object) -> bool:
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, list):
+        items = value
+    else:
+        return True
+    return not any(
+        isinstance(item, torch.Tensor) or (isinstance(item, Mapping | list) and not _is_entry(item)) for item in items
     )

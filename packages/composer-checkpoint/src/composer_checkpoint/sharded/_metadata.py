@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from composer_checkpoint._pickled_arrays import safe_unpickle
+from composer_checkpoint._pickle_inspection import safe_unpickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, shown
-from composer_checkpoint.sharded._overlaps import covers_exactly
+from composer_checkpoint.sharded._boxes import covers_exactly
 
 __all__ = ["MAX_NAME_CHARS", "MAX_STEPS", "StorageInfo", "parse_metadata", "part_name"]
 

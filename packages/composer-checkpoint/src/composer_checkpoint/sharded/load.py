@@ -1,19 +1,31 @@
 """Loading a sharded checkpoint into a state dict that may be spread otherwise."""
 
+import io
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItemType
 
-from composer_checkpoint.sharded._ranks import Ranks
-from composer_checkpoint.sharded.planner import ComparingLoadPlanner
-from composer_checkpoint.sharded.reader import VerifyingReader
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._tree import doubled, path_text
+from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.sharded._entries import flatten_as_torch_2_3, refuse_sparse_entries, refuse_unfit_entries
+from composer_checkpoint.sharded.reader import VerifyingReader, decode_object, encode_object
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_sharded", "load_sharded", "load_with_reader"]
+__all__ = ["check_sharded", "load_sharded", "load_with_reader", "ComparingLoadPlanner", "WholeSavePlanner"]
 
 
 def load_sharded(
@@ -97,3 +109,191 @@ def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlan
     plans: list[LoadPlan] = []
     ranks.together(lambda: plans.append(plan_locally()))
     return plans[0]
+
+
+log = getLogger(__name__)
+
+_MAX_LISTED = 10
+
+
+class WholeSavePlanner(DefaultSavePlanner):
+    """Saves dicts in which there is nothing, too, of which DCP leaves no trace: who wrote them looks for them later.
+
+    Args:
+        first_rank_decides: Whether of a tensor that is whole on several ranks the first rank's is written. Otherwise
+            they are taken for equal, and each is written by the rank that has least to write.
+    """
+
+    def __init__(self, *, first_rank_decides: bool = False) -> None:
+        super().__init__()
+        self._first_rank_decides = first_rank_decides
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state dict."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        for path in _empty_dicts(state_dict, ()):
+            name = ".".join(map(str, path))
+            if name not in self.state_dict:
+                self.state_dict[name], self.mappings[name] = {}, path
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the first rank: return who writes what.
+
+        Raises:
+            IncompatibleCheckpointError: If ranks have entries of one name in different places of their state dicts.
+        """
+        _refuse_doubled_among_ranks(all_plans)
+        return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
+
+
+class ComparingLoadPlanner(DefaultLoadPlanner):
+    """Refuses the checkpoint of another model, with lists of what differs, before anything is read.
+
+    Entries of parts of the checkpoint that the state dict does not have at all, such as the optimizer's while only
+    weights are loaded, are left alone. Items that are no tensors are read as plain data.
+
+    Args:
+        strict: Whether missing, unexpected and differing entries are refused. If not, what fits is loaded, dtypes are
+            converted, and the number of the others is logged.
+        may_lack: Last parts of the names of entries that are no tensors and that the checkpoint need not have.
+    """
+
+    def __init__(self, strict: bool = True, may_lack: Collection[str] = ()) -> None:
+        super().__init__(allow_partial_load=True)
+        self._strict, self._may_lack = strict, frozenset(may_lack)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state dict.
+
+        Raises:
+            IncompatibleCheckpointError: If it has two entries of one name, or a sparse tensor.
+        """
+        refuse_unfit_entries(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        refuse_sparse_entries(self.state_dict, self.mappings, "loads into")
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what to read.
+
+        Raises:
+            IncompatibleCheckpointError: If the state dict and the checkpoint do not fit.
+        """
+        assert self.metadata is not None  # set_up_planner comes first
+        saved = self.metadata.state_dict_metadata
+        old_names, old_paths = flatten_as_torch_2_3(self.original_state_dict)
+        if (set(saved) - set(self.state_dict)) & set(old_names):
+            self.state_dict, self.mappings = old_names, old_paths
+        asked = self.state_dict
+        missing = [name for name in asked if name not in saved and not self._need_not_be_there(name)]
+        differing = _differing(asked, saved, self._strict)
+        self._judge(missing, _unexpected(asked, self.mappings, self.metadata), differing, len(asked))
+        fitting = {name: asked[name] for name in asked if name in saved and name not in differing}
+        return create_default_local_load_plan(fitting, self.metadata)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an item that is no tensor into the state dict."""
+        checked = decode_object(value.getvalue())
+        super().load_bytes(read_item, encode_object(checked))  # runs a pickle, so it gets one that is ours
+
+    def _need_not_be_there(self, name: str) -> bool:
+        return self.mappings[name][-1] in self._may_lack and not isinstance(self.state_dict[name], torch.Tensor)
+
+    def _judge(self, missing: list[str], unexpected: list[str], differing: Mapping[str, str], num_asked: int) -> None:
+        if not (missing or unexpected or differing):
+            return
+        lists = "; ".join(
+            text
+            for text in (
+                _listed("missing from the checkpoint", missing),
+                _listed("in the checkpoint but not asked for", unexpected),
+                _listed("different", [f"{name} ({how})" for name, how in differing.items()]),
+            )
+            if text
+        )
+        num_matched = num_asked - len(missing) - len(differing)
+        if self._strict:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint does not fit what is loaded: {lists}. Load it into the model and optimizer that it "
+                f"was saved from, load weights only if the optimizer's entries differ, or pass strict=False to load "
+                f"what fits."
+            )
+        if num_asked and not num_matched:
+            raise IncompatibleCheckpointError(
+                f"nothing of the checkpoint fits what is loaded: {lists}. Load the checkpoint of this model."
+            )
+        log.warning("Loaded %d of %d entries that were asked for: %s.", num_matched, num_asked, lists)
+
+
+def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """Yield the paths of empty dicts below the outermost one, as DCP writes paths."""
+    if isinstance(value, Mapping):
+        if not value and path:
+            yield path
+        for key, child in value.items():
+            yield from _empty_dicts(child, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _empty_dicts(child, (*path, index))
+
+
+def _refuse_doubled_among_ranks(plans: list[SavePlan]) -> None:
+    known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
+    for rank, plan in enumerate(plans):
+        for name, path in (plan.planner_data or {}).items():
+            first, other = known.setdefault(name, (rank, path))
+            if other != path:
+                places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
+                raise doubled(*places, name, "a sharded checkpoint")
+
+
+def _first_copies(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave out the tensors that are whole on an earlier rank, too."""
+    seen: set[MetadataIndex] = set()
+    left: list[SavePlan] = []
+    for plan in plans:
+        items = [item for item in plan.items if item.type is not WriteItemType.TENSOR or item.index not in seen]
+        seen.update(item.index for item in items)
+        left.append(replace(plan, items=items))
+    return left
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{more}"
+
+
+def _differing(asked: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> dict[str, str]:
+    """Return how the entries that both have differ."""
+    differences = {name: _difference(value, saved[name], strict) for name, value in asked.items() if name in saved}
+    return {name: how for name, how in differences.items() if how is not None}
+
+
+def _difference(value: object, entry: object, strict: bool) -> str | None:
+    if isinstance(value, torch.Tensor) != isinstance(entry, TensorStorageMetadata):
+        return "a tensor here and none there" if isinstance(value, torch.Tensor) else "no tensor here and one there"
+    if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+        return None
+    if value.shape != entry.size:
+        return f"shape {tuple(value.shape)} here and {tuple(entry.size)} there"
+    if strict and value.dtype != entry.properties.dtype:
+        return f"{value.dtype} here and {entry.properties.dtype} there"
+    return None
+
+
+def _unexpected(asked: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], metadata: Metadata) -> list[str]:
+    """Return the saved tensors that lie in a dict of which other entries are asked for."""
+    parents = {paths[name][:-1] for name in asked}
+    saved_paths = metadata.planner_data or {}
+    return [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if name not in asked
+        and isinstance(entry, TensorStorageMetadata)
+        and saved_paths.get(name, (name,))[:-1] in parents
+    ]

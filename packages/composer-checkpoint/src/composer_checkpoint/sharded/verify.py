@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.hashing import hash_file
+from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.sharded._parts import OpenShards, list_parts
-from composer_checkpoint.sharded.reader import VerifyingReader
+from composer_checkpoint.sharded.reader import OpenShards, VerifyingReader, list_parts
 
 __all__ = ["verify_folder"]
 

@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from composer_checkpoint._more_than_data import more_than_data, unknown_globals_of
-from composer_checkpoint._storage_faults import as_storage_error
-from composer_checkpoint.hashing import hash_bytes, new_hasher, tensor_bytes
-from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
+from composer_checkpoint.errors import as_storage_error
+from composer_checkpoint.file_io import hash_bytes, new_hasher, tensor_bytes
+from composer_checkpoint.formats.pt import more_than_data, unknown_globals_of
+from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, sealed
 from composer_checkpoint.sharded._metadata import StorageInfo, part_name
-from composer_checkpoint.sharded._seals import sealed
-from composer_checkpoint.sharded._targets import METADATA_NAME, open_target
+from composer_checkpoint.sharded._storage import METADATA_NAME, open_target
 
 __all__ = ["VerifiedWriter"]
 

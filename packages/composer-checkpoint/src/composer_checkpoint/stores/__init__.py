@@ -7,30 +7,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_checkpoint.stores.azure import AzureObjectStore as AzureObjectStore
     from composer_checkpoint.stores.base import ObjectStore as ObjectStore
     from composer_checkpoint.stores.base import ObjectStoreTransientError as ObjectStoreTransientError
-    from composer_checkpoint.stores.fsspec_store import FsspecObjectStore as FsspecObjectStore
-    from composer_checkpoint.stores.gcs import GCSObjectStore as GCSObjectStore
-    from composer_checkpoint.stores.libcloud import LibcloudObjectStore as LibcloudObjectStore
-    from composer_checkpoint.stores.mlflow import MLFlowObjectStore as MLFlowObjectStore
-    from composer_checkpoint.stores.oci import OCIObjectStore as OCIObjectStore
-    from composer_checkpoint.stores.s3 import S3ObjectStore as S3ObjectStore
+    from composer_checkpoint.stores.cloud import AzureObjectStore as AzureObjectStore
+    from composer_checkpoint.stores.cloud import GCSObjectStore as GCSObjectStore
+    from composer_checkpoint.stores.cloud import LibcloudObjectStore as LibcloudObjectStore
+    from composer_checkpoint.stores.cloud import OCIObjectStore as OCIObjectStore
+    from composer_checkpoint.stores.cloud import S3ObjectStore as S3ObjectStore
+    from composer_checkpoint.stores.databricks import MLFlowObjectStore as MLFlowObjectStore
+    from composer_checkpoint.stores.databricks import UCObjectStore as UCObjectStore
+    from composer_checkpoint.stores.fsspec import FsspecObjectStore as FsspecObjectStore
     from composer_checkpoint.stores.sftp import SFTPObjectStore as SFTPObjectStore
-    from composer_checkpoint.stores.unity_catalog import UCObjectStore as UCObjectStore
 
 _HOME = {
     "ObjectStore": "base",
     "ObjectStoreTransientError": "base",
-    "FsspecObjectStore": "fsspec_store",
-    "S3ObjectStore": "s3",
-    "GCSObjectStore": "gcs",
-    "AzureObjectStore": "azure",
-    "OCIObjectStore": "oci",
+    "FsspecObjectStore": "fsspec",
+    "S3ObjectStore": "cloud",
+    "GCSObjectStore": "cloud",
+    "AzureObjectStore": "cloud",
+    "OCIObjectStore": "cloud",
     "SFTPObjectStore": "sftp",
-    "LibcloudObjectStore": "libcloud",
-    "UCObjectStore": "unity_catalog",
-    "MLFlowObjectStore": "mlflow",
+    "LibcloudObjectStore": "cloud",
+    "UCObjectStore": "databricks",
+    "MLFlowObjectStore": "databricks",
 }
 __all__ = [
     "ObjectStore",

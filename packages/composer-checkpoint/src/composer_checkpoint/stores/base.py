@@ -1,13 +1,30 @@
 """What is asked of a remote store."""
 
+import errno
+import functools
+import inspect
+import logging
 import os
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar, overload
 
 from composer_checkpoint.errors import StorageError
 
-__all__ = ["ObjectStore", "ObjectStoreTransientError", "Progress"]
+__all__ = [
+    "retry",
+    "Fault",
+    "classify",
+    "ParsedURI",
+    "is_uri",
+    "parse_uri",
+    "ObjectStore",
+    "ObjectStoreTransientError",
+    "Progress",
+]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes so far, which never get fewer, and all of them."""
@@ -108,3 +125,257 @@ class ObjectStore:
 
     def _cannot(self, what: str) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} cannot {what}. Use a store that can, such as S3ObjectStore.")
+
+
+log = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Errors = type[BaseException] | tuple[type[BaseException], ...]
+_jitter = random.Random()  # its own, so that nobody's seed or sequence changes
+
+
+@overload
+def retry(
+    exc_class: _Errors = Exception, num_attempts: int = 3, initial_backoff: float = 1.0, max_jitter: float = 0.5
+) -> Callable[[_Function], _Function]: ...
+
+
+@overload
+def retry(exc_class: _Function, /) -> _Function: ...
+
+
+def retry(
+    exc_class: Any = Exception, num_attempts: int = 3, initial_backoff: float = 1.0, max_jitter: float = 0.5
+) -> Any:
+    """Decorate a function so that it is called again when it raises.
+
+    Before attempt `i + 2` it sleeps `initial_backoff * 2**i` seconds and up to `max_jitter` more, so that many
+    processes that failed together do not come back together. A function with a parameter `retry_index` gets the number
+    of attempts before this one. Works with and without parentheses.
+
+    Args:
+        exc_class: The kind, or kinds, of exception to try again after. Others pass at once.
+        num_attempts: How many calls at most. The last one's exception is raised.
+        initial_backoff: Seconds.
+        max_jitter: Seconds.
+
+    Raises:
+        ValueError: If `num_attempts` is less than 1, or a number of seconds is negative.
+
+    Example:
+        >>> attempts = []
+        >>> @retry(ConnectionError, num_attempts=3, initial_backoff=0, max_jitter=0)
+        ... def fetch(retry_index=0):
+        ...     attempts.append(retry_index)
+        ...     if retry_index < 2:
+        ...         raise ConnectionError("reset")
+        >>> fetch()
+        >>> attempts
+        [0, 1, 2]
+    """
+    if not isinstance(exc_class, (type, tuple)):
+        return retry()(exc_class)
+    errors: _Errors = exc_class
+    if num_attempts < 1:
+        raise ValueError(f"num_attempts={num_attempts!r} is no number of calls: it must be 1 or more.")
+    for name, seconds in (("initial_backoff", initial_backoff), ("max_jitter", max_jitter)):
+        if not seconds >= 0:
+            raise ValueError(f"{name}={seconds!r} is no number of seconds: it must be 0 or more.")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        counts = "retry_index" in inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            index = 0
+            while True:
+                if counts:
+                    kwargs["retry_index"] = index
+                try:
+                    return function(*args, **kwargs)
+                except errors as error:
+                    if index + 1 >= num_attempts:
+                        raise
+                    pause_s = initial_backoff * 2**index + _jitter.random() * max_jitter
+                    log.info("%s; attempt %d of %d in %.1f s", error, index + 2, num_attempts, pause_s)
+                    time.sleep(pause_s)
+                index += 1
+
+        return call
+
+    return decorate
+
+
+_TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+_TRANSIENT_ERRNO = {
+    errno.EBUSY,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.EIO,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+}
+_CODES = {
+    "NoSuchKey": 404,
+    "NoSuchBucket": 404,
+    "BlobNotFound": 404,
+    "ObjectNotFound": 404,
+    "AccessDenied": 403,
+    "PreconditionFailed": 412,
+    "BlobAlreadyExists": 412,
+    "SlowDown": 503,
+    "InternalError": 500,
+    "RequestTimeout": 408,
+}
+
+
+class Fault(StrEnum):
+    """The kinds of failure that are treated differently."""
+
+    MISSING = "missing"
+    FORBIDDEN = "forbidden"
+    EXISTS = "exists"
+    TRANSIENT = "transient"
+    OTHER = "other"
+
+
+# Told by module and name, so that no client library is imported for it.
+_CLASSES = {
+    ("aiohttp", "ClientConnectionError"): Fault.TRANSIENT,
+    ("aiohttp", "ClientPayloadError"): Fault.TRANSIENT,
+    ("azure", "ServiceRequestError"): Fault.TRANSIENT,
+    ("azure", "ServiceResponseError"): Fault.TRANSIENT,
+    ("botocore", "HTTPClientError"): Fault.TRANSIENT,
+    ("botocore", "IncompleteReadError"): Fault.TRANSIENT,
+    ("botocore", "NoCredentialsError"): Fault.FORBIDDEN,
+    ("databricks", "AlreadyExists"): Fault.EXISTS,
+    ("databricks", "InternalError"): Fault.TRANSIENT,
+    ("databricks", "NotFound"): Fault.MISSING,
+    ("databricks", "PermissionDenied"): Fault.FORBIDDEN,
+    ("databricks", "TemporarilyUnavailable"): Fault.TRANSIENT,
+    ("databricks", "TooManyRequests"): Fault.TRANSIENT,
+    ("databricks", "Unauthenticated"): Fault.FORBIDDEN,
+    ("google", "DefaultCredentialsError"): Fault.FORBIDDEN,
+    ("google", "RetryError"): Fault.TRANSIENT,
+    ("google", "TransportError"): Fault.TRANSIENT,
+    ("http", "IncompleteRead"): Fault.TRANSIENT,
+    ("httpx", "TransportError"): Fault.TRANSIENT,
+    ("paramiko", "AuthenticationException"): Fault.FORBIDDEN,
+    ("paramiko", "BadHostKeyException"): Fault.FORBIDDEN,
+    ("paramiko", "NoValidConnectionsError"): Fault.TRANSIENT,
+    ("paramiko", "SSHException"): Fault.TRANSIENT,
+    ("requests", "ConnectionError"): Fault.TRANSIENT,
+    ("requests", "Timeout"): Fault.TRANSIENT,
+    ("urllib3", "HTTPError"): Fault.TRANSIENT,
+}
+
+
+def classify(error: BaseException) -> Fault:
+    """Return what an error means: what the deepest cause that says anything says.
+
+    Libraries turn the answers of a server into exceptions of their own, and sometimes into less telling ones; the
+    original is among the causes.
+    """
+    verdicts = [verdict for verdict in map(_classify_one, _chain(error)) if verdict is not None]
+    return verdicts[-1] if verdicts else Fault.OTHER
+
+
+def _classify_one(error: BaseException) -> Fault | None:
+    status = _status(error)
+    if status is not None:
+        return _by_status(status)
+    for base in type(error).__mro__:  # from the particular to the general
+        known = _CLASSES.get((base.__module__.partition(".")[0], base.__name__))
+        if known is not None:
+            return known
+    match error:
+        case FileNotFoundError() | NotADirectoryError():
+            return Fault.MISSING
+        case FileExistsError():
+            return Fault.EXISTS
+        case PermissionError():
+            return Fault.FORBIDDEN
+        case ConnectionError() | TimeoutError() | EOFError():
+            return Fault.TRANSIENT
+        case OSError(errno=code) if code in _TRANSIENT_ERRNO:
+            return Fault.TRANSIENT
+    return None
+
+
+def _by_status(status: int) -> Fault | None:
+    if status in _TRANSIENT_STATUS:
+        return Fault.TRANSIENT
+    return {401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN, 404: Fault.MISSING, 412: Fault.EXISTS}.get(status)
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an answer, wherever the library keeps it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else _CODES.get(str(response.get("Error", {}).get("Code")))
+    ask = getattr(error, "get_http_status_code", None)  # mlflow
+    if ask is not None:
+        return ask()
+    for holder in (error, response):
+        for name in ("status", "status_code", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and 400 <= value < 600:
+                return value
+            if isinstance(value, str) and value in _CODES:
+                return _CODES[value]
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+_HOME_RELATIVE: Final = {"sftp", "ssh"}  # one slash after the host begins a path from home, two one from the root
+
+
+class ParsedURI(NamedTuple):
+    """The parts of an address. A local path has neither backend nor bucket."""
+
+    backend: str
+    bucket: str
+    path: str
+
+
+def parse_uri(uri: str | os.PathLike[str]) -> ParsedURI:
+    """Split an address.
+
+    Args:
+        uri: `backend://bucket/path`, `backend://bucket@namespace/path`, `dbfs:/path` or a local path.
+
+    Returns:
+        The backend in small letters, the bucket without its namespace, and the path without a leading slash; of a
+        local path, `('', '', path)` unchanged.
+
+    Example:
+        >>> tuple(parse_uri("s3://bucket/a/longer/path"))
+        ('s3', 'bucket', 'a/longer/path')
+        >>> tuple(parse_uri("/a/local/path"))
+        ('', '', '/a/local/path')
+    """
+    text = os.fspath(uri)
+    scheme, colon, rest = text.partition(":")
+    if not colon or not (rest.startswith("//") or scheme == "dbfs"):
+        return ParsedURI("", "", text)
+    backend = "azure" if scheme == "AZURE_BLOBS" else scheme.lower()
+    netloc, _, path = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest.removeprefix("/"))
+    path = path if backend in _HOME_RELATIVE else path.lstrip("/")
+    return ParsedURI(backend, netloc.partition("@")[0], path)
+
+
+def is_uri(text: str | os.PathLike[str]) -> bool:
+    """Return whether a text is an address of a store or of the web, and not a local path."""
+    return bool(parse_uri(text).backend)

@@ -12,18 +12,17 @@ from urllib.parse import urlsplit
 
 from fsspec.core import get_filesystem_class
 
-from composer_checkpoint.retry import retry
-from composer_checkpoint.stores.addresses import parse_uri
-from composer_checkpoint.stores.azure import AzureObjectStore
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
-from composer_checkpoint.stores.fsspec_store import FsspecObjectStore
-from composer_checkpoint.stores.gcs import GCSObjectStore
-from composer_checkpoint.stores.libcloud import LibcloudObjectStore
-from composer_checkpoint.stores.mlflow import MLFLOW_PREFIX, MLFlowObjectStore
-from composer_checkpoint.stores.oci import OCIObjectStore
-from composer_checkpoint.stores.s3 import S3ObjectStore
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, parse_uri, retry
+from composer_checkpoint.stores.cloud import (
+    AzureObjectStore,
+    GCSObjectStore,
+    LibcloudObjectStore,
+    OCIObjectStore,
+    S3ObjectStore,
+)
+from composer_checkpoint.stores.databricks import MLFLOW_PREFIX, MLFlowObjectStore, UCObjectStore
+from composer_checkpoint.stores.fsspec import FsspecObjectStore
 from composer_checkpoint.stores.sftp import SFTPObjectStore
-from composer_checkpoint.stores.unity_catalog import UCObjectStore
 
 __all__ = [
     "CREDENTIALS_PROBE",
@@ -236,7 +235,7 @@ def _made(address: str, make: Callable[[], ObjectStore]) -> ObjectStore:
 
 
 def _first_answer(place: str, ask: Callable[[], A]) -> A:
-    from composer_checkpoint._bounded import in_thread  # loads torch
+    from composer_checkpoint._ranks import in_thread  # loads torch
 
     failures: list[str] = []
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
-from composer_checkpoint.stores.fsspec_store import FsspecObjectStore, require_package
+from composer_checkpoint.stores.fsspec import FsspecObjectStore, require_package
 
 __all__ = ["SFTPObjectStore"]
 

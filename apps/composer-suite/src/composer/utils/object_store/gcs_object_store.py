@@ -1,5 +1,5 @@
 """Google Cloud Storage."""
 
-from composer_checkpoint.stores.gcs import GCSObjectStore
+from composer_checkpoint.stores.cloud import GCSObjectStore
 
 __all__ = ["GCSObjectStore"]

@@ -1,9 +1,9 @@
 """Artifacts of MLflow on Databricks."""
 
-from composer_checkpoint.stores.mlflow import EXPERIMENT_PLACEHOLDER as MLFLOW_EXPERIMENT_ID_PLACEHOLDER
-from composer_checkpoint.stores.mlflow import MLFLOW_PREFIX as MLFLOW_DBFS_PATH_PREFIX
-from composer_checkpoint.stores.mlflow import RUN_PLACEHOLDER as MLFLOW_RUN_ID_PLACEHOLDER
-from composer_checkpoint.stores.mlflow import MLFlowObjectStore
+from composer_checkpoint.stores.databricks import EXPERIMENT_PLACEHOLDER as MLFLOW_EXPERIMENT_ID_PLACEHOLDER
+from composer_checkpoint.stores.databricks import MLFLOW_PREFIX as MLFLOW_DBFS_PATH_PREFIX
+from composer_checkpoint.stores.databricks import RUN_PLACEHOLDER as MLFLOW_RUN_ID_PLACEHOLDER
+from composer_checkpoint.stores.databricks import MLFlowObjectStore
 
 __all__ = [
     "MLFLOW_DBFS_PATH_PREFIX",

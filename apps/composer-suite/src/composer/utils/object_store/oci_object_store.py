@@ -1,5 +1,5 @@
 """Oracle's object storage."""
 
-from composer_checkpoint.stores.oci import OCIObjectStore
+from composer_checkpoint.stores.cloud import OCIObjectStore
 
 __all__ = ["OCIObjectStore"]

@@ -1,5 +1,5 @@
 """S3, and servers that speak its protocol."""
 
-from composer_checkpoint.stores.s3 import S3ObjectStore
+from composer_checkpoint.stores.cloud import S3ObjectStore
 
 __all__ = ["S3ObjectStore"]

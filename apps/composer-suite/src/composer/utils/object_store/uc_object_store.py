@@ -1,5 +1,5 @@
 """Volumes of Databricks' Unity Catalog."""
 
-from composer_checkpoint.stores.unity_catalog import UCObjectStore
+from composer_checkpoint.stores.databricks import UCObjectStore
 
 __all__ = ["UCObjectStore"]

@@ -1,0 +1,519 @@
+"""Whether saved weights fit a model, found out before any weight is changed."""
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.errors import (
+    IncompatibleCheckpointError,
+    UnfittingOptimizerError,
+    UnfittingWeightsError,
+    shown,
+)
+from composer_checkpoint.file_io import num_threads, tensor_bytes
+from composer_checkpoint.modular._spread import group_names, names_in_model, parameters_by_name
+from composer_dist import dist
+from composer_dist.strategy import canonical_name, unwrap_model
+from composer_events.batches import ensure_tuple
+from composer_time import Timestamp
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = [
+    "PassingWeights",
+    "non_finite_weights",
+    "weight_names",
+    "hint_for_file",
+    "refuse_hugging_face_folder",
+    "refuse_another_model",
+    "shared_check",
+    "named_optimizers",
+    "refuse_unfitting_state",
+]
+
+log = getLogger(__name__)
+
+_MAX_NAMES = 10
+_PREFIX = "module."  # what DistributedDataParallel puts before names, and a ComposerModel that has its network there
+
+
+def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
+    """Refuse weights that do not fit the model, unless algorithms will change the model.
+
+    Messages have the names of the checkpoint, by which they can be ignored.
+
+    What modules load in their own way is left to them.
+
+    Args:
+        state: Has the model.
+        saved: The checkpoint's `state`. Weights that are left out are removed from it.
+        path: The checkpoint, for the message.
+        strict: Whether names that are missing or too many are an error.
+        leaves_out: Whether weights of another shape are left out, rather than an error.
+
+    Raises:
+        IncompatibleCheckpointError: If there are no names with weights.
+        UnfittingWeightsError: If not one weight is the model's, or not all fit.
+    """
+    weights = saved.get("model")
+    if state.deepspeed_enabled:
+        return  # its engine compares them
+    if weights and not isinstance(weights, dict):
+        raise IncompatibleCheckpointError(
+            f"{path} is no training state: its state/model is {shown(weights)}, and should be a dict of weights. Load "
+            f"another checkpoint."
+        )
+    if not weights or saved.get("algorithms") or not isinstance(state.model, nn.Module):
+        return
+    values = unwrap_model(state.model).state_dict()
+    own = {name: values[name_here] for name, name_here in names_in_model(state.model).items()}
+    theirs = {_as_loaded(str(name), saved, state): name for name in weights}
+    apart = _loading_in_their_own_way(state.model)
+    if "" not in apart:
+        _refuse_another_prefix(own, theirs, path, type(unwrap_model(state.model)).__name__)
+    if own and {*map(_without_prefix, own)}.isdisjoint(map(_without_prefix, theirs)):
+        raise UnfittingWeightsError(
+            f"Error(s) in loading state_dict for {type(unwrap_model(state.model)).__name__}: {path} is of another "
+            f"model: not one of its {len(theirs)} weights ({', '.join(sorted(map(str, weights))[:5])}, ...) is among "
+            f"the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was "
+            f"saved from.{hint_for_file(path, theirs, own)}"
+        )
+    fit = _compare(
+        {name: value for name, value in own.items() if not name.startswith(apart)},
+        {plain: (str(name), weights[name]) for plain, name in theirs.items() if not plain.startswith(apart)},
+    )
+    if fit.differing and leaves_out:
+        log.warning(
+            "%d weights of %s have another shape in the model and are left out: %s",
+            len(fit.differing),
+            path,
+            _listed(fit.differing.values()),
+        )
+        left_out = {theirs[name] for name in fit.differing}
+        saved["model"] = {name: value for name, value in weights.items() if name not in left_out}
+    elif fit.differing or (strict and (fit.missing or fit.unexpected)):
+        raise UnfittingWeightsError(fit.told(path, type(unwrap_model(state.model)).__name__))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What does not fit: names that only the model has, those that only the checkpoint has, and what differs."""
+
+    missing: list[str]
+    unexpected: list[str]
+    differing: Mapping[str, str]
+
+    def told(self, path: str, model: str) -> str:
+        lists = (
+            ("not in the checkpoint", self.missing),
+            ("not in the model", self.unexpected),
+            ("of another shape or kind", self.differing.values()),
+        )
+        told = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
+        return (
+            f"Error(s) in loading state_dict for {model}: {path} is of another model. Weights {told}. Nothing was "
+            f"changed. Load it into the model that it was saved from, or load what fits with load_weights_only=True "
+            f"and load_strict_model_weights=False."
+        )
+
+
+def _refuse_another_prefix(own: Iterable[str], theirs: Mapping[str, Any], path: str, model: str) -> None:
+    """Refuse names of which none is the model's, and would be with the prefix `module.`, or without it."""
+    own = {*own}
+    if not own.isdisjoint(theirs):
+        return
+    lacking = [name for name in theirs if _PREFIX + name in own]
+    surplus = [name for name in theirs if name.startswith(_PREFIX) and _without_prefix(name) in own]
+    if lacking:
+        name = lacking[0]
+        raise UnfittingWeightsError(
+            f"Error(s) in loading state_dict for {model}: {len(lacking)} of the {len(theirs)} weights in {path} are "
+            f"those of this model without the prefix {_PREFIX!r}: {theirs[name]!r} is {_PREFIX + name!r} here. They "
+            f"were saved from the network inside it. Nothing was changed. Load the file into that network, with "
+            f"model.module.load_state_dict(load_file({path!r})['state']['model']), or save it from the {model}."
+        )
+    if surplus:
+        name = surplus[0]
+        raise UnfittingWeightsError(
+            f"Error(s) in loading state_dict for {model}: {len(surplus)} of the {len(theirs)} weights in {path} are "
+            f"those of this model with the prefix {_PREFIX!r}: {theirs[name]!r} is {_without_prefix(name)!r} here. "
+            f"They were saved from a model that has this one as its `module`, such as a ComposerClassifier or "
+            f"DistributedDataParallel. Nothing was changed. Load the file into such a model, or take the prefix off: "
+            f"composer-ckpt convert OLD.pt NEW.pt --strip-prefix {_PREFIX}"
+        )
+
+
+def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]]) -> _Fit:
+    """Compare weights by name; those of the checkpoint have the name there beside them, for the message."""
+    return _Fit(
+        # Torch before 0.4.1 did not count a batch norm's batches, and torch of today does not ask for it.
+        missing=[name for name in own if name not in theirs and not name.endswith("num_batches_tracked")],
+        unexpected=[name_there for name, (name_there, _) in theirs.items() if name not in own],
+        differing={
+            name: f"{name_there} ({difference})"
+            for name, (name_there, value) in theirs.items()
+            if name in own and (difference := _difference(value, own[name])) is not None
+        },
+    )
+
+
+def _difference(theirs: Any, own: Any) -> str | None:
+    if not isinstance(own, torch.Tensor) or nn.parameter.is_lazy(own):
+        return None
+    if not isinstance(theirs, torch.Tensor):
+        return f"{type(theirs).__name__} in the checkpoint, a tensor in the model"
+    shape = () if own.dim() == 0 and theirs.shape == (1,) else tuple(theirs.shape)  # as torch before 0.4 had scalars
+    if shape != tuple(own.shape):
+        return f"{tuple(theirs.shape)} in the checkpoint, {tuple(own.shape)} in the model"
+    if _kind(theirs.dtype) != _kind(own.dtype):  # between floating point types, weights are converted
+        return f"{theirs.dtype} in the checkpoint, {own.dtype} in the model"
+    return None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "whole"
+
+
+def _loading_in_their_own_way(model: nn.Module) -> tuple[str, ...]:
+    """Return what the names in modules begin with that rename or convert what they are given.
+
+    Only loading shows whether that fits.
+    """
+    model = unwrap_model(model)
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        return ("",)
+    return tuple(
+        canonical_name(f"{name}.") if name else ""
+        for name, part in model.named_modules()
+        # Torch has no public way to ask for the hooks, which `register_load_state_dict_pre_hook` adds to.
+        if part._load_state_dict_pre_hooks
+        or not _defining_module(type(part), "_load_from_state_dict").startswith("torch.nn.")
+    )
+
+
+def _defining_module(kind: type, method: str) -> str:
+    return next(base.__module__ for base in kind.__mro__ if method in vars(base))
+
+
+def _as_loaded(name: str, saved: Mapping[str, Any], state: "State") -> str:
+    """Return the name under which a weight is loaded: what DDP put before it goes where there is no DDP any more."""
+    was_ddp = any(saved.get(key) for key in ("is_model_ddp", "_is_model_ddp", "_is_model_ddp_wrapped"))
+    return canonical_name(_without_prefix(name) if was_ddp and not state.is_model_ddp else name)
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix(_PREFIX)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+
+
+_MODEL_KEYS = re.compile("(state/)?model/")
+
+# Integers of each dtype's size, and the smallest that is NaN or an infinity: all exponent bits set, except for the
+# 8-bit format that has no infinity and one NaN. With the sign bit they are the largest of the unsigned integers.
+_BITS: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
+    "float64": (np.int64, np.uint64, 0x7FF << 52),
+    "float32": (np.int32, np.uint32, 0xFF << 23),
+    "bfloat16": (np.int16, np.uint16, 0xFF << 7),
+    "float16": (np.int16, np.uint16, 0x1F << 10),
+    "float8_e5m2": (np.int8, np.uint8, 0x1F << 2),
+    "float8_e4m3fn": (np.int8, np.uint8, 0x7F),
+}
+_ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # which has neither, and with which torch does not compute
+_PIECE = 1 << 16  # elements; they stay in the core's cache between the two looks at them
+
+
+def non_finite_weights(obj: Any, known_finite: Collection[str] = ()) -> list[str]:
+    """Return the names of weights that hold NaN or an infinity, without looking at those that are known not to."""
+    tensors = {name: leaf for name, leaf in named_leaves(obj) if isinstance(leaf, torch.Tensor)}
+    weights = {name: tensors[name].detach() for name in weight_names(tensors) if name not in known_finite}
+    if not weights:
+        return []
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="finite") as pool:
+        finite = pool.map(_is_finite, weights.values())
+        return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+
+
+def weight_names(names: Iterable[str]) -> list[str]:
+    """Return which names are the model's, or all where there is no model."""
+    names = list(names)
+    return [name for name in names if _MODEL_KEYS.match(name)] or names
+
+
+class PassingWeights:
+    """Looks at weights while their bytes pass by for another reason, so that they need not be read again.
+
+    Args:
+        weights: The number of the stretch of bytes in which each weight lies, and the dtype's name.
+    """
+
+    def __init__(self, weights: Mapping[str, tuple[int, str]]) -> None:
+        self._weights = {name: (index, dtype) for name, (index, dtype) in weights.items() if dtype in _BITS}
+        self._dtypes = dict(self._weights.values())
+        self._not_finite: set[int] = set()
+
+    def look(self, index: int, elements: memoryview) -> None:
+        """Look at a piece of a stretch; several threads may."""
+        dtype = self._dtypes.get(index)
+        if dtype is not None and index not in self._not_finite and not _are_finite(elements, dtype):
+            self._not_finite.add(index)
+
+    def finite(self) -> set[str]:
+        """Return the names of those that hold no NaN and no infinity."""
+        return {
+            name
+            for name, (index, dtype) in self._weights.items()
+            if index not in self._not_finite and self._dtypes[index] == dtype
+        }
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
+        return True
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype in _ALWAYS_FINITE:
+        return True
+    if tensor.device.type != "cpu" or dtype not in _BITS:
+        return bool(torch.isfinite(tensor.float()).all())
+    return _are_finite(tensor_bytes(tensor), dtype)
+
+
+def _are_finite(elements: memoryview, dtype: str) -> bool:
+    signed, unsigned, limit = _BITS[dtype]
+    integers = np.frombuffer(elements, signed)
+    sign = 1 << 8 * integers.itemsize - 1
+    pieces = (integers[start : start + _PIECE] for start in range(0, len(integers), _PIECE))
+    return all(piece.max() < limit and piece.view(unsigned).max() < sign + limit for piece in pieces)
+
+
+_CONFIG = "config.json"
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_ENDS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_HUGGING_FACE_PREFIX = "model."  # what a HuggingFaceModel puts before the names of the model inside it
+
+
+def refuse_hugging_face_folder(path: str) -> None:
+    """Raise if a path is a folder that is a Hugging Face model's, and no sharded checkpoint.
+
+    Raises:
+        IncompatibleCheckpointError: If it is.
+    """
+    names = set(os.listdir(path)) if os.path.isdir(path) else set[str]()
+    if _CONFIG in names and not names.isdisjoint(_WEIGHT_FILES) and ".metadata" not in names:
+        raise IncompatibleCheckpointError(
+            f"{path} is the folder of a Hugging Face model, with {_CONFIG} and weights, and no checkpoint of ours. "
+            f"{_remedy(path)}"
+        )
+
+
+def hint_for_file(path: str, names: Iterable[str] = (), own: Iterable[str] = ()) -> str:
+    """Return a sentence, with a blank before it, if a file seems to be the weights of a Hugging Face model.
+
+    Args:
+        path: The file.
+        names: Its weights.
+        own: The weights of the model that they do not fit.
+    """
+    if not path.endswith(_ENDS):
+        return ""
+    folder = os.path.dirname(path)
+    has_config = os.path.isfile(os.path.join(folder, _CONFIG))
+    if not has_config and {_HUGGING_FACE_PREFIX + name for name in names}.isdisjoint(own):
+        return ""
+    return " It seems to be of a Hugging Face model. " + _remedy(folder if has_config else "HF_DIR")
+
+
+def _remedy(folder: str) -> str:
+    return (
+        f"Make a checkpoint of it, with composer-ckpt convert {folder or '.'} x.pt, and load x.pt with "
+        f"load_weights_only=True."
+    )
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def shared_check(check: Callable[[str], T]) -> Iterator[Callable[[str], list[T]]]:
+    """Give rank 0 a function that asks all ranks to check a path. The others serve it first. Every rank must call this.
+
+    Args:
+        check: What each rank does with the path, in its own way.
+
+    Yields:
+        On rank 0 the function: it returns what the ranks have found, and raises what the first of those that failed has
+        raised. On others, where rank 0 has left the context by then, nobody must call it.
+    """
+    ranks = Ranks()
+
+    def answer(path: str) -> list[T]:
+        return ranks.exchange(lambda: check(path), lambda found: [found] * len(found))
+
+    def ask(path: str) -> list[T]:
+        dist.broadcast_object_list([path], src=0)
+        return answer(path)
+
+    if ranks.rank == 0:
+        try:
+            yield ask
+        finally:
+            dist.broadcast_object_list([None], src=0)
+        return
+    asked: list[Any] = [None]
+    dist.broadcast_object_list(asked, src=0)
+    while asked[0] is not None:
+        with suppress(Exception):  # rank 0 has it too, and decides what follows
+            answer(asked[0])
+        dist.broadcast_object_list(asked, src=0)
+    yield ask
+
+
+_DICTS = ("optimizers", "timestamp", "dataset_state")
+
+
+def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
+    """Refuse a training state of which a part could not be loaded when the weights would be changed already.
+
+    Args:
+        state: The training state, not yet changed.
+        saved: The checkpoint's `state`.
+        path: The checkpoint, for the message.
+
+    Raises:
+        IncompatibleCheckpointError: If a part is not of the kind that training states have.
+        UnfittingOptimizerError: If an optimizer has other parameters now.
+    """
+    for name in _DICTS:
+        if saved.get(name) and not isinstance(saved[name], Mapping):
+            raise _misshapen(path, f"state/{name}", saved[name], "a dict")
+    algorithms: Any = saved.get("algorithms") or []
+    if not isinstance(algorithms, Mapping) and not (_is_list(algorithms) and all(map(_is_pair, algorithms))):
+        raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
+    _refuse_impossible_time(saved.get("timestamp") or {}, path)
+    # An engine compares on its own, and algorithms that are applied first may change what is optimized.
+    if not state.deepspeed_enabled and not algorithms and isinstance(state.model, nn.Module):
+        for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
+            theirs = (saved.get("optimizers") or {}).get(name)
+            if theirs is not None and isinstance(optimizer, torch.optim.Optimizer):
+                _refuse_another_optimizer(state.model, optimizer, name, theirs, path)
+
+
+def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
+    if "Timestamp" not in timestamps:
+        return  # which is warned about
+    timestamp = Timestamp()
+    try:
+        timestamp.load_state_dict(dict(timestamps["Timestamp"]))
+        negative = {
+            name: value for name, value in timestamp.state_dict().items() if isinstance(value, int) and value < 0
+        }
+        if negative:
+            raise ValueError(f"{negative} is before the beginning")
+    except (KeyError, TypeError, ValueError) as error:
+        raise IncompatibleCheckpointError(
+            f"{path} does not say when in training it was saved. Its state/timestamp/Timestamp is none: {error} "
+            f"Nothing was changed. Load another checkpoint, or its weights with load_weights_only=True."
+        ) from error
+
+
+def _refuse_another_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, saved: Any, path: str
+) -> None:
+    if isinstance(saved, Mapping) and "param_groups" not in saved:
+        return  # an optimizer with a layout of its own
+    where = f"state/optimizers/{name}"
+    groups: Any = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not _is_list(groups) or not all(isinstance(each, Mapping) and _is_list(each.get("params")) for each in groups):
+        raise _misshapen(path, f"{where}/param_groups", groups, "a list of dicts with 'params'")
+    saved_names: list[Any] = [parameter for group in groups for parameter in group["params"]]
+    of_parameters: Any = saved.get("state")
+    if not isinstance(of_parameters, Mapping) or not all(
+        isinstance(of_parameters.get(parameter, {}), Mapping) for parameter in saved_names
+    ):
+        raise _misshapen(path, f"{where}/state", of_parameters, "a dict with a dict for each parameter")
+    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
+    if any(isinstance(parameter, int) for parameter in saved_names):
+        if sizes != saved_sizes:
+            raise _of_other_parameters(path, name, f"has groups of {saved_sizes} parameters, and now of {sizes}")
+    # What is sharded, torch loads by rules of its own.
+    elif not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        _compare_names(model, optimizer, name, {canonical_name(str(saved_name)) for saved_name in saved_names}, path)
+
+
+def _compare_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, saved_names: set[str], path: str
+) -> None:
+    # The checkpoint may know a tied weight by any of its names.
+    aliases: dict[int, set[str]] = {}
+    for alias, parameter in parameters_by_name(model).items():
+        aliases.setdefault(id(parameter), set()).add(alias)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    first_names = [first_name for group in group_names(model, optimizer) for first_name in group]
+    own = {
+        first_name: aliases.get(id(parameter), {first_name})
+        for first_name, parameter in zip(first_names, parameters, strict=True)
+    }
+    missing = sorted(first_name for first_name, names in own.items() if names.isdisjoint(saved_names))
+    unexpected = sorted(saved_names.difference(*own.values()))
+    if missing:
+        told = f"has no state of {missing[0]!r} ({len(missing)} such parameters in all), which is optimized now"
+        raise _of_other_parameters(path, name, told)
+    if unexpected:
+        told = f"has the parameter {shown(unexpected[0])} ({len(unexpected)} in all), which is not optimized now"
+        raise _of_other_parameters(path, name, told)
+
+
+def _of_other_parameters(path: str, name: str, told: str) -> UnfittingOptimizerError:
+    return UnfittingOptimizerError(
+        f"{path} was saved with an optimizer of other parameters: its {name} {told}. Nothing was changed. Restore the "
+        f"model and the optimizer that it was saved with, or load the weights alone with load_weights_only=True."
+    )
+
+
+def _misshapen(path: str, where: str, value: object, expected: str) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(
+        f"{path} is no training state: its {where} is {shown(value)}, and should be {expected}. Nothing was changed. "
+        f"Load another checkpoint, or leave that out with load_ignore_keys=[{where!r}]."
+    )
+
+
+def named_optimizers(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Name each optimizer as checkpoints do: by its class; the second of one class is `Name#1`."""
+    names: list[str] = []
+    for optimizer in optimizers:
+        count = names.count(name := type(optimizer).__qualname__)
+        names.append(name)
+        yield (f"{name}#{count}" if count else name), optimizer
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_pair(value: Any) -> bool:
+    return _is_list(value) and len(value) == 2 and isinstance(value[0], str)

@@ -1,0 +1,216 @@
+"""Parts of an optimizer that `load_ignore_keys` leaves out of a checkpoint: the optimizer keeps its own."""
+
+from collections.abc import Collection, Mapping, Sequence
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from composer_checkpoint._compatibility import named_optimizers
+from composer_checkpoint.modular._spread import group_names
+from composer_checkpoint.state import name_of_optimizer, owner_of
+from composer_dist import dist
+from composer_dist.strategy import canonical_name
+from composer_events.batches import ensure_tuple
+
+if TYPE_CHECKING:
+    from composer_events import State
+
+__all__ = ["KeptOptimizers", "leave_out_their_state"]
+
+log = getLogger(__name__)
+
+_Path = tuple[Any, ...]  # in an optimizer's state: () for all of it, (parameter,), or (parameter, name of a value)
+
+
+class KeptOptimizers:
+    """Completes a checkpoint's optimizers so that they can be loaded, and puts back what they had themselves.
+
+    Every rank must make one.
+
+    Args:
+        state: Has the optimizers.
+        before: The checkpoint's `state`.
+        after: The same without what was left out. Changed in place.
+    """
+
+    def __init__(self, state: "State", before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        strategy: Any = owner_of(state)  # DeepSpeed's, which leaves alone what a state does not have
+        named = named_optimizers(ensure_tuple(state.optimizers))
+        if strategy is not None:
+            named = ((name_of_optimizer(state, each), each) for each in state.optimizers)
+        self._kept: list[tuple[Any, dict[Any, Any], list[_Path], dict[Any, dict[str, Any]]]] = []
+        for name, optimizer in named:
+            theirs: Any = (before.get("optimizers") or {}).get(name)
+            mine: Any = (after.get("optimizers") or {}).get(name)
+            is_given = isinstance(theirs, dict) and isinstance(mine, dict) and "param_groups" in theirs
+            lost = _lost_state(theirs.get("state"), mine) if is_given else []
+            lost = [path for of_rank in dist.all_gather_object(lost) for path in of_rank]  # one rank may have read it
+            if not is_given and not lost:
+                continue
+            keys = strategy.parameter_names(state.model) if strategy else group_names(state.model, optimizer)
+            flat_keys = [key for group in keys for key in group]
+            if strategy:
+                whole = strategy.optimizer_state_dict(state.model, optimizer)["state"] if lost else {}
+                own = {number: dict(whole.get(number, {})) for number in range(len(flat_keys))}
+            else:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                own = {number: dict(optimizer.state.get(each, {})) for number, each in enumerate(parameters)}
+                by_key = dict(enumerate(parameters)) | dict(zip(flat_keys, parameters, strict=True))
+                self._kept.append((optimizer, by_key, lost, own))
+            own |= {key: own[number] for number, key in enumerate(flat_keys)}
+            if is_given:
+                _complete_groups(theirs, mine, keys, [] if strategy else optimizer.param_groups)
+                _complete_state(theirs, mine, lost, own, is_whole=strategy is not None)
+
+    def put_back(self) -> None:
+        """Give the optimizers their own state again where the checkpoint's was left out."""
+        for optimizer, parameters, lost, own in self._kept:
+            state = optimizer.state  # another dict than before
+            for path in lost:
+                for key in path[:1] or [key for key in own if isinstance(key, int)]:
+                    parameter = parameters.get(_canonical(key))
+                    values = own.get(_canonical(key), {})
+                    if len(path) == 2 and path[1] in values:
+                        state[parameter][path[1]] = values[path[1]]
+                    elif len(path) < 2 and values:
+                        state[parameter] = values
+                    elif len(path) < 2 and parameter is not None:
+                        state.pop(parameter, None)
+
+
+def _complete_groups(
+    theirs: Mapping[str, Any], mine: dict[str, Any], keys: Sequence[Sequence[str]], own_groups: Sequence[Any]
+) -> None:
+    """Fill in the settings that were left out. Without `own_groups`, missing ones stay as they are in any case."""
+    own_settings = [{key: value for key, value in group.items() if key != "params"} for group in own_groups]
+    if "param_groups" not in mine:
+        if any(isinstance(key, int) for key in theirs.get("state") or ()):
+            counts = iter(range(sum(map(len, keys))))
+            numbered = [[next(counts) for _ in group] for group in keys]
+        else:
+            numbered = [list(group) for group in keys]
+        settings = own_settings or [{} for _ in keys]
+        mine["param_groups"] = [{**own, "params": group} for own, group in zip(settings, numbered, strict=True)]
+        return
+    saved: Any = theirs["param_groups"]
+    left: Any = mine["param_groups"]
+    if not isinstance(left, list) or not all(isinstance(group, Mapping) for group in [*saved, *left]):
+        return  # which is refused later
+    if len(left) < len(saved):
+        by_params = [next((each for each in left if each.get("params") == one.get("params")), {}) for one in saved]
+        left[:] = by_params
+    number, own_of = 0, dict[Any, Mapping[str, Any]]()
+    for own, group in zip(own_settings, keys, strict=False):
+        for key in group:
+            own_of[key] = own_of[number] = own
+            number += 1
+    for one, group in zip(saved, left, strict=False):
+        group.setdefault("params", one.get("params"))
+        own = next((own_of[_canonical(key)] for key in group["params"] or () if _canonical(key) in own_of), {})
+        group |= {key: own[key] for key in one.keys() - group.keys() if key in own}
+
+
+def _lost_state(saved: Any, mine: Mapping[str, Any]) -> list[_Path]:
+    """Return what was left out of an optimizer's state."""
+    left = mine.get("state")
+    if left is None:
+        return [()]
+    if not isinstance(saved, dict) or not isinstance(left, dict):
+        return []
+    paths: list[_Path] = [(key,) for key in saved if key not in left]
+    for key, values in saved.items():
+        if isinstance(values, dict) and isinstance(left.get(key), dict):
+            paths += [(key, name) for name in values if name not in left[key]]
+    return paths
+
+
+def _complete_state(
+    theirs: Mapping[str, Any], mine: dict[str, Any], lost: Sequence[_Path], own: Mapping[Any, Any], *, is_whole: bool
+) -> None:
+    """Let the state that is left be loaded: of a parameter with all of its values, or without any."""
+    state: dict[Any, Any] = mine.setdefault("state", {})
+    begun_again: list[Any] = []
+    for key, name in (path for path in lost if len(path) == 2):
+        if key in state and name not in own.get(_canonical(key), ()):
+            del state[key]
+            begun_again.append(key)
+        elif key in state and not is_whole:
+            state[key][name] = theirs["state"][key][name]
+    if begun_again:
+        log.warning(
+            "load_ignore_keys leaves out a part of the optimizer's state of %d parameters, and the optimizer has none "
+            "of its own yet, so all of it begins as for new ones: %s",
+            len(begun_again),
+            ", ".join(map(str, begun_again[:10])),
+        )
+
+
+def _canonical(key: Any) -> Any:
+    return canonical_name(key) if isinstance(key, str) else key
+
+
+_MAX_NAMES = 10
+
+
+def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mapping[str, Any]) -> None:
+    """Remove from a checkpoint what optimizers and algorithms keep of weights that are no longer in it, in place.
+
+    Args:
+        state: Has the optimizers, for checkpoints in which parameters have numbers.
+        weights: The names of all weights that the checkpoint had.
+        saved: The checkpoint's `state`, of which some are left out.
+    """
+    left_out = {*map(_plain, weights)} - {*map(_plain, saved.get("model") or ())}
+    if not left_out:
+        return
+    removed: set[str] = set()
+    for optimizer_name, saved_optimizer in (saved.get("optimizers") or {}).items():
+        if not isinstance(saved_optimizer, dict) or not isinstance(saved_optimizer.get("state"), dict):
+            continue
+        names = _names_of_numbers(state, optimizer_name, saved_optimizer)
+        for key in list(saved_optimizer["state"]):
+            if (name := _plain(names.get(key, key))) in left_out:
+                del saved_optimizer["state"][key]
+                removed.add(name)
+    pending, seen = [saved.get("algorithms")], set[int]()
+    while pending:
+        container = pending.pop()
+        if not isinstance(container, dict | list | tuple) or id(container) in seen:
+            continue
+        seen.add(id(container))
+        if isinstance(container, dict):
+            for key in [key for key, value in container.items() if torch.is_tensor(value) and _plain(key) in left_out]:
+                del container[key]
+                removed.add(_plain(key))
+        pending.extend(container.values() if isinstance(container, dict) else container)
+    if removed:
+        told = ", ".join(sorted(removed)[:_MAX_NAMES]) + (", ..." if len(removed) > _MAX_NAMES else "")
+        log.warning(
+            "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out, too, "
+            "and is reinitialized: %s",
+            len(removed),
+            told,
+        )
+
+
+def _names_of_numbers(state: "State", optimizer_name: str, saved: Mapping[str, Any]) -> dict[Any, str]:
+    """Return the names of an optimizer's parameters by their places in its groups, as old checkpoints number them."""
+    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
+    if not any(isinstance(number, int) for number in numbers):
+        return {}
+    strategy: Any = owner_of(state)  # DeepSpeed's, which alone has an order of its own
+    if strategy is not None:
+        named = {name_of_optimizer(state, each): strategy.parameter_names(state.model) for each in state.optimizers}
+    else:
+        named = {name: group_names(state.model, each) for name, each in named_optimizers(state.optimizers)}
+    names = [name for group in named.get(optimizer_name, ()) for name in group]
+    return dict(zip(numbers, names, strict=False))  # other numbers of them are refused later
+
+
+def _plain(name: object) -> str:
+    """Return a weight's name without what wrappers and averages put before it."""
+    plain = canonical_name(str(name))
+    while plain.startswith("module."):
+        plain = plain.removeprefix("module.")
+    return plain

@@ -1,0 +1,674 @@
+"""A dry run of a `.pt` file's pickle, in which descriptions stand in for tensors.
+
+It shows what the file holds (names, dtypes, shapes, and which bytes are whose) without reading those bytes, and refuses
+whatever torch's own loader should not get to see.
+"""
+
+import io
+import math
+import mmap as mapping
+import os
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_checkpoint._tree import map_tree, named_leaves, untaken
+from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
+from composer_checkpoint.file_io import FileReader
+from composer_checkpoint.pickles import (
+    PLAIN_GLOBALS,
+    Call,
+    PickledCounter,
+    PickledOrderedDict,
+    PickledSlice,
+    PickledText,
+    RestrictedUnpickler,
+    Unchangeable,
+    check_geometry,
+    refuse_global,
+    run_restricted,
+    scan,
+)
+
+__all__ = [
+    "LEGACY_MAGIC",
+    "read_legacy_bytes",
+    "read_legacy_pt",
+    "array_globals",
+    "plain_array",
+    "plain_dtype",
+    "safe_unpickle",
+    "SPARSE_PARTS",
+    "AnyTensorSpec",
+    "Rehearsal",
+    "RehearsingUnpickler",
+    "SparseSpec",
+    "StorageSpec",
+    "TensorSpec",
+    "rehearse",
+    "rehearse_with_attributes",
+]
+
+# The names in which torch wrote dtypes before it had untyped storages, and still writes most.
+_STORAGE_DTYPES = {
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1),
+    "ComplexDoubleStorage": ("complex128", 16),
+    "ComplexFloatStorage": ("complex64", 8),
+    "QUInt8Storage": ("quint8", 1),
+    "QInt8Storage": ("qint8", 1),
+    "QInt32Storage": ("qint32", 4),
+    "QUInt4x2Storage": ("quint4x2", 1),
+    "QUInt2x4Storage": ("quint2x4", 1),
+}
+
+# The dense tensors that a sparse one consists of, by its layout, in the order in which they are pickled.
+SPARSE_PARTS = {
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+
+_MAX_UNKNOWN = 1000
+
+# Containers that a plain pickle may have, and that torch's weights-only loader does not fill.
+_NOT_OF_TORCH = frozenset(
+    ["collections.defaultdict", "collections.deque", *(f"builtins.{name}" for name in ("int", "float", "list", "dict"))]
+)
+
+
+# Without slots the two have no __setstate__ of the dataclass's own, which a pickle could call.
+@dataclass(frozen=True)
+class Dtype(Unchangeable):
+    """A dtype's name, and the bytes of one element."""
+
+    name: str
+    item_bytes: int
+
+
+@dataclass(frozen=True)
+class StorageSpec(Unchangeable):
+    """A stretch of bytes in the file, and where the tensors that look at it are collected."""
+
+    key: str
+    dtype: Dtype
+    numel: int
+    views: "list[TensorSpec]" = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it has."""
+        return self.numel * self.dtype.item_bytes
+
+
+class AnyTensorSpec(Unchangeable):
+    """What stands for one tensor, dense or sparse."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True, eq=False)
+class TensorSpec(AnyTensorSpec):
+    """A tensor that is not there: how it looks and where its bytes would be.
+
+    Its elements are conjugated or negated, if it says so, once they are read.
+    """
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: StorageSpec
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements, were they copied out."""
+        return prod(self.shape) * self.dtype.item_bytes
+
+    @property
+    def byte_range(self) -> tuple[int, int] | None:
+        """Where its elements lie in its storage if they lie there in row-major order, one after the other."""
+        expected = 1
+        for count, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if count != 1 and step != expected:
+                return (0, 0) if self.size_bytes == 0 else None
+            expected *= count
+        start = self.offset * self.dtype.item_bytes
+        return start, start + self.size_bytes
+
+
+@dataclass(slots=True, eq=False)
+class SparseSpec(AnyTensorSpec):
+    """A sparse tensor that is not there: its layout, its size, and the dense ones that it consists of, by their names.
+
+    `is_coalesced` is `None` where the file does not say.
+    """
+
+    layout: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, TensorSpec]
+    is_coalesced: bool | None
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of its values."""
+        return self.parts["values"].dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all its parts."""
+        return sum(part.size_bytes for part in self.parts.values())
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What a pickle would make: the tree, its tensors by name, its storages by key, and the names it may not have.
+
+    `tensors` are dense; a sparse one in `sparse` has its parts there, as `name/indices`. `views` has all tensors, also
+    those that no name leads to, such as one in a set.
+    """
+
+    tree: Any = None
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    sparse: dict[str, SparseSpec] = field(default_factory=dict)
+    views: list[TensorSpec] = field(default_factory=list)
+    storages: dict[str, StorageSpec] = field(default_factory=dict)
+    unknown_globals: set[str] = field(default_factory=set)
+
+    def name_tensors(self) -> None:
+        """Find the tensors of the tree."""
+        for name, spec in named_leaves(self.tree, AnyTensorSpec):
+            if isinstance(spec, TensorSpec):
+                self.tensors[name] = spec
+            elif isinstance(spec, SparseSpec):
+                self.sparse[name] = spec
+        taken = dict.fromkeys(self.tensors, 0)
+        for name, spec in self.sparse.items():
+            self.tensors |= {untaken(f"{name}/{part}", taken): own for part, own in spec.parts.items()}
+
+
+def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehearsal:
+    """Run a pickle of torch's with stand-ins for all that it makes.
+
+    Args:
+        data: The pickle.
+        record_unknown: Collect the names that are not allowed, and go on with an inert object for each, rather than
+            refuse the first.
+
+    Raises:
+        UnsafeCheckpointError: If the pickle asks for what checkpoints do not need.
+        CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
+    """
+    scan(data)
+    rehearsal = Rehearsal()
+    rehearsal.tree = run_restricted(RehearsingUnpickler(data, rehearsal, record_unknown))
+    rehearsal.name_tensors()
+    names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
+    for tensor in rehearsal.views:
+        _check_view(names.get(id(tensor), "a tensor"), tensor)
+    return rehearsal
+
+
+def _check_view(name: str, tensor: TensorSpec) -> None:
+    item_bytes = tensor.dtype.item_bytes
+    numel = tensor.storage.size_bytes // item_bytes
+    check_geometry(name, tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
+
+
+class RehearsingUnpickler(RestrictedUnpickler):
+    """Reads a pickle into what is known of its tensors; a subclass may know more names."""
+
+    def __init__(self, data: bytes | memoryview, rehearsal: Rehearsal, record_unknown: bool) -> None:
+        super().__init__(data, _stand_ins())
+        self.rehearsal = rehearsal
+        self.record_unknown = record_unknown
+        self.unknown: dict[str, type[Unknown]] = {}
+
+    def find_unknown(self, name: str) -> Any:
+        if not self.record_unknown:
+            return super().find_unknown(name)
+        if name not in self.unknown:
+            if len(self.unknown) >= _MAX_UNKNOWN:
+                raise UnsafeCheckpointError(
+                    f"the file asks for more than {_MAX_UNKNOWN} functions and classes that checkpoints do not need; "
+                    f"nothing of it was run. Load another file."
+                )
+            self.unknown[name] = type("Unknown", (Unknown,), {"name": name})
+            self.rehearsal.unknown_globals.add(name)
+        return self.unknown[name]
+
+    def persistent_load(self, pid: Any, /) -> StorageSpec:
+        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
+            return super().persistent_load(pid)
+        _, dtype, key, _, numel, *view = pid
+        if not isinstance(dtype, Dtype) or type(key) is not str or type(numel) is not int or not 0 <= numel < 1 << 60:
+            raise CorruptCheckpointError(
+                f"a tensor's bytes are described as {shown(pid)}, without a dtype, a key or a size. "
+                f"Load another checkpoint."
+            )
+        storage = StorageSpec(key, dtype, numel, self.rehearsal.views)
+        known = self.rehearsal.storages.setdefault(key, storage)
+        # An empty storage may be shared by tensors of several dtypes.
+        if view not in ([], [None]) or (known != storage and known.size_bytes | storage.size_bytes):
+            raise CorruptCheckpointError(
+                f"the bytes {shown(key)} are described twice, as {known.numel} of {known.dtype.name} and as "
+                f"{storage.numel} of {storage.dtype.name}. Load another checkpoint."
+            )
+        return storage
+
+
+class Unknown:
+    """Stands for an object of a class that is not allowed: takes everything, does nothing."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Unknown":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Unknown":
+        return self
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, value: Any) -> None:
+        """Do nothing."""
+
+    def extend(self, values: Any) -> None:
+        """Do nothing."""
+
+    def add(self, value: Any) -> None:
+        """Do nothing."""
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorSpec:
+    return _checked_tensor(storage, storage.dtype, offset, size, stride, *rest)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> TensorSpec:
+    return _checked_tensor(storage, dtype, offset, size, stride, requires_grad, hooks, metadata)
+
+
+def _quantized(
+    storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any, hooks: Any
+) -> TensorSpec:
+    return _checked_tensor(storage, storage.dtype, offset, size, stride, requires_grad, hooks)
+
+
+def _checked_tensor(
+    storage: Any,
+    dtype: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    *rest: Any,
+) -> TensorSpec:
+    if not isinstance(storage, StorageSpec) or not isinstance(dtype, Dtype):
+        raise ValueError("a tensor has a storage and a dtype")
+    if hooks or any(value for mapping in rest if mapping for value in mapping.values() if value is not True):
+        raise ValueError("a tensor has no hooks")
+    lazily = {name for mapping in rest if mapping for name in mapping}
+    tensor = TensorSpec(dtype, tuple(size), tuple(stride), offset, storage, "conj" in lazily, "neg" in lazily)
+    storage.views.append(tensor)
+    return tensor
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> Any:
+    if hooks or state:
+        raise ValueError("a parameter has no hooks and no attributes")
+    return data
+
+
+def _sparse(layout: Any, data: Any) -> SparseSpec:
+    names = SPARSE_PARTS.get(layout) if type(layout) is str else None
+    if names is None or not isinstance(data, list | tuple) or len(data) <= len(names):
+        raise ValueError("a sparse tensor has a known layout, its parts and a size")
+    parts, size, rest = data[: len(names)], data[len(names)], data[len(names) + 1 :]
+    if not all(isinstance(part, TensorSpec) for part in parts) or not isinstance(size, list | tuple):
+        raise ValueError("a sparse tensor consists of dense ones and has a size")
+    if not all(type(count) is int and count >= 0 for count in size) or prod(size) >= 1 << 63:
+        raise ValueError("a size has whole numbers, and not more elements than can be counted")
+    # What else there is after the size is a coordinate tensor's being coalesced, since torch 2.1.
+    if len(rest) > (layout == "sparse_coo") or any(value not in (None, True, False) for value in rest):
+        raise ValueError("a sparse tensor is coalesced or not")
+    return SparseSpec(layout, tuple(size), dict(zip(names, parts, strict=True)), rest[0] if rest else None)
+
+
+def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
+    return f"meta {shown(tuple(size))}"
+
+
+def _device(*names: Any) -> str:
+    return ":".join(map(shown, names))
+
+
+def _layout(name: Any) -> str:
+    return name.removeprefix("torch.") if type(name) is str else shown(name)
+
+
+@cache
+def _stand_ins() -> Mapping[str, Any]:
+    import torch  # here, so that naming this module does not load it
+
+    rebuilding: dict[str, Callable[..., Any]] = {
+        "_rebuild_tensor": _tensor,
+        "_rebuild_tensor_v2": _tensor,
+        "_rebuild_tensor_v3": _tensor_v3,
+        "_rebuild_qtensor": _quantized,
+        "_rebuild_parameter": _parameter,
+        "_rebuild_parameter_with_state": _parameter,
+        "_rebuild_sparse_tensor": _sparse,
+        "_rebuild_meta_tensor_no_storage": _meta_tensor,
+    }
+    dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return {
+        **{name: value for name, value in PLAIN_GLOBALS.items() if name not in _NOT_OF_TORCH},
+        **{name: value for name, value in array_globals().items() if name.startswith("numpy.")},
+        **{f"torch._utils.{name}": function for name, function in rebuilding.items()},
+        **{f"torch.{name}": Dtype(*dtype) for name, dtype in _STORAGE_DTYPES.items()},
+        **{f"torch.{name}": Dtype(name, dtype.itemsize) for name, dtype in dtypes.items()},
+        **{f"torch.{name}": name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
+        "torch.storage.UntypedStorage": Dtype("uint8", 1),
+        "torch.Size": tuple,
+        "torch.device": _device,
+        "torch.serialization._get_layout": _layout,
+        "torch.torch_version.TorchVersion": PickledText,
+    }
+
+
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_LEADING_PICKLES = 3  # the magic number, the version, and the writer's byte order and sizes
+
+
+def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> Rehearsal:
+    """Read and check everything except the tensors' elements."""
+    with mapping.mmap(reader.descriptor, reader.size_bytes, access=mapping.ACCESS_READ) as mapped:
+        view = memoryview(mapped)
+        try:
+            return read_legacy_bytes(view, record_unknown=record_unknown)
+        finally:
+            view.release()
+
+
+def read_legacy_bytes(view: memoryview, *, record_unknown: bool = False) -> Rehearsal:
+    """Do the same with a file that is in memory."""
+    position = 0
+    for _ in range(_LEADING_PICKLES):
+        start, position = position, scan(view, position)
+        rehearse(bytes(view[start:position]))
+    end = scan(view, position)
+    rehearsal = rehearse(bytes(view[position:end]), record_unknown=record_unknown)
+    position = end
+    end = scan(view, position)
+    keys = rehearse(bytes(view[position:end])).tree
+    _check_storages(view, end, keys, rehearsal)
+    return rehearsal
+
+
+def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: Rehearsal) -> None:
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(rehearsal.storages):
+        raise CorruptCheckpointError("the file lists other storages than its tensors need. Load another checkpoint.")
+    for key in keys:
+        storage = rehearsal.storages[key]
+        header = bytes(view[position : position + 8])
+        position += 8 + storage.size_bytes
+        if len(header) < 8 or struct.unpack("<q", header)[0] != storage.numel or position > len(view):
+            raise CorruptCheckpointError(
+                f"the file of {len(view)} bytes does not have the {storage.size_bytes} bytes of storage {shown(key)}: "
+                f"it was cut short or damaged. Load another checkpoint."
+            )
+    if position != len(view):
+        raise CorruptCheckpointError(
+            f"the file goes on for {len(view) - position} bytes after its last storage. Load another checkpoint."
+        )
+
+
+# Booleans, numbers, bytes and text: no objects, and no structures or dates, whose dtypes carry a state of their own.
+_PLAIN_KINDS = frozenset("biufcSU")
+
+_MAX_DIMS = 64
+
+# Stands for the class itself, which would make arrays of any size when it is called.
+_ARRAY_CLASS = object()
+
+
+@cache
+def array_globals() -> Mapping[str, Any]:
+    """Return what a pickle of arrays and tensors may name."""
+    return {
+        "numpy.ndarray": _ARRAY_CLASS,
+        "numpy.dtype": PickledDtype,
+        "numpy._core.multiarray._reconstruct": _reconstruct,
+        "numpy._core.multiarray.scalar": _scalar,
+        "numpy._core.numeric._frombuffer": _frombuffer,
+        "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+        "torch.storage._load_from_bytes": _load_storage,
+        "torch.Size": _size,
+        "torch.device": torch.device,
+        "torch.torch_version.TorchVersion": PickledText,
+        **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+    }
+
+
+def plain_dtype(name: Any) -> np.dtype[Any]:
+    """Return a dtype of numbers or text by its short name, such as `f8`."""
+    if type(name) is not str or len(name) > 12:
+        raise CorruptCheckpointError(f"an array's dtype is {shown(name)}, not a name. Load another checkpoint.")
+    dtype = np.dtype(name)
+    if dtype.kind not in _PLAIN_KINDS:
+        refuse_global(f"an array of {dtype}")
+    return dtype
+
+
+class PickledDtype:
+    """What `numpy.dtype(...)` makes in a pickle; the byte order follows as a state."""
+
+    def __init__(self, name: Any, align: Any = False, copy: Any = True) -> None:
+        self.dtype = plain_dtype(name)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        order = state[1]
+        if order not in ("<", ">", "|", "="):
+            raise ValueError("no byte order")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _PickledArray(np.ndarray[Any, Any]):
+    """An array that takes over its state only where it fits; `_reconstruct` makes it empty."""
+
+    pickled_dtype: np.dtype[Any] = np.dtype(np.int8)
+
+    def __setstate__(self, state: Any, /) -> None:
+        _, shape, dtype, is_fortran, data = state
+        if not isinstance(dtype, PickledDtype) or type(data) is not bytes or type(shape) is not tuple:
+            raise ValueError("the state of an array is a shape, a dtype and bytes")
+        if len(shape) > _MAX_DIMS or any(type(size) is not int or not 0 <= size < 1 << 63 for size in shape):
+            raise ValueError(f"a shape has up to {_MAX_DIMS} whole numbers from 0")
+        if math.prod(shape) * dtype.dtype.itemsize != len(data):
+            raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
+        native = dtype.dtype.newbyteorder("=")  # of others NumPy makes a copy, and a pickle might name one often
+        super().__setstate__((1, shape, native, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
+        self.pickled_dtype = dtype.dtype  # for `plain_array`: NumPy 2.5 deprecates to set `dtype`
+
+
+class _PickledTensor(Unchangeable, torch.Tensor):
+    """A tensor that cannot be given another geometry, nor hooks."""
+
+
+class _PickledStorage(Unchangeable):
+    """A storage whose bytes cannot be said to be other ones."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, storage: torch.storage.TypedStorage) -> None:
+        self.storage = storage
+
+
+def plain_array(value: Any) -> Any:
+    """Return an array, tensor, storage or slice as what it is without its guard; anything else as it is."""
+    if type(value) is _PickledArray:
+        array = value.view(np.ndarray)
+        return array if array.dtype == value.pickled_dtype else array.view(value.pickled_dtype)
+    if type(value) is _PickledTensor:
+        return value.as_subclass(torch.Tensor)
+    if type(value) is PickledSlice:
+        return value.itself()
+    return value.storage if type(value) is _PickledStorage else value
+
+
+def _reconstruct(subtype: Any, shape: Any, typecode: Any) -> np.ndarray[Any, Any]:
+    if subtype is not _ARRAY_CLASS or shape != (0,):
+        raise ValueError("only empty arrays are reconstructed")
+    return _PickledArray((0,), np.int8)
+
+
+def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axis_order: Any = None) -> np.ndarray[Any, Any]:
+    if not isinstance(buffer, bytes | bytearray) or not isinstance(dtype, PickledDtype) or axis_order is not None:
+        raise ValueError("an array has bytes and a dtype")
+    return np.frombuffer(buffer, dtype.dtype).reshape(shape, order=order)
+
+
+def _size(dims: Any = ()) -> torch.Size:
+    if type(dims) is not tuple:
+        raise ValueError("a size is made of a tuple")
+    return torch.Size(dims)
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    if not isinstance(dtype, PickledDtype) or type(data) is not bytes or len(data) != dtype.dtype.itemsize:
+        raise ValueError("a scalar has a dtype and as many bytes")
+    return np.frombuffer(data, dtype.dtype)[0]
+
+
+def _load_storage(data: Any) -> Any:
+    if type(data) is not bytes:
+        raise ValueError("a storage is bytes")
+    read_legacy_bytes(memoryview(data))
+    return _PickledStorage(torch.load(io.BytesIO(data), weights_only=True))
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+    if not isinstance(storage, _PickledStorage) or not isinstance(storage.storage, torch.storage.TypedStorage):
+        raise ValueError("a tensor has a storage")
+    storage = storage.storage
+    untyped = storage._untyped_storage  # pyright: ignore[reportPrivateUsage]  # the public way warns of its end
+    item_bytes = storage.dtype.itemsize
+    check_geometry("a tensor", size, stride, offset, untyped.nbytes() // item_bytes, item_bytes)
+    tensor = torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
+    return tensor.as_subclass(_PickledTensor)
+
+
+def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
+    """Read a pickle that holds plain data, NumPy arrays or tensors; refuse every other one before it ran.
+
+    Args:
+        source: The bytes, a path, or a file opened for reading bytes.
+        allow: What the pickle may name besides, by dotted name, such as
+            `{"torch.distributed.checkpoint.metadata.Metadata": Metadata}`. Its values can be called by the pickle with
+            any arguments, and get any attributes if they are classes.
+
+    Returns:
+        The object.
+
+    Raises:
+        UnsafeCheckpointError: If the pickle asks for anything else; the message names it.
+        CorruptCheckpointError: If it is not a whole pickle.
+
+    Example:
+        >>> safe_unpickle(pickle.dumps({"epoch": 3, "lengths": (1, 2)}))
+        {'epoch': 3, 'lengths': (1, 2)}
+        >>> safe_unpickle(pickle.dumps(os.getcwd))
+        Traceback (most recent call last):
+        composer_checkpoint.errors.UnsafeCheckpointError: the file asks for posix.getcwd (global not in allowlist), ...
+    """
+    if isinstance(source, str | os.PathLike):
+        source = Path(source).read_bytes()
+    elif not isinstance(source, bytes | bytearray | memoryview):
+        source = source.read()
+    data: bytes | memoryview = memoryview(source)
+    scan(data)
+    table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
+    return map_tree(run_restricted(RestrictedUnpickler(data, table)), _itself, shared=True)
+
+
+def _itself(_: str, value: Any) -> Any:
+    """Return what a thing stands for that was built with checks, and anything else as it is."""
+    match value:
+        case PickledOrderedDict():
+            ordered = OrderedDict(value)
+            vars(ordered).update(vars(value))
+            return ordered
+        case PickledCounter():
+            return Counter(value)
+        case deque():
+            return deque(map(plain_array, value), value.maxlen)
+        case _:
+            return Call.itself(plain_array(value))
+
+
+def rehearse_with_attributes(data: bytes) -> Rehearsal:
+    """Rehearse a pickle as `rehearse` does, with inert objects for what is not allowed, and tensors without attributes.
+
+    Raises:
+        UnsafeCheckpointError: If it has instructions that no checkpoint needs.
+        CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
+    """
+    scan(data)
+    rehearsal = Rehearsal()
+    rehearsal.tree = run_restricted(_Unpickler(data, rehearsal, True))
+    rehearsal.name_tensors()
+    for tensor in rehearsal.views:
+        item_bytes = tensor.dtype.item_bytes
+        numel = tensor.storage.size_bytes // item_bytes
+        check_geometry("a tensor", tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
+    return rehearsal
+
+
+class _Unpickler(RehearsingUnpickler):
+    def find_unknown(self, name: str) -> Any:
+        found = _EXTRA.get(name)
+        return super().find_unknown(name) if found is None else Call(found, self.budget)
+
+
+def _tensor_without_attributes(function: Any, kind: Any, args: Any, state: Any) -> AnyTensorSpec:
+    tensor = function(*args)
+    if not isinstance(tensor, AnyTensorSpec):
+        raise ValueError("only a tensor is rebuilt from its type")
+    return tensor
+
+
+def _tensor_class(*_: Any) -> None:
+    raise ValueError("tensors are rebuilt, not called for")
+
+
+_EXTRA: Mapping[str, Any] = {
+    "torch._tensor._rebuild_from_type_v2": _tensor_without_attributes,
+    "torch.Tensor": _tensor_class,
+}

@@ -1,0 +1,266 @@
+"""Steps that ranks take together, and that fail on all of them alike."""
+
+import contextvars
+import pickle
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as tdist
+
+from composer_checkpoint.errors import CheckpointError, StorageError
+from composer_dist.collectives import cpu_group, is_initialized
+from composer_dist.env import get_world_size
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["PATIENCE", "in_thread", "meet_within", "work_within", "Ranks"]
+
+A = TypeVar("A")
+
+PATIENCE = 3
+"""How many times as long as one rank may work the others wait for it: it may come late, and rank 0 works after it."""
+
+_SOON_S = 5.0  # the store's answer
+
+# How often the ranks of a group have met. All of them count alike, since they meet in the same order.
+_meetings: "defaultdict[str, int]" = defaultdict(int)
+
+
+def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
+    """Return what a function returns, or raise if it takes longer.
+
+    What hangs goes on in its thread, which ends with the process: a write that the system does not answer cannot be
+    taken back.
+
+    Args:
+        work: The function.
+        timeout_s: How long it may take.
+        rank: This process's, for the error.
+
+    Raises:
+        StorageError: If it takes longer.
+    """
+
+    def overdue() -> str:
+        return (
+            f"rank {rank} (on {socket.gethostname()}) has not done its part of the checkpoint within "
+            f"save_timeout_in_seconds={timeout_s!r}: its disk or store hangs, or is too slow. The checkpoint before is "
+            f"untouched. Look after the disk, or allow for more time."
+        )
+
+    return in_thread(work, timeout_s, overdue)
+
+
+def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
+    """Return what the ranks of a group tell each other, or raise on all that are here if others do not come.
+
+    A dead rank is noticed by the collective, at once. Of those that only hang nothing is heard, so each rank leaves a
+    note at the group's store when it comes. The store may hang as well, since some process keeps it, and is not waited
+    for any longer. Every rank must call this.
+
+    Args:
+        talk: The collective.
+        group: Who takes part.
+        timeout_s: How long it may take.
+        rank: This process's.
+
+    Raises:
+        StorageError: If a rank does not come in time, with the numbers of those that have not.
+    """
+    store = group.get_group_store()
+    number = _meetings[group.group_name] = _meetings[group.group_name] + 1
+    name = f"composer-save-{number}"
+
+    def come() -> A:
+        store.set(f"{name}-{rank}", "here")
+        if store.check([f"{name}-over"]):
+            raise StorageError(
+                f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and given "
+                f"up. Look into the log for what held it up."
+            )
+        reply = talk()
+        with suppress(RuntimeError):  # all have come, and who keeps the store may be gone already
+            store.delete_key(f"{name}-{rank}")
+        return reply
+
+    return in_thread(come, timeout_s, lambda: _who_is_missing(store, name, timeout_s, group.size()))
+
+
+def in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
+    """Return what a function returns, or raise a `StorageError` with the text of `overdue` if it takes longer."""
+    outcome: Future[A] = Future()
+    context = contextvars.copy_context()
+    # The thread's copies from a device must come after what was computed here, in whichever stream.
+    stream = torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_initialized() else nullcontext()
+
+    def run() -> None:
+        try:
+            with stream:
+                outcome.set_result(context.run(work))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="save", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    except TimeoutError as error:
+        if outcome.done():
+            raise  # the work's own
+        raise StorageError(overdue()) from error
+
+
+def _who_is_missing(store: Any, name: str, timeout_s: float, world_size: int) -> str:
+    def ask() -> list[int]:
+        missing = [other for other in range(world_size) if not store.check([f"{name}-{other}"])]
+        store.set(f"{name}-over", "")
+        return missing
+
+    silence = f"the ranks have not met within {timeout_s!r} s to save a checkpoint, and their store is silent"
+    try:
+        missing = in_thread(ask, _SOON_S, lambda: f"{silence}: no answer in {_SOON_S} s")
+    except StorageError as error:  # who keeps the store hangs
+        return f"{error}. Look after the process that keeps it: rank 0, or the launcher of its node."
+    except RuntimeError as error:  # it is gone
+        return f"{silence}: {error}"
+    return (
+        f"ranks {missing} of {world_size} have not come to save a checkpoint, while others waited for {timeout_s!r} s, "
+        f"{PATIENCE} times save_timeout_in_seconds: they hang. The checkpoint before is untouched. Look at their logs."
+    )
+
+
+B = TypeVar("B")
+
+
+class Ranks:
+    """The ranks of a group, or this process alone.
+
+    Args:
+        group: Who takes part. All ranks when `None`. Messages go through the CPU: through a gloo companion where the
+            group has no backend for that.
+        timeout_s: How long each rank may work; who does not come is given up after three times that. `None` for the
+            group's own patience, and any length of work.
+
+    Raises:
+        RuntimeError: If several processes were started and there is no process group.
+        ValueError: If this rank is not in the group.
+    """
+
+    def __init__(self, group: "ProcessGroup | None" = None, *, timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
+        if not is_initialized():
+            if get_world_size() > 1:
+                raise RuntimeError(
+                    f"the world size is {get_world_size()}, but there is no process group, so every process would "
+                    "write the same checkpoint. Call initialize_dist() first, or unset WORLD_SIZE."
+                )
+            self.rank, self.world_size, self._group = 0, 1, None
+            return
+        self.rank, self.world_size = tdist.get_rank(group), tdist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in process_group. Call this on the ranks of the group only.")
+        self._group = group if self.world_size == 1 else cpu_group(group)
+
+    def exchange(self, work: Callable[[], A], combine: Callable[[list[A]], Sequence[B]]) -> B:
+        """Work on each rank, combine what they got on rank 0, and return this rank's part. Every rank must call this.
+
+        Raises:
+            Exception: What the first of the failing ranks raised, on every rank.
+            StorageError: If a rank is given up, with its number, on every rank that came.
+        """
+        if self.world_size == 1:
+            return self._within_time(lambda: combine([work()]))[0]
+        mine = _attempt(lambda: self._within_time(work), self.rank)
+
+        def talk() -> Any:
+            gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+            tdist.gather_object(mine, gathered, group=self._group, group_dst=0)
+            replies = None if gathered is None else self._combine(gathered, combine)
+            reply: list[Any] = [None]
+            tdist.scatter_object_list(reply, replies, group=self._group, group_src=0)
+            return reply[0]
+
+        reply = self._meet(talk)
+        if isinstance(reply, _Failure):
+            raise self._as_raised(reply, mine)
+        return reply
+
+    def together(self, work: Callable[[], object]) -> None:
+        """Work on each rank, and go on when all of them are done. Every rank must call this.
+
+        Raises:
+            Exception: What the first of the failing ranks raised, on every rank.
+        """
+        self.exchange(lambda: (work(), None)[1], lambda done: done)
+
+    def all(self, statement: bool) -> bool:
+        """Return whether this is true on every rank. Every rank must call this."""
+        return bool(self.least(int(statement)))
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers. Every rank must call this."""
+        if self.world_size == 1:
+            return number
+        numbers = torch.tensor([number])
+        tdist.all_reduce(numbers, op=tdist.ReduceOp.MIN, group=self._group)
+        return int(numbers.item())
+
+    def _meet(self, talk: Callable[[], Any]) -> Any:
+        if self._timeout_s is None:
+            return talk()
+        group = self._group or tdist.group.WORLD
+        assert group is not None  # there are several ranks
+        return meet_within(talk, group, PATIENCE * self._timeout_s, self.rank)
+
+    def _within_time(self, work: Callable[[], A]) -> A:
+        return work() if self._timeout_s is None else work_within(work, self._timeout_s, self.rank)
+
+    def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Sequence[object]]) -> list[object]:
+        failures: list[object] = [outcome for outcome in gathered if isinstance(outcome, _Failure)]
+        if not failures:
+            outcome = _attempt(lambda: self._within_time(lambda: list(combine(gathered))), self.rank)
+            if not isinstance(outcome, _Failure):
+                return outcome
+            failures = [outcome]
+        return failures[:1] * self.world_size
+
+    def _as_raised(self, failure: "_Failure", mine: object) -> Exception:
+        if isinstance(mine, _Failure) and mine.rank == failure.rank:
+            return mine.error  # with its traceback and its cause
+        failure.error.add_note(f"(raised on rank {failure.rank})")
+        return failure.error
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a rank raised."""
+
+    rank: int
+    error: Exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Failure, (self.rank, _portable(self.error))
+
+
+def _attempt(work: Callable[[], A], rank: int) -> "A | _Failure":
+    try:
+        return work()
+    except Exception as error:
+        return _Failure(rank, error)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error itself if it survives the journey to another rank, else its text."""
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    except Exception:  # whatever a foreign class's constructor objects to
+        pass
+    return CheckpointError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,398 @@
+"""Copies of committed checkpoints, in the store of a remote folder or with loggers that take files."""
+
+import os
+import posixpath
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint.formats.archives import check_compressor
+from composer_checkpoint.names import PartialFilePath, check_filename, partial_format, sharded_folder
+from composer_checkpoint.remote.fetch import create_symlink_file
+from composer_checkpoint.remote.publish import SYMLINK_SUFFIX, write_pointer
+from composer_checkpoint.remote.upload import RemoteUploader
+from composer_checkpoint.retention import KeptRemotely
+from composer_checkpoint.save_folder import ensure_store_has_no_conflicting_objects
+from composer_checkpoint.state import Layout, layout_of, own_file, path_of, prefix_dir_of
+from composer_checkpoint.stores.base import is_uri, parse_uri
+from composer_checkpoint.stores.databricks import EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER, MLFlowObjectStore
+from composer_time import Time, Timestamp
+
+if TYPE_CHECKING:
+    from composer_events import Logger, State
+
+__all__ = [
+    "asks_for_run",
+    "path_with_run",
+    "run_of",
+    "with_run",
+    "Save",
+    "check_templates",
+    "name_save",
+    "template_of_run",
+    "to_path",
+    "within_folder",
+    "CheckpointUploads",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save: its names, the time in training, and what was measured by then. Per-rank files keep `{rank}`.
+
+    `address` is where it lasts, if that is a store. Then `path` is the same, or a temporary file.
+    """
+
+    path: str
+    address: str | None
+    timestamp: Timestamp
+    metrics: dict[str, float]
+    link: str | None
+    remote_name: str | None
+    remote_pointer: str | None
+
+
+def check_templates(
+    filename: str, latest_filename: str | None, interval: "Time[Any] | str | int | None", overwrite: bool
+) -> None:
+    """Refuse names that cannot tell the saves of a run apart, or the link to the latest one from a save.
+
+    Args:
+        filename: The template of the saves.
+        latest_filename: That of the link, or `None` for no link.
+        interval: As in `check_filename`.
+        overwrite: Whether one name for several saves is wanted.
+
+    Raises:
+        ValueError: If there are such names.
+        CompressorNotFound: If the program that the file name asks for is not installed.
+    """
+    check_filename(filename, interval=interval, overwrite=overwrite)
+    check_compressor(filename)
+    if latest_filename is None:
+        return
+    check_filename(str(latest_filename), argument="save_latest_filename", overwrite=True)
+    if str(latest_filename).lstrip("/") == filename:
+        raise ValueError(
+            f"save_latest_filename={latest_filename!r} is what the checkpoints are called, too, so that the link to "
+            f"the latest one would replace it. Give them two names, or pass save_latest_filename=None."
+        )
+
+
+def name_save(
+    state: "State",
+    filename: PartialFilePath,
+    link: PartialFilePath | None,
+    remote_name: PartialFilePath | None,
+    remote_pointer: PartialFilePath | None,
+    remote_folder: str | None,
+    metrics: dict[str, float],
+) -> Save:
+    """Fill in the names of a save of now."""
+    path = path_of(state, filename.filename, filename.folder)
+    remote = None if remote_name is None else _remote_name(state, remote_name.filename)
+    address = None
+    if remote_folder is not None and remote is not None:
+        place, root = urlsplit(remote_folder), "/" if parse_uri(remote_folder).path.startswith("/") else ""
+        address = f"{place.scheme}://{place.netloc}/{root}{remote}"
+        path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there itself
+    return Save(
+        path=path,
+        address=address,
+        timestamp=state.timestamp,
+        metrics=metrics,
+        link=None if link is None else link.format(state),
+        remote_name=remote,
+        remote_pointer=None if remote_pointer is None else remote_pointer.format(state),
+    )
+
+
+def _remote_name(state: "State", filename: str) -> str:
+    template = within_folder(state, filename)
+    if layout_of(state) is Layout.LOCAL:
+        template = template.replace("{rank}", "{{rank}}")
+    return PartialFilePath(template).format(state)
+
+
+def within_folder(state: "State", filename: str) -> str:
+    """Return the template of what a save is called below the folder that is saved to: a file, or a sharded folder."""
+    return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
+
+
+def template_of_run(state: "State", name: PartialFilePath | None) -> str | None:
+    """Return the template of what this run's saves are called below the folder, or `None` if they are not put there."""
+    return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)
+
+
+def to_path(name: str | None, folder: str | None = None) -> PartialFilePath | None:
+    """Return a user's template, or `None` for none."""
+    return None if name is None else PartialFilePath(str(name).lstrip("/"), folder)
+
+
+_POLL_S = 30.0
+# What a rank says of its uploads; the least of them is what all ranks act upon.
+_HAS_ENDED, _UNDER_WAY, _NOTHING = range(3)
+
+
+class CheckpointUploads:
+    """Sends checkpoints in the background where there is a remote folder, and hands them to loggers otherwise.
+
+    Not every rank has something to send; what goes wrong is raised on all of them.
+
+    Args:
+        uploader: Of the remote folder, if there is one.
+        overwrite: Whether a whole checkpoint of the same name may be replaced.
+        timeout_s: How long `wait` waits on each rank.
+        kept: What stays in the store; `None` for all.
+
+    Attributes:
+        overwrite: As above.
+        ranked_by: The metric by which the best are kept in the store, if any.
+    """
+
+    def __init__(
+        self, uploader: RemoteUploader | None, overwrite: bool, timeout_s: float, kept: KeptRemotely | None = None
+    ) -> None:
+        self._uploader = uploader
+        self.overwrite = overwrite
+        self._timeout_s = timeout_s
+        self._kept = kept
+        self.ranked_by = None if kept is None else kept.policy.metric
+        self._addresses: dict[str, str] = {}
+        self._failures: list[Exception] = []
+        self._are_watched = False  # the same on all ranks
+
+    @property
+    def may_have_news(self) -> bool:
+        """Whether `check` or `rotate` can have anything to do, alike on all ranks."""
+        return self._are_watched or self._kept is not None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where this process has saved in the store what was not deleted there, oldest first."""
+        deleted = () if self._kept is None else self._kept.deleted
+        return [address for name, address in self._addresses.items() if name not in deleted]
+
+    @addresses.setter
+    def addresses(self, addresses: list[str]) -> None:
+        self._addresses = {parse_uri(address).path: address for address in addresses}
+
+    def note(self, job: Save) -> None:
+        """Take note of a save that was committed. One of the same name is gone."""
+        if job.address is not None and job.remote_name is not None:
+            self._addresses.pop(own_file(job.remote_name), None)
+            self._addresses[own_file(job.remote_name)] = own_file(job.address)
+
+    def expect(self) -> None:
+        """Watch what a save will send, on whichever rank. Every rank must call this."""
+        self._are_watched = True
+
+    def refuse_later(self, template: str, timestamp: Timestamp) -> None:
+        """Raise, on all ranks, if the store has later checkpoints. Every rank must call this.
+
+        Args:
+            template: What they are called.
+            timestamp: Where the run is.
+        """
+        if self._uploader is None:
+            return
+        ranks, store = Ranks(), self._uploader.remote_backend
+        ranks.together(
+            lambda: ensure_store_has_no_conflicting_objects(store, template, timestamp) if ranks.rank == 0 else None
+        )
+
+    def send(self, job: Save, logger: "Logger") -> Future[None] | None:
+        """Begin to copy what this rank has saved, and then let a pointer name it.
+
+        What goes wrong is raised by `check` and `wait`.
+
+        Args:
+            job: The save; if its path is an address, it was written to the store at once.
+            logger: Has the destinations that take files.
+
+        Returns:
+            What is under way, during which the file must stay.
+        """
+        if job.remote_name is None:
+            return None
+        path, name = own_file(job.path), own_file(job.remote_name)
+        try:
+            upload = self._send(path, name, job.remote_pointer, logger)
+        except Exception as error:  # the other ranks must hear of it, whatever it is
+            self._failures.append(error)
+            return None
+        if self._kept is not None:
+            of_ranks = [job.remote_name.replace("{rank}", str(rank)) for rank in range(Ranks().world_size)]
+            self._kept.add(name, list(dict.fromkeys(of_ranks)), job.timestamp, job.metrics, upload)
+        return upload
+
+    def rotate(self) -> None:
+        """Begin to delete from the store what need not be kept there."""
+        if self._kept is not None:
+            self._kept.rotate()
+
+    def check(self, *, more_to_come: bool = False) -> None:
+        """Raise the first error of what has ended on any rank, on all of them. Every rank must call this.
+
+        The ranks talk to each other only from a save to the end of its upload.
+
+        Args:
+            more_to_come: Whether a checkpoint is being written that is still to be sent.
+        """
+        if not self._are_watched:
+            return
+        ranks, futures = Ranks(), self._futures
+        if self._failures or any(future.done() for future in futures):
+            here = _HAS_ENDED
+        else:
+            here = _UNDER_WAY if futures else _NOTHING
+        anywhere = ranks.least(here)
+        if anywhere == _HAS_ENDED:
+            ranks.together(self._raise_first)
+        elif anywhere == _NOTHING and not more_to_come:
+            self._are_watched = False
+
+    def wait(self) -> None:
+        """Return when nothing is under way on any rank. Every rank must call this.
+
+        Raises:
+            RuntimeError: On all ranks, if that takes too long on any.
+        """
+        if self._uploader is None and not self._are_watched:
+            return
+        self._wait()
+        if self._kept is not None:
+            self._kept.rotate()  # by what all ranks have uploaded
+            self._wait()
+        self._are_watched = False
+
+    def close(self) -> None:
+        """Wait, without asking other ranks, which may be gone, and let go of connections."""
+        if self._uploader is not None:
+            self._uploader.wait_and_close()
+        self._raise_first()
+
+    def state_dict(self, job: Save | None) -> dict[str, Any] | None:
+        """Return which checkpoints there are in the store, the one that is being saved included."""
+        if self._kept is None:
+            return None
+        saved = self._kept.state_dict()
+        if job is not None and job.remote_name is not None:
+            saved["saved"].append((own_file(job.remote_name), job.timestamp.state_dict(), job.metrics))
+        return saved
+
+    def load_state_dict(self, saved: Mapping[str, Any], template: str | None) -> None:
+        """Take over which checkpoints there are in the store, of those that are called as this run calls its own."""
+        if self._kept is not None and template is not None:
+            self._kept.load_state_dict(saved, template)
+
+    def _wait(self) -> None:
+        ranks, deadline = Ranks(), time.monotonic() + self._timeout_s
+        while True:  # an upload may take longer than a collective waits for a rank
+            ranks.together(lambda: self._raise_first(deadline))
+            if ranks.all(not self._futures):
+                return
+            wait(self._futures, timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
+
+    @property
+    def _futures(self) -> list[Future[None]]:
+        return [] if self._uploader is None else self._uploader.futures
+
+    def _raise_first(self, deadline: float | None = None) -> None:
+        failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
+        if self._uploader is None:
+            return
+        self._uploader.check_workers()
+        if self._uploader.futures and deadline is not None and time.monotonic() >= deadline:
+            raise RuntimeError(
+                f"{len(self._uploader.futures)} uploads to {self._uploader.remote_folder} have not ended within "
+                f"upload_timeout_in_seconds={self._timeout_s!r}. Look at the connection, or allow for more time."
+            )
+
+    def _send(self, path: str, name: str, pointer: str | None, logger: "Logger") -> Future[None] | None:
+        if self._uploader is None:
+            self._hand_to_loggers(path, name, pointer, logger)
+        elif not is_uri(path):
+            return self._uploader.publish_async(path, name, pointer=pointer, overwrite=self.overwrite)
+        elif pointer is not None:
+            write_pointer(self._uploader.remote_backend, pointer + SYMLINK_SUFFIX, name)
+        return None
+
+    def _hand_to_loggers(self, path: str, name: str, pointer: str | None, logger: "Logger") -> None:
+        destinations = getattr(logger, "destinations", ())
+        if not any(destination.can_upload_files() for destination in destinations):
+            return
+        for file, remote_name in _files(path, name):
+            logger.upload_file(remote_name, file, overwrite=self.overwrite)
+        if pointer is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            link = os.path.join(folder, "latest" + SYMLINK_SUFFIX)
+            create_symlink_file(name, link)
+            logger.upload_file(pointer + SYMLINK_SUFFIX, link, overwrite=True)
+
+
+def _files(path: str, name: str) -> Iterator[tuple[Path, str]]:
+    if not os.path.isdir(path):
+        yield Path(path), name
+        return
+    for file in sorted(Path(path).rglob("*")):
+        if file.is_file():
+            yield file, posixpath.join(name, file.relative_to(path).as_posix())
+
+
+def asks_for_run(template: str | None) -> bool:
+    """Return whether a name has a placeholder of the experiment or the run.
+
+    Example:
+        >>> asks_for_run("runs/{mlflow_run_id}/checkpoints")
+        True
+    """
+    return template is not None and (EXPERIMENT_PLACEHOLDER in template or RUN_PLACEHOLDER in template)
+
+
+def run_of(logger: "Logger", uploader: "RemoteUploader | None") -> dict[str, str]:
+    """Return what the placeholders stand for. Every rank must call this.
+
+    Args:
+        logger: Of its destinations, the first that has begun a run, as an `MLFlowLogger` does, says which.
+        uploader: Otherwise, if it is of MLflow's artifacts, the run that it begins on rank 0.
+
+    Returns:
+        The experiment and the run; nothing if there is neither.
+    """
+    for destination in getattr(logger, "destinations", ()):
+        experiment_id, run_id = (getattr(destination, name, None) for name in ("experiment_id", "run_id"))
+        if isinstance(experiment_id, str) and isinstance(run_id, str):
+            return {EXPERIMENT_PLACEHOLDER: experiment_id, RUN_PLACEHOLDER: run_id}
+    if uploader is None or not asks_for_run(uploader.remote_folder):
+        return {}
+    ranks = Ranks()
+
+    def begin() -> dict[str, str]:
+        store = uploader.remote_backend if ranks.rank == 0 else None
+        if not isinstance(store, MLFlowObjectStore):
+            return {}
+        return {EXPERIMENT_PLACEHOLDER: store.experiment_id, RUN_PLACEHOLDER: store.run_id}
+
+    return ranks.exchange(begin, lambda found: found[:1] * len(found))
+
+
+def with_run(template: str, run: dict[str, str]) -> str:
+    """Return a name in which the placeholders are filled in, and the others left as they are."""
+    for placeholder, value in run.items():
+        template = template.replace(placeholder, value)
+    return template
+
+
+def path_with_run(path: PartialFilePath, run: dict[str, str]) -> PartialFilePath:
+    """Return a path in which they are filled in."""
+    return PartialFilePath(with_run(path.filename, run), None if path.folder is None else with_run(path.folder, run))

@@ -1,0 +1,398 @@
+"""The hashes by which a checkpoint's bytes are recognised.
+
+XXH3 is as fast as memory can be read, so that verifying costs next to nothing. It shows damage, not forgery; neither
+would a stronger hash that lies beside its data, since whoever changes the one can change the other. BLAKE3 is for those
+who keep the manifest, or a file's hash, in a place of its own.
+"""
+
+import ctypes
+import functools
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+import numpy as np
+from blake3 import blake3
+from xxhash import xxh3_128
+
+from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "FlushedFile",
+    "FileReader",
+    "MappedFile",
+    "hash_ranges",
+    "num_threads",
+    "HASH_NAME",
+    "NUM_DIGITS",
+    "Hasher",
+    "check_hash_name",
+    "hash_bytes",
+    "hash_file",
+    "hash_tensor",
+    "hash_tensors",
+    "new_hasher",
+    "tensor_bytes",
+]
+
+HASH_NAME = "xxh3_128"
+"""The hash of each tensor, unless another one is asked for."""
+
+NUM_DIGITS: Mapping[str, int] = {"xxh3_128": 32, "blake3": 64}
+
+_HASHERS: Mapping[str, Callable[[], "Hasher"]] = {"xxh3_128": xxh3_128, "blake3": blake3}
+_PIECE_BYTES = 1 << 20
+
+_Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+
+class Hasher(Protocol):
+    """A hash that grows with its bytes; other threads run while it does."""
+
+    def update(self, data: Any, /) -> Any:
+        """Add bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """Return the hash of all bytes so far."""
+        ...
+
+
+def check_hash_name(hash_name: str) -> None:
+    """Raise a `ValueError` if there is no such hash."""
+    if hash_name not in _HASHERS:
+        raise ValueError(f"hash_name={hash_name!r} is no hash of a manifest. Pass one of {', '.join(_HASHERS)}.")
+
+
+def new_hasher(hash_name: str = HASH_NAME) -> Hasher:
+    """Return the hash of no bytes yet."""
+    check_hash_name(hash_name)
+    return _HASHERS[hash_name]()
+
+
+def hash_bytes(buffer: _Buffer, hash_name: str = HASH_NAME) -> str:
+    """Return the hash of bytes, in hexadecimal digits.
+
+    Args:
+        buffer: The bytes.
+        hash_name: `'xxh3_128'` (32 digits) or `'blake3'` (64 digits).
+
+    Raises:
+        ValueError: If there is no such hash.
+
+    Example:
+        >>> hash_bytes(b"")
+        '99aa06d3014798d86001c324468d497f'
+    """
+    hasher = new_hasher(hash_name)
+    hasher.update(buffer)
+    return hasher.hexdigest()
+
+
+def hash_file(path: str | os.PathLike[str], hash_name: str = HASH_NAME) -> str:
+    """Return the hash of a whole file; the names are those of `hash_bytes`."""
+    if hash_name == "blake3":  # slow enough that all cores are worth their start
+        return blake3(max_threads=blake3.AUTO).update_mmap(Path(path)).hexdigest()
+    hasher = new_hasher(hash_name)
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            hasher.update(piece[:count])
+    return hasher.hexdigest()
+
+
+def hash_tensor(tensor: "Tensor", hash_name: str = HASH_NAME) -> str:
+    """Return the hash of a tensor's elements in row-major order, without its dtype and shape."""
+    return hash_bytes(tensor_bytes(tensor), hash_name)
+
+
+def hash_tensors(tensors: "Mapping[str, Tensor]") -> dict[str, str]:
+    """Return the hash of each tensor, several tensors at a time."""
+    with ThreadPoolExecutor(thread_name_prefix="hash") as pool:
+        return dict(zip(tensors, pool.map(hash_tensor, tensors.values()), strict=True))
+
+
+def tensor_bytes(tensor: "Tensor") -> memoryview:
+    """Return a dense tensor's elements in row-major order as bytes; those of the tensor itself where it has them so."""
+    import torch  # here, so that hashing files does not load it
+
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} has no bytes in row-major order to hash. Pass its dense parts, such "
+            f"as tensor.indices() and tensor.values()."
+        )
+    plain: Any = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+
+
+# Large enough that asking the disk costs nothing. Linux keeps what is written at once in as large a run of memory as it
+# can; above 2 MiB it must clear such runs first now and then, and a save took up to three times as long.
+_FLUSH_BYTES = 2 << 20
+# Hashing fewer takes no longer than waking a thread for it.
+_THREAD_BYTES = 256 << 10
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+class FlushedFile:
+    """Writes to an unbuffered file, and has the system begin with the disk's part after each few megabytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._begun = 0
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self.position = 0
+
+    def write(self, data: memoryview, hasher: Hasher | None = None) -> None:
+        """Append all of the data, which may be hashed meanwhile."""
+        hashing: Future[Any] | None = None
+        if hasher is not None and len(data) >= _THREAD_BYTES:
+            hashing = self._hashing.submit(hasher.update, data)
+        elif hasher is not None:
+            hasher.update(data)
+        try:
+            self._append(data)
+        finally:  # the data may be gone once this returns
+            if hashing is not None:
+                hashing.result()
+
+    def _append(self, data: memoryview) -> None:
+        for start in range(0, len(data), _FLUSH_BYTES):
+            piece = data[start : start + _FLUSH_BYTES]
+            self.position += len(piece)
+            while piece:
+                piece = piece[self._file.write(piece) :]
+            if self.position - self._begun >= _FLUSH_BYTES:
+                _begin_flush(self._file.fileno(), self._begun, self.position)
+                self._begun = self.position
+
+    def rewrite(self, data: memoryview, position: int) -> None:
+        """Write over bytes that are there."""
+        self._file.seek(position)
+        while data:
+            data = data[self._file.write(data) :]
+
+    def finish(self) -> None:
+        """Wait until all is on the disk."""
+        self._hashing.shutdown()
+        os.fsync(self._file.fileno())
+
+
+def _begin_flush(descriptor: int, start: int, end: int) -> None:
+    # A hint: what fails to be written is told by fsync. POSIX_FADV_DONTNEED, which Python has, begins to write as well,
+    # but then waits for each processor to give up its list of new pages, which costs more than is gained.
+    call = _find_sync_file_range()
+    if call is not None:
+        call(descriptor, start, end - start, _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _find_sync_file_range() -> Any:
+    """Return the C library's function, or None where it has none: it is Linux's own."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call
+
+
+class FileReader:
+    """An open file; several threads may read it at once.
+
+    Reading copies into memory that was asked for, and fails with an error. `MappedFile` does without the copy.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError as error:
+            raise NoCheckpointError(f"there is no checkpoint at {self.path!r}. Check the path.") from error
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for who writes into it
+            raise CorruptCheckpointError(f"{self.path!r} is not a file. Pass the path of one.")
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+        self.size_bytes = os.fstat(self.descriptor).st_size
+        if not self.size_bytes:
+            os.close(self.descriptor)
+            raise CorruptCheckpointError(
+                f"{self.path!r} is empty, so it was never written to the end. Load another checkpoint."
+            )
+
+    @property
+    def own_path(self) -> str:
+        """Return a path to this very file, for those who open it by its name, which another file may get meanwhile."""
+        linked = f"/proc/self/fd/{self.descriptor}"
+        if os.path.exists(linked):  # on Linux
+            return linked
+        named, opened = os.stat(self.path), os.fstat(self.descriptor)
+        if (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
+            raise CorruptCheckpointError(f"{self.path!r} was replaced while it was read. Load it again.")
+        return self.path
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """Return exactly that many bytes.
+
+        Raises:
+            CorruptCheckpointError: If the file does not have them.
+        """
+        if offset < 0 or size_bytes < 0 or offset + size_bytes > self.size_bytes:
+            raise CorruptCheckpointError(
+                f"bytes {offset} to {offset + size_bytes} were expected, and the file has {self.size_bytes}: it was "
+                f"cut short or damaged. Load another checkpoint."
+            )
+        found = os.pread(self.descriptor, size_bytes, offset)
+        if len(found) == size_bytes:
+            return found
+        buffer = bytearray(size_bytes)  # the system reads at most 2 GiB at a time
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer from a position on."""
+        filled = 0
+        while filled < len(buffer):
+            count = os.preadv(self.descriptor, [buffer[filled:]], offset + filled)
+            if count == 0:
+                raise CorruptCheckpointError(
+                    f"the file ends at byte {offset + filled}, and {len(buffer) - filled} more were expected: it was "
+                    f"cut short while it was read. Load another checkpoint."
+                )
+            filled += count
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+    def __enter__(self) -> "FileReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_MADV_POPULATE_READ = 22  # mmap has the name in Python 3.14
+_RWF_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # of Linux
+
+
+class MappedFile:
+    """The bytes of an open file where the system keeps them, without a copy."""
+
+    def __init__(self, file: FileReader) -> None:
+        # The mapping goes with this object and the last of its pieces.
+        self._view = memoryview(mmap.mmap(file.descriptor, file.size_bytes, access=mmap.ACCESS_READ))
+        self._address: int = np.frombuffer(self._view, np.uint8).ctypes.data
+        self._descriptor = file.descriptor
+        self._is_cached = True
+
+    def piece(self, offset: int, size_bytes: int) -> memoryview | None:
+        """Return a stretch that is in memory, or `None` for one that must be read, if only to learn what is wrong."""
+        # After the first piece that is not there, all is read: asking on would break up the system's reading ahead.
+        self._is_cached = self._is_cached and self._is_in_memory(offset + size_bytes - 1)
+        if not self._is_cached:
+            return None
+        first_page = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        # The mmap module's own madvise would hold up all other threads while the disk is read.
+        failed = _madvise()(self._address + first_page, offset + size_bytes - first_page, _MADV_POPULATE_READ)
+        return None if failed else self._view[offset : offset + size_bytes]
+
+    def _is_in_memory(self, offset: int) -> bool:
+        """Return whether the disk is not needed for a byte; where it is, reading is faster than faulting pages in."""
+        if _RWF_NOWAIT is None:
+            return False
+        try:
+            return os.preadv(self._descriptor, [bytearray(1)], offset, _RWF_NOWAIT) == 1
+        except OSError:  # EAGAIN if it is needed, EOPNOTSUPP where the file system cannot tell
+            return False
+
+
+@functools.cache
+def _madvise() -> Any:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
+
+
+# Small enough to stay in the core's cache between being read and being hashed.
+_READ_BYTES = 1 << 20
+# Nothing is copied: large enough that the threads seldom meet at the interpreter's lock.
+_MAPPED_BYTES = 4 << 20
+
+_buffers = threading.local()
+
+
+def num_threads() -> int:
+    """Return how many threads work at a time: one for each core that this process may use, up to eight."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 8)
+
+
+def hash_ranges(
+    file: FileReader,
+    ranges: Sequence[tuple[int, int]],
+    hash_name: str = HASH_NAME,
+    *,
+    mapped: MappedFile | None = None,
+    look: Callable[[int, memoryview], None] | None = None,
+) -> list[str]:
+    """Return the hash of each stretch, given as its start and its size.
+
+    Args:
+        file: What is read.
+        ranges: The stretches.
+        hash_name: Which hash.
+        mapped: The same file, to hash it without copying it.
+        look: Is shown each piece of each stretch, with the stretch's index, while the piece is in the core's cache.
+
+    Raises:
+        CorruptCheckpointError: If the file is too short.
+    """
+
+    def hash_range(index: int) -> str:
+        start, size_bytes = ranges[index]
+        hasher = new_hasher(hash_name)
+        position, end = start, start + size_bytes
+        while position < end:
+            piece = mapped and mapped.piece(position, min(_MAPPED_BYTES, end - position))
+            if not piece:
+                piece = _buffer()[: end - position]
+                file.read_into(piece, position)
+            hasher.update(piece)
+            if look is not None:
+                look(index, piece)
+            position += len(piece)
+        return hasher.hexdigest()
+
+    hashes = [""] * len(ranges)
+    left = iter(range(len(ranges)))  # shared by the threads
+
+    def hash_what_is_left() -> None:
+        for index in left:
+            hashes[index] = hash_range(index)
+
+    workers = min(num_threads(), sum(size_bytes for _, size_bytes in ranges) // _READ_BYTES)
+    if workers < 2:
+        hash_what_is_left()
+        return hashes
+    # A task for each thread, not for each stretch: there may be thousands of small ones.
+    with ThreadPoolExecutor(workers, thread_name_prefix="hash") as pool:
+        for task in [pool.submit(hash_what_is_left) for _ in range(workers)]:
+            task.result()
+    return hashes
+
+
+def _buffer() -> memoryview:
+    """Return this thread's memory to read into."""
+    buffer: memoryview | None = getattr(_buffers, "piece", None)
+    if buffer is None:
+        buffer = _buffers.piece = memoryview(bytearray(_READ_BYTES))
+    return buffer

@@ -1,0 +1,1 @@
+"""The file formats of checkpoints, each with a reader and a writer."""

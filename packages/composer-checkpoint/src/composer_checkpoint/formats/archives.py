@@ -1,0 +1,515 @@
+"""A `.pt` file inside a tar archive, or compressed by a command-line tool, written and unpacked within bounds."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Literal, NoReturn, cast
+
+from composer_checkpoint._pickle_inspection import LEGACY_MAGIC
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
+from composer_checkpoint.file_io import FileReader
+from composer_checkpoint.formats._zip import LOCAL_MAGIC
+from composer_checkpoint.names import is_tar
+
+__all__ = [
+    "INDEX_SUFFIX",
+    "Format",
+    "final_name",
+    "format_of",
+    "is_packed",
+    "plain_file",
+    "KNOWN_COMPRESSORS",
+    "STATES_NAME",
+    "CompressorNotFound",
+    "check_compressor",
+    "compress",
+    "compressor_of",
+    "pack_tar",
+    "unpack",
+    "unpacked",
+    "CliCompressor",
+    "get_compressor",
+    "is_compressed_pt",
+]
+
+STATES_NAME = "composer_states.pt"
+
+KNOWN_COMPRESSORS = {
+    "bz2": "bzip2",
+    "gz": "gzip",
+    "lz4": "lz4",
+    "lzma": "lzma",
+    "lzo": "lzop",
+    "xz": "xz",
+    "zst": "zstd",
+}
+"""The command of each extension that may follow `.pt`."""
+
+# What a tar file's name may end with, and how the tar in it is compressed.
+_TAR_COMPRESSION: dict[str, Literal["", "gz", "bz2", "xz"]] = {
+    ".tar": "",
+    ".tar.gz": "gz",
+    ".tgz": "gz",
+    ".tar.bz2": "bz2",
+    ".tar.lzma": "xz",
+}
+
+# Weights hardly shrink, and zeros, such as fresh optimizer state, shrink a thousandfold. So much is allowed anyway.
+_LARGEST_RATIO = 100
+_ALWAYS_ALLOWED_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+_MOST_MEMBERS = 1000
+# What a header may say besides, such as a long name; tarfile reads all of it into memory.
+_MOST_HEADER_BYTES = 1 << 16
+
+
+class CompressorNotFound(CheckpointError, FileNotFoundError):
+    """The program that a file name's extension asks for is not known or not installed."""
+
+
+def compressor_of(name: str | os.PathLike[str]) -> str | None:
+    """Return the command for a name such as `a.pt.gz`, and `None` for names that do not ask for one."""
+    return KNOWN_COMPRESSORS.get(_extension_after_pt(name))
+
+
+def _extension_after_pt(name: str | os.PathLike[str]) -> str:
+    suffixes = Path(name).suffixes
+    return suffixes[-1].removeprefix(".") if suffixes[-2:-1] == [".pt"] else ""
+
+
+def check_compressor(name: str | os.PathLike[str]) -> None:
+    """Refuse a file name whose extension this machine has no program for, before anything is trained.
+
+    Raises:
+        CompressorNotFound: If the compression is unknown or its program is not installed.
+        ValueError: If the name is a tar archive's, of a compression that tar files are not saved with.
+    """
+    if is_tar(name):
+        _tar_compression(name)
+    elif (command := compressor_of(name)) is not None:
+        _program(command)
+    elif _extension_after_pt(name):
+        raise CompressorNotFound(
+            f'Could not find compressor for "{Path(name).name}". After .pt may come '
+            f"{', '.join(KNOWN_COMPRESSORS)}, or nothing."
+        )
+
+
+def _program(command: str) -> str:
+    program = shutil.which(command)
+    if program is None:
+        raise CompressorNotFound(
+            f'Could not find command "{command}" in the PATH. Install it, or choose a file name that ends with .pt.'
+        )
+    return program
+
+
+def _tar_compression(name: str | os.PathLike[str]) -> Literal["", "gz", "bz2", "xz"]:
+    for extension, compression in _TAR_COMPRESSION.items():
+        if os.fspath(name).endswith(extension):
+            return compression
+    raise ValueError(
+        f"{os.fspath(name)!r} does not end with a valid tarfile extension. Valid are {', '.join(_TAR_COMPRESSION)}."
+    )
+
+
+def pack_tar(states: Path, path: str, name: str) -> None:
+    """Write a tar archive that holds one file, compressed as its name says."""
+    with tarfile.open(path, cast(Any, f"w:{_tar_compression(name)}")) as archive:
+        archive.add(states, STATES_NAME, recursive=False)
+    _sync(path)
+
+
+def compress(states: Path, path: str, command: str) -> None:
+    """Write a file compressed by a program."""
+    with open(states, "rb") as source, open(path, "wb") as target, tempfile.TemporaryFile() as messages:
+        status = subprocess.run([_program(command), "-c"], stdin=source, stdout=target, stderr=messages, check=False)
+        if status.returncode:
+            raise OSError(f"{command} failed to write {path!r}: {_text(messages)}")
+    _sync(path)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def unpacked(path: str, name: str, max_bytes: int | None = None) -> Iterator[Path]:
+    """Yield the path of the `.pt` file that an archive holds, in a temporary folder.
+
+    Where the file was mapped into memory, it stays readable after the folder is gone.
+
+    Args:
+        path: The archive.
+        name: The file name that says how it is packed.
+        max_bytes: How much it may become. When `None`, a hundred times its size, 16 MiB at least, and no more than
+            the temporary folder has room for.
+
+    Raises:
+        CorruptCheckpointError: If it cannot be unpacked, or becomes too large.
+        UnsafeCheckpointError: If a tar archive has members that point out of it, or are no files.
+    """
+    with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
+        target = Path(folder) / STATES_NAME
+        unpack(path, name, target, max_bytes)
+        yield target
+
+
+def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> None:
+    """Write the `.pt` file that an archive holds to another file; see `unpacked`."""
+    budget = _budget(path, target.parent, max_bytes)
+    if is_tar(name):
+        _extract(path, name, target, budget)
+    else:
+        command = compressor_of(name)
+        assert command is not None  # the caller has asked
+        _decompress(path, command, target, budget)
+
+
+def _budget(path: str, folder: Path, max_bytes: int | None) -> int:
+    if max_bytes is not None:
+        return max_bytes
+    allowed = max(_LARGEST_RATIO * os.path.getsize(path), _ALWAYS_ALLOWED_BYTES)
+    return min(allowed, shutil.disk_usage(folder).free)
+
+
+def _decompress(path: str, command: str, target: Path, budget: int) -> None:
+    arguments = [_program(command), "-dc"]
+    with open(path, "rb") as source, open(target, "wb") as out, tempfile.TemporaryFile() as messages:
+        with subprocess.Popen(arguments, stdin=source, stdout=subprocess.PIPE, stderr=messages) as process:
+            assert process.stdout is not None
+            try:
+                _copy(cast("IO[bytes]", _Budgeted(process.stdout, path, budget)), out)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise CorruptCheckpointError(
+                f"{path!r} cannot be decompressed: {command} says {_text(messages)!r}. Load another checkpoint."
+            )
+
+
+def _text(messages: IO[bytes]) -> str:
+    messages.seek(0)
+    return messages.read(400).decode(errors="replace").strip()
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    while piece := source.read(_PIECE_BYTES):
+        target.write(piece)
+
+
+class _Budgeted(io.RawIOBase):
+    """A file that may be read so far and no further."""
+
+    def __init__(self, source: Any, path: str, budget: int) -> None:
+        self._source = source
+        self._path = path
+        self._budget = self._left = budget
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self._source.read(min(len(buffer), _PIECE_BYTES))
+        self._left -= len(data)
+        if self._left < 0:
+            raise CorruptCheckpointError(
+                f"{self._path!r} of {os.path.getsize(self._path)} bytes unpacks to more than the {self._budget} bytes "
+                f"that it may become, as a compression bomb does. If it is meant to be so large, raise "
+                f"max_expanded_bytes and see that {tempfile.gettempdir()!r} has room for it, or unpack it yourself."
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _extract(path: str, name: str, target: Path, budget: int) -> None:
+    try:
+        with _open_tar(path, name) as raw:
+            budgeted = cast("IO[bytes]", _Budgeted(raw, path, budget))
+            with tarfile.open(fileobj=budgeted, mode="r|", tarinfo=_Header) as archive:
+                found = _extract_states(path, archive, target)
+            while budgeted.read(_PIECE_BYTES):  # the checksum of what was compressed comes after the archive's end
+                pass
+    except (
+        *(tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError),
+        RecursionError,  # of a header for a header for a header
+    ) as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
+        ) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise CorruptCheckpointError(
+            f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
+        ) from error
+    if not found:
+        raise CorruptCheckpointError(f"{path!r} is a tar archive without {STATES_NAME}. Load another checkpoint.")
+
+
+class _Header(tarfile.TarInfo):
+    """A header of a tar archive; one that would have tarfile read far more than itself into memory is refused."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        header = super().frombuf(buf, encoding, errors)
+        if header.type == tarfile.XGLTYPE or header.type == tarfile.GNUTYPE_SPARSE:
+            _refuse_header(f"of type {header.type!r}")
+        if header.type in _ABOUT_THE_NEXT and header.size > _MOST_HEADER_BYTES:
+            _refuse_header(f"of {header.size} bytes")
+        return header
+
+    # Private to tarfile, which has no other way to read no lists of holes. They are as long as a member, and it takes
+    # quadratic time over them.
+    def _proc_gnusparse_00(self, *_: Any) -> NoReturn:
+        _refuse_header("with a list of holes")
+
+    _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
+
+
+_ABOUT_THE_NEXT = frozenset(
+    [tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK]
+)
+
+
+def _refuse_header(what: str) -> NoReturn:
+    raise CorruptCheckpointError(
+        f"the tar archive has a header {what}, as that of no checkpoint has: one that is about a single file of up to "
+        f"{_MOST_HEADER_BYTES} bytes is read. Load another checkpoint."
+    )
+
+
+def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:
+    """Write the first member of the right name to a file, after each was looked at; return whether there is one."""
+    found = False
+    for number, member in enumerate(archive):
+        if number >= _MOST_MEMBERS:
+            raise CorruptCheckpointError(
+                f"{path!r} has more than {_MOST_MEMBERS} members, and a checkpoint is one. Load another checkpoint."
+            )
+        _check_member(path, member)
+        if PurePosixPath(member.name) == PurePosixPath(STATES_NAME) and not found:
+            found = True
+            source = archive.extractfile(member)
+            assert source is not None  # it is a file
+            with source, open(target, "wb") as out:
+                _copy(source, out)
+    return found
+
+
+def _open_tar(path: str, name: str) -> IO[bytes]:
+    opener: Any = {"": open, "gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}[_tar_compression(name)]
+    return opener(path, "rb")
+
+
+def _check_member(path: str, member: tarfile.TarInfo) -> None:
+    """Refuse members that a checkpoint does not have, also where they would not be extracted."""
+    parts = PurePosixPath(member.name).parts
+    if PurePosixPath(member.name).is_absolute() or ".." in parts or "\\" in member.name:
+        _refuse_member(path, member, "a name that leads out of the archive")
+    if not (member.isreg() or member.isdir()) or member.issparse():
+        kinds = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}
+        _refuse_member(path, member, kinds.get(member.type, "neither file nor folder"))
+
+
+def _refuse_member(path: str, member: tarfile.TarInfo, what: str) -> NoReturn:
+    link = f" to {member.linkname!r:.200}" if member.linkname else ""
+    raise UnsafeCheckpointError(
+        f"{path!r} has a member {member.name!r:.200}, {what}{link}; nothing was extracted. Load a file that this "
+        f"package or Composer wrote."
+    )
+
+
+Format = Literal["safetensors", "pt", "legacy pt", "pickle"]
+
+INDEX_SUFFIX = ".safetensors.index.json"
+"""How the name of a list of several safetensors files ends."""
+
+# An unfinished file has its name from the one that it becomes.
+_UNFINISHED = re.compile(r"\.tmp-[^/]*$")
+_PICKLE_START = b"\x80"
+
+
+def final_name(path: str) -> str:
+    """Return the name that says the format, also of a file that is still being written."""
+    return _UNFINISHED.sub("", path)
+
+
+def is_packed(name: str) -> bool:
+    """Return whether the name says that there is another file inside."""
+    return is_tar(name) or compressor_of(name) is not None
+
+
+def format_of(reader: FileReader) -> Format:
+    """Return the format of a file that is not packed.
+
+    Raises:
+        CorruptCheckpointError: If it is none of them.
+    """
+    start = reader.read(0, min(reader.size_bytes, len(LEGACY_MAGIC)))
+    if final_name(reader.path).endswith(".safetensors"):
+        return "safetensors"
+    if start.startswith(LOCAL_MAGIC):
+        return "pt"
+    if start == LEGACY_MAGIC:
+        return "legacy pt"
+    if start.startswith(_PICKLE_START):
+        return "pickle"
+    raise CorruptCheckpointError(
+        f"the file starts with {start[:8]!r}, so it is neither torch's nor a pickle, and its name does not end with "
+        f".safetensors or the extension of an archive. Load another checkpoint."
+    )
+
+
+@contextmanager
+def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str]:
+    """Yield the file, or what was packed in it; errors inside begin with the file's name."""
+    try:
+        name = final_name(path)
+        if is_packed(name):
+            FileReader(path).close()  # says so where it is missing or empty
+            with unpacked(path, name, max_expanded_bytes) as plain:
+                yield os.fspath(plain)
+        else:
+            yield path
+    except CheckpointError as error:
+        if isinstance(error, OSError) or path in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+    except FileNotFoundError as error:
+        if os.path.exists(path):
+            raise
+        raise NoCheckpointError(f"there is no checkpoint at {path!r}. Check the path.") from error
+
+
+class CliCompressor:
+    """A program that compresses what it reads, and with `-d` does the opposite.
+
+    Args:
+        extension: What the names of its files end with, such as `'gz'`.
+        cmd: The program; the one that is known for the extension, or else called like it, when `None`.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     compressor = CliCompressor("gz")
+        ...     with compressor.compress(f"{folder}/notes.gz") as file:
+        ...         _ = file.write(b"blue fox")
+        ...     with compressor.decompress(f"{folder}/notes.gz") as file:
+        ...         file.read()
+        b'blue fox'
+    """
+
+    def __init__(self, extension: str, cmd: str | None = None) -> None:
+        self.extension = extension.removeprefix(".")
+        self.cmd = cmd or KNOWN_COMPRESSORS.get(self.extension, self.extension)
+
+    def __repr__(self) -> str:
+        return f"CliCompressor(extension={self.extension!r}, cmd={self.cmd!r})"
+
+    @property
+    def exists(self) -> bool:
+        """Whether the program is installed."""
+        return shutil.which(self.cmd) is not None
+
+    def check_exists(self) -> None:
+        """Raise unless the program is installed.
+
+        Raises:
+            CompressorNotFound: If it is not.
+        """
+        if not self.exists:
+            raise CompressorNotFound(
+                f'Could not find command "{self.cmd}" in the PATH. Install it, or choose a file name that ends with '
+                f".pt."
+            )
+
+    @contextmanager
+    def compress(self, out_compressed_filename: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+        """Yield a file; what is written to it is in the other one, compressed, at the end.
+
+        Raises:
+            CompressorNotFound: If the program is not installed.
+            OSError: If it fails, with what it says.
+        """
+        self.check_exists()
+        with open(out_compressed_filename, "wb") as target, self._run("-c", stdout=target) as process:
+            assert process.stdin is not None  # it is a pipe
+            with process.stdin:
+                yield process.stdin
+
+    @contextmanager
+    def decompress(self, in_compressed_filename: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+        """Yield a file from which the other one's content can be read, decompressed, without limit to its size.
+
+        Raises:
+            CompressorNotFound: If the program is not installed.
+            OSError: If it fails, with what it says.
+        """
+        self.check_exists()
+        with open(in_compressed_filename, "rb") as source, self._run("-dc", stdin=source) as process:
+            assert process.stdout is not None  # it is a pipe
+            yield process.stdout
+            while process.stdout.read(1 << 20):  # a program whose output nobody reads would wait, or fail
+                pass
+
+    @contextmanager
+    def _run(
+        self, flags: str, stdin: IO[bytes] | int = subprocess.PIPE, stdout: IO[bytes] | int = subprocess.PIPE
+    ) -> Iterator["subprocess.Popen[bytes]"]:
+        with (
+            tempfile.TemporaryFile() as messages,
+            subprocess.Popen([self.cmd, flags], stdin=stdin, stdout=stdout, stderr=messages) as process,
+        ):
+            try:
+                yield process
+            except BaseException:
+                process.kill()
+                raise
+            if process.wait():
+                messages.seek(0)
+                said = messages.read(400).decode(errors="replace").strip()
+                raise OSError(f"{self.cmd} failed: {said}")
+
+
+def is_compressed_pt(filename: str | os.PathLike[str]) -> bool:
+    """Return whether the name has an extension behind `.pt`, which says how the file is compressed.
+
+    Example:
+        >>> is_compressed_pt("ep1.pt.gz"), is_compressed_pt("ep1.pt"), is_compressed_pt("ep1.tar.gz")
+        (True, False, False)
+    """
+    return Path(filename).suffixes[-2:-1] == [".pt"]
+
+
+def get_compressor(filename: str | os.PathLike[str]) -> CliCompressor:
+    """Return the compressor for a name.
+
+    Raises:
+        CompressorNotFound: If none is known for its extension.
+
+    Example:
+        >>> get_compressor("ep1.pt.zst")
+        CliCompressor(extension='zst', cmd='zstd')
+    """
+    extension = Path(filename).suffix.removeprefix(".")
+    if extension not in KNOWN_COMPRESSORS:
+        raise CompressorNotFound(
+            f'Could not find compressor for "{Path(filename).name}". Known are {", ".join(KNOWN_COMPRESSORS)}.'
+        )
+    return CliCompressor(extension)

@@ -1,0 +1,311 @@
+"""Reading DeepSpeed's ZeRO checkpoints tensor by tensor, without DeepSpeed and without running its pickles.
+
+A rank's optimizer file has its part of all parameters of a group as one flat tensor in float32. Of stages 1 and 2 the
+ranks' parts follow each other, and the parameters lie in the whole in the order of `param_shapes`. At stage 3 each
+parameter is cut into as many equal pieces as there are ranks, and a rank's part has its pieces one after the other.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
+from composer_checkpoint.formats.pt_tensors import open_pt_source
+from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
+
+__all__ = ["find_zero_folder", "open_zero_source"]
+
+Weights = Literal["fp32", "16bit"]
+
+_LATEST = "latest"
+_FLAT = "fp32_flat_groups"  # of stage 3
+_PARTITION = "single_partition_of_fp32_groups"  # of stages 1 and 2
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# What the pickles name besides data: classes and functions of DeepSpeed's own, and of torch's, that say nothing about
+# weights. Nothing of it is made; an inert object stands for each.
+_INERT = re.compile(r"deepspeed\..*")
+
+
+def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the folder with DeepSpeed's files: this one, or the one that its `latest` names; `None` if there is none.
+
+    Raises:
+        UnsafeCheckpointError: If `latest` names a folder elsewhere.
+    """
+    root = Path(folder)
+    if any(_MODEL.fullmatch(path.name) for path in root.glob("*_model_states.pt")):
+        return root
+    latest = root / _LATEST
+    if not latest.is_file() or latest.stat().st_size > 4096:
+        return None
+    tag = latest.read_text(errors="replace").strip()
+    if Path(tag).name != tag or tag in ("", ".", ".."):
+        raise UnsafeCheckpointError(f"{latest} names {tag!r:.200}, outside its folder; nothing was read.")
+    below = root / tag
+    return below if any(below.glob("*_model_states.pt")) else None
+
+
+def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32") -> TensorSource:
+    """Open the checkpoint of a DeepSpeed engine at any ZeRO stage, saved by any number of ranks.
+
+    Args:
+        folder: With the files, or with a `latest` that names it.
+        weights: `'fp32'` takes the weights that the optimizer trains, `'16bit'` those that the model computes with,
+            which stages 0 to 2 have whole.
+
+    Raises:
+        NoCheckpointError: If there are no such files, or some ranks' are missing.
+        CorruptCheckpointError: If they do not fit each other.
+        UnsafeCheckpointError: If they ask for more than data and DeepSpeed's own classes.
+    """
+    found = find_zero_folder(folder)
+    if found is None:
+        raise NoCheckpointError(
+            f"{os.fspath(folder)!r} has no files of DeepSpeed's such as mp_rank_00_model_states.pt."
+        )
+    ranks = _Ranks.open(found)
+    try:
+        tree = {"module": _weights(ranks, weights), **ranks.rest()}
+    except BaseException:
+        ranks.close()
+        raise
+    files = {path.name: path.stat().st_size for path in sorted(found.iterdir()) if path.is_file()}
+    source = TensorSource("deepspeed", tree, sum(files.values()), files=files)
+    source.on_close(ranks)
+    return source
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The opened files: of the model, one or one for each rank, and of the optimizer, none or one for each rank."""
+
+    folder: Path
+    models: Sequence[TensorSource]
+    optimizers: Sequence[TensorSource]
+
+    @classmethod
+    def open(cls, folder: Path) -> "_Ranks":
+        opened: list[TensorSource] = []
+        try:
+            models = _open_all(folder, _MODEL, opened)
+            return cls(folder, models, _open_all(folder, _OPTIMIZER, opened))
+        except BaseException:
+            for source in opened:
+                source.close()
+            raise
+
+    def close(self) -> None:
+        for source in (*self.models, *self.optimizers):
+            source.close()
+
+    @property
+    def stage(self) -> int:
+        """Return the ZeRO stage; 1 stands for 2 as well. What the files say of it is an enumeration of DeepSpeed's."""
+        if not self.optimizers or self.model().get("param_shapes") is None:
+            return 0
+        return 3 if _FLAT in self.partitions(0) else 1
+
+    def partitions(self, rank: int) -> Mapping[str, Any]:
+        """Return what a rank's optimizer file says of the parameters."""
+        state = self.optimizers[rank].tree.get("optimizer_state_dict")
+        if not isinstance(state, dict):
+            self.refuse(f"the optimizer's file of rank {rank} has no optimizer_state_dict")
+        return state
+
+    def model(self, rank: int = 0) -> Mapping[str, Any]:
+        """Return what a rank's model file holds."""
+        return self.models[rank].tree
+
+    def rest(self) -> dict[str, Any]:
+        """Return what there is besides weights, as far as it is data."""
+        keep = ("ds_version", "ds_config", "dp_world_size", "global_steps", "global_samples", "skipped_steps")
+        model = self.model()
+        rest = {key: model[key] for key in keep if key in model}
+        # Composer's integration of DeepSpeed, among others, gives the engine a state of its own to keep.
+        if isinstance(model.get("state"), dict):
+            rest["state"] = {key: value for key, value in model["state"].items() if key != "model"}
+        return {**rest, "zero_stage": self.stage}
+
+    def refuse(self, what: str) -> NoReturn:
+        raise CorruptCheckpointError(f"{self.folder}: {what}. Load another checkpoint.")
+
+
+def _open_all(folder: Path, pattern: re.Pattern[str], opened: list[TensorSource]) -> list[TensorSource]:
+    ranks: dict[int, Path] = {}
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is None:
+            continue
+        if int(match[2]):
+            raise CorruptCheckpointError(
+                f"{path} is of a model that is spread by tensor parallelism, whose parts DeepSpeed does not describe. "
+                f"Gather it with the program that spread it."
+            )
+        ranks[int(match[1] or 0)] = path
+    if sorted(ranks) != list(range(len(ranks))):
+        missing = sorted({*range(max(ranks) + 1)} - ranks.keys())
+        raise NoCheckpointError(f"{folder} lacks the files of ranks {missing}. Bring all ranks' files together.")
+    sources: list[TensorSource] = []
+    for rank in sorted(ranks):
+        sources.append(source := open_pt_source(os.fspath(ranks[rank]), record_unknown=True, drop_attributes=True))
+        opened.append(source)
+        wanted = [name for name in source.unsafe_globals if not _INERT.fullmatch(name)]
+        if wanted:
+            raise UnsafeCheckpointError(
+                f"{ranks[rank]} asks for {', '.join(wanted[:8])}, which is neither data nor DeepSpeed's; nothing of it "
+                f"was run."
+            )
+        if not isinstance(source.tree, dict):
+            raise CorruptCheckpointError(f"{ranks[rank]} holds no dict, as DeepSpeed's files do.")
+    return sources
+
+
+def _weights(ranks: _Ranks, weights: Weights) -> dict[str, StoredTensor]:
+    model = ranks.model()
+    module = model.get("module")
+    whole = {key: value for key, value in (module or {}).items() if isinstance(value, StoredTensor)}
+    if weights == "16bit" and ranks.stage == 3:
+        raise CorruptCheckpointError(
+            f"{ranks.folder} is of stage 3, which has no whole 16-bit weights. Take the fp32 ones, and cast them."
+        )
+    if ranks.stage == 0 or weights == "16bit":
+        return whole
+    found: dict[str, StoredTensor] = {}
+    for name in model.get("buffer_names") or ():
+        if name in whole:
+            found[name] = _in_fp32(whole[name])
+    found |= _frozen(ranks)
+    found |= _of_stage_3(ranks) if ranks.stage == 3 else _of_stage_1(ranks)
+    for alias, name in dict(model.get("shared_params") or {}).items():
+        if name in found:
+            found[alias] = found[name]
+    if ranks.stage < 3:  # what is not trained, and stage 1 says nothing of, is whole in the module
+        found |= {name: _in_fp32(tensor) for name, tensor in whole.items() if name not in found}
+    return {name: found[name] for name in [*(key for key in module or () if key in found), *found]}
+
+
+def _in_fp32(tensor: StoredTensor) -> StoredTensor:
+    return tensor.to(torch.float32) if tensor.dtype.is_floating_point else tensor
+
+
+def _shapes(ranks: _Ranks) -> list[dict[str, tuple[int, ...]]]:
+    raw = ranks.model().get("param_shapes")
+    groups = raw if isinstance(raw, list) else [raw]
+    if not all(isinstance(group, dict) for group in groups):
+        ranks.refuse("the model's file has no param_shapes")
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups if group is not None]
+
+
+def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
+    """Cut the parameters of stages 1 and 2 out of the ranks' parts."""
+    groups = [_flat(ranks, rank, _PARTITION) for rank in range(len(ranks.optimizers))]
+    _check_count(ranks)
+    paddings = ranks.partitions(0).get("param_alignment_paddings")
+    found: dict[str, StoredTensor] = {}
+    for index, shapes in enumerate(_shapes(ranks)):
+        parts = [_at(ranks, parts, index) for parts in groups]
+        position = 0
+        for order, (name, shape) in enumerate(shapes.items()):
+            numel = math.prod(shape)
+            found[name] = _Cut(parts, [(position, numel)], shape).stored(ranks, name)
+            position += numel + (int(paddings[index][order]) if paddings is not None else 0)
+    return found
+
+
+def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
+    """Put the parameters of stage 3 together from a piece of each rank."""
+    parts = [_flat(ranks, rank, _FLAT) for rank in range(len(ranks.optimizers))]
+    _check_count(ranks)
+    lengths = [sum(part.numel for part in of_rank) for of_rank in parts]
+    starts = [sum(lengths[:rank]) for rank in range(len(parts))]
+    flat = [part for of_rank in parts for part in of_rank]
+    found: dict[str, StoredTensor] = {}
+    position = 0
+    for shapes in _shapes(ranks):
+        for name, shape in shapes.items():
+            numel = math.prod(shape)
+            piece = -(-numel // len(parts))
+            stretches = [
+                (start + position, min(piece, numel - rank * piece))
+                for rank, start in enumerate(starts)
+                if rank * piece < numel
+            ]
+            found[name] = _Cut(flat, stretches, shape).stored(ranks, name)
+            position += piece
+    return found
+
+
+def _frozen(ranks: _Ranks) -> dict[str, StoredTensor]:
+    """Return the parameters that are not trained: whole up to stage 2, and cut into pieces at stage 3."""
+    shapes = ranks.model().get("frozen_param_shapes") or {}
+    holders = range(len(ranks.models)) if ranks.stage == 3 else (0,)
+    fragments = [ranks.model(rank).get("frozen_param_fragments") or {} for rank in holders]
+    found: dict[str, StoredTensor] = {}
+    for name, shape in shapes.items():
+        parts = [of_rank[name] for of_rank in fragments if isinstance(of_rank.get(name), StoredTensor)]
+        if len(parts) < len(fragments):
+            ranks.refuse(f"the frozen parameter {name!r:.200} is not in the files of all ranks")
+        found[name] = _Cut(parts, [(0, math.prod(shape))], tuple(shape)).stored(ranks, name)
+    return found
+
+
+def _flat(ranks: _Ranks, rank: int, key: str) -> list[StoredTensor]:
+    raw = ranks.partitions(rank).get(key)
+    listed: list[Any] = raw if isinstance(raw, list) else [raw]
+    parts = [part for part in listed if isinstance(part, StoredTensor)]
+    if not parts or len(parts) < len(listed):
+        ranks.refuse(f"the optimizer's file of rank {rank} has no {key}")
+    return parts
+
+
+def _at(ranks: _Ranks, parts: list[StoredTensor], index: int) -> StoredTensor:
+    if index >= len(parts):
+        ranks.refuse(f"there are more groups of parameters than the {len(parts)} that a rank's file has")
+    return parts[index]
+
+
+def _check_count(ranks: _Ranks) -> None:
+    count = ranks.partitions(0).get("partition_count")
+    count = max(count) if isinstance(count, list) else count
+    if count != len(ranks.optimizers):
+        raise NoCheckpointError(
+            f"{ranks.folder} has the optimizer's files of {len(ranks.optimizers)} ranks, and {count} ranks saved it. "
+            f"Bring all ranks' files together."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A parameter as stretches of flat tensors that are thought to follow each other."""
+
+    parts: Sequence[StoredTensor]
+    stretches: Sequence[tuple[int, int]]
+    shape: tuple[int, ...]
+
+    def stored(self, ranks: _Ranks, name: str) -> StoredTensor:
+        available = sum(part.numel for part in self.parts)
+        if sum(length for _, length in self.stretches) != math.prod(self.shape) or any(
+            start + length > available for start, length in self.stretches
+        ):
+            ranks.refuse(f"{name!r:.200} of shape {self.shape} reaches beyond the {available} elements that are stored")
+        return StoredTensor(self.parts[0].dtype, self.shape, self.fetch, (id(self.parts[0]), tuple(self.stretches)))
+
+    def fetch(self) -> torch.Tensor:
+        flat = torch.empty(math.prod(self.shape), dtype=self.parts[0].dtype)
+        filled = 0
+        for start, length in self.stretches:
+            position = 0
+            for part in self.parts:
+                first, last = max(start, position), min(start + length, position + part.numel)
+                if first < last:
+                    flat[filled : filled + last - first] = part.read_range(first - position, last - first)
+                    filled += last - first
+                position += part.numel
+        return flat.view(self.shape)

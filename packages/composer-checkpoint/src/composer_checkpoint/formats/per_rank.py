@@ -1,0 +1,515 @@
+"""Per-rank files: each rank's own shards, as they lie in its memory, in a file of its own."""
+
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composer_checkpoint._durability import describe_set
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._tree import Names, map_tree, named_leaves, noted_names, refuse_doubled
+from composer_checkpoint.commit import put_in_place, write_atomically, write_beside
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.files import load_file, save_file
+from composer_checkpoint.lock import complete_earlier_sets, complete_interrupted_sets, discard
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.names import name_beside
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "ELASTIC_VARIABLE",
+    "LAYOUT_KEY",
+    "SAVE_ID_KEY",
+    "load_local",
+    "local_content",
+    "merge_local",
+    "own_path",
+    "refuse_mixed_saves",
+    "save_local",
+    "write_together",
+    "load_local_state",
+    "save_local_state",
+]
+
+ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
+LAYOUT_KEY = "local_layout"
+SAVE_ID_KEY = "save_id"
+
+_RANK = "{rank}"
+_MAX_LISTED = 10
+
+
+def save_local(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    info: Mapping[str, Any] | None = None,
+    process_group: "ProcessGroup | None" = None,
+    overwrite: bool = True,
+    timeout_s: float | None = None,
+) -> Manifest:
+    """Save what this rank holds to a file of its own. Every rank of the group must call this.
+
+    No file gets its name before those of all ranks are on the disk, and once one has its name all of them get it: if
+    the ranks are killed between, by `remove_leftovers`, which each run calls that saves to the folder. That takes a
+    folder which rank 0 sees as the others do. On disks of the nodes' own, files that replace others may end up mixed,
+    which loading refuses; give each save a name of its own there, with `{batch}` in it.
+
+    The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to put the
+    parts together again: world size, rank, mesh, and each tensor's placements, global shape and offsets.
+
+    Args:
+        state_dict: Tensors, DTensors and plain data in nested dicts and lists.
+        path: With `{rank}` in it, if there are several ranks.
+        info: What the manifest shall say about the run.
+        process_group: The ranks that hold the state dict. All of them when `None`.
+        overwrite: Whether a file of this name may be replaced.
+        timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
+            `None` waits for a disk as long as it takes.
+
+    Returns:
+        The manifest of this rank's file.
+
+    Raises:
+        ValueError: If there are several ranks and no `{rank}` in the path.
+        IncompatibleCheckpointError: On all ranks, before anything is written, if a DTensor of any has the name of
+            another thing once the keys on the way to them are joined by slashes.
+        CheckpointError: On all ranks, if any of them cannot write its file, or takes too long. What was there before
+            is untouched.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/ba2_rank{rank}.pt"
+        >>> manifest = save_local({"state": {"model": {"w": torch.ones(2)}}}, path)
+        >>> sorted(load_file(path.format(rank=0)))
+        ['local_layout', 'state']
+    """
+    ranks = Ranks(process_group, timeout_s=timeout_s)
+    own = own_path(path, ranks)
+    content, info = local_content(state_dict, info, ranks)
+    manifests: list[Manifest] = []
+    write_together(
+        own, lambda unfinished: manifests.append(save_file(content, unfinished, info=info)), ranks, overwrite
+    )
+    return manifests[0]
+
+
+def local_content(
+    state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what this rank's file holds, and what its manifest says. Every rank must call this."""
+
+    def propose() -> str:
+        refuse_doubled(state_dict, (DTensor,), "/", "the layout of per-rank files")  # which has no others
+        return uuid.uuid4().hex
+
+    save_id = ranks.exchange(propose, lambda proposed: proposed[:1] * len(proposed))
+    layout = {**_layout(state_dict, ranks), SAVE_ID_KEY: save_id}
+    return {**_to_local(state_dict), LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
+
+
+def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
+    """Raise if the ranks' files are of several saves: a run was killed while it replaced them one by one.
+
+    Args:
+        save_ids: What each rank's file says; `None` where it does not.
+        path: As it was given to `save_local`.
+    """
+    if len(set(save_ids)) > 1:
+        kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
+        raise CorruptCheckpointError(
+            f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
+            f"when the run was killed while it replaced them. If no run saves there, remove_leftovers(folder, "
+            f"locked=True) gives the rest of the later ones their names. Otherwise load another checkpoint."
+        )
+
+
+def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
+    """Return the path of this rank's file.
+
+    Raises:
+        ValueError: If there are several ranks and no `{rank}` in the path.
+    """
+    return _path_of(path, ranks.rank, ranks.world_size)
+
+
+def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, overwrite: bool) -> None:
+    """Let each rank write a file, and name all of them or none. Every rank must call this.
+
+    Args:
+        own: This rank's file.
+        write: Writes to the temporary path that it is given.
+        ranks: Who takes part.
+        overwrite: Whether a file of this name may be replaced.
+    """
+    own = Path(os.path.abspath(own))  # what is saved may change the current folder
+    temporary = name_beside(own)
+    with ExitStack() as undo:
+        undo.callback(discard, temporary)
+        # First all of them reach the disk. One that hangs does so here, and what was given up never gets a name.
+        ranks.together(lambda: write_beside(temporary, own, write, overwrite=overwrite))
+        if ranks.world_size > 1:
+            # From here on no rank deletes its file, whatever it hears of the others: if the record is there by then,
+            # the set is completed by whoever comes next, and otherwise the files are removed as leftovers.
+            undo.pop_all()
+        record = ranks.exchange(lambda: (own, temporary), _record)
+        ranks.together(lambda: put_in_place(temporary, own, overwrite=overwrite))
+    if record is not None and ranks.rank == 0:
+        discard(record)
+
+
+def _record(files: list[tuple[Path, Path]]) -> list[Path | None]:
+    """Write down, on rank 0, which file gets which name, so that they get them even if all ranks are killed."""
+    if len(files) == 1:
+        return [None]
+    folder = Path(os.path.commonpath([final.parent for final, _ in files]))
+    # What an earlier save has not come to renaming gets its names now. Later, its record would put it over this save.
+    complete_earlier_sets(folder, {final for final, _ in files})
+    record = name_beside(folder / files[0][0].name, "set")
+    with write_atomically(record) as unfinished:
+        unfinished.write_text(describe_set(dict(files), folder))
+    return [record] * len(files)
+
+
+def load_local(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    process_group: "ProcessGroup | None" = None,
+) -> None:
+    """Load this rank's file into a state dict, in place. Every rank of the group must call this.
+
+    If a run was killed while it replaced the files by those of a later save, the rest of those get their names first.
+
+    With `COMPOSER_LOCAL_ELASTIC=1` in the environment, files of another number of ranks are put together, and each
+    rank takes its part of the whole.
+
+    Args:
+        state_dict: Tensors and DTensors of the right shapes, and plain data that will be replaced, in nested dicts and
+            lists. It may leave out parts of the files.
+        path: As it was given to `save_local`.
+        verify: Whether the files' hashes are compared.
+        process_group: The ranks that hold the state dict. All of them when `None`.
+
+    Raises:
+        ValueError: If the files are of another number of ranks; or if there are several ranks and no `{rank}` in the
+            path.
+        NoCheckpointError: If there are no such files.
+        CheckpointError: On all ranks, if a file of any is damaged, unsafe or of another model. Nothing was changed.
+    """
+    ranks = Ranks(process_group)
+    folder = _path_of(path, ranks.rank, ranks.world_size).parent
+    ranks.together(lambda: complete_interrupted_sets(folder) if ranks.rank == 0 else None)
+    loaded: list[Mapping[str, Any]] = []
+    ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
+    ranks.exchange(lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: _check_ids(ids, path))
+    values = _own_names(loaded[0])
+
+    def take(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return values[name]
+        with torch.no_grad():
+            _own_part(leaf).copy_(values[name])
+        return leaf
+
+    state_dict.update(_map_leaves(state_dict, take, noted_names()))
+
+
+def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
+    """Return the state dict with whole tensors that per-rank files hold together. One process suffices.
+
+    Plain data is rank 0's, except for the `rng` list, which has every rank's.
+
+    Args:
+        path: As it was given to `save_local`.
+        verify: Whether the files' hashes are compared.
+
+    Raises:
+        NoCheckpointError: If a file is missing.
+        CheckpointError: If one is damaged or unsafe, or if they are not of one save.
+    """
+    first = _load(path, 0, verify)
+    world_size = first[LAYOUT_KEY]["world_size"]
+    files = [first, *(_load(path, rank, verify) for rank in range(1, world_size))]
+    refuse_mixed_saves([file[LAYOUT_KEY].get(SAVE_ID_KEY) for file in files], path)
+    for rank, file in enumerate(files):
+        if (file[LAYOUT_KEY]["world_size"], file[LAYOUT_KEY]["rank"]) != (world_size, rank):
+            raise CorruptCheckpointError(
+                f"{_path_of(path, rank, world_size)} is of rank {file[LAYOUT_KEY]['rank']} of "
+                f"{file[LAYOUT_KEY]['world_size']}, and it should be of rank {rank} of {world_size}. Bring together "
+                f"the files of one save."
+            )
+    leaves = [dict(named_leaves(file)) for file in files]
+    tensors = {name: _merged(name, files, leaves) for name in first[LAYOUT_KEY]["tensors"]}
+    merged = _map_leaves(first, lambda name, leaf: tensors.get(name, leaf))
+    if isinstance(first.get("rng"), list):
+        merged["rng"] = [state for file in files for state in file["rng"]]
+    del merged[LAYOUT_KEY]
+    return merged
+
+
+def _check_ids(save_ids: list[Any], path: str | os.PathLike[str]) -> list[None]:
+    refuse_mixed_saves(save_ids, path)
+    return [None] * len(save_ids)
+
+
+def _merged(name: str, files: list[dict[str, Any]], leaves: list[dict[str, Any]]) -> torch.Tensor:
+    first: torch.Tensor = leaves[0][name]
+    shape = files[0][LAYOUT_KEY]["tensors"][name]["global_shape"]
+    whole = torch.empty(shape, dtype=first.dtype)
+    covered = 0
+    seen: set[tuple[int, ...]] = set()
+    for file, values in zip(files, leaves, strict=True):
+        offsets = tuple(file[LAYOUT_KEY]["tensors"][name]["offsets"])
+        part: torch.Tensor = values[name]
+        if offsets in seen or not part.numel():  # a copy that another rank holds, too, or nothing
+            continue
+        seen.add(offsets)
+        region = whole
+        for dim, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
+            region = region.narrow(dim, start, length)
+        region.copy_(part)
+        covered += part.numel()
+    if covered != whole.numel():
+        raise CorruptCheckpointError(
+            f"the files hold {covered} of the {whole.numel()} elements of {name!r}. Bring together the files of one "
+            f"save."
+        )
+    return whole
+
+
+def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ranks, verify: bool) -> dict[str, Any]:
+    """Return this rank's values, after comparing them with what is asked for."""
+    own = _path_of(path, ranks.rank, ranks.world_size)
+    # A rank that the saving run did not have has no file; rank 0's knows how many there were.
+    content = _load(path, ranks.rank if own.exists() else 0, verify)
+    saved = content[LAYOUT_KEY]["world_size"]
+    if saved != ranks.world_size:
+        if os.environ.get(ELASTIC_VARIABLE) != "1":
+            raise ValueError(
+                f"{os.fspath(path)} holds the files of {saved} ranks, and {ranks.world_size} load them: local files "
+                f"are loaded by as many ranks as saved them. Start {saved} ranks, set {ELASTIC_VARIABLE}=1 to put the "
+                f"shards together, or convert the files with merge_local()."
+            )
+        content = _parts_of(merge_local(path, verify=verify), state_dict)
+    _compare(state_dict, _own_names(content), own)
+    return content
+
+
+def _parts_of(merged: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's parts of whole tensors."""
+    wanted = _own_names(state_dict)
+
+    def cut(name: str, leaf: Any) -> Any:
+        target = wanted.get(name)
+        if not isinstance(target, DTensor) or not isinstance(leaf, torch.Tensor) or leaf.shape != target.shape:
+            return leaf
+        for dim, (start, length) in enumerate(zip(_offsets(target), target.to_local().shape, strict=True)):
+            leaf = leaf.narrow(dim, start, length)
+        return leaf
+
+    return _map_leaves(merged, cut, noted_names())
+
+
+def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
+    wanted = _own_names(state_dict)
+    missing = [name for name in wanted if name not in values]
+    differing = [
+        f"{name} (shape {tuple(_own_part(leaf).shape)} here and {_shape(values[name])} there)"
+        for name, leaf in wanted.items()
+        if isinstance(leaf, torch.Tensor) and name in values and _shape(values[name]) != tuple(_own_part(leaf).shape)
+    ]
+    if missing or differing:
+        raise IncompatibleCheckpointError(
+            f"{path} does not fit what is loaded: {len(missing)} missing: {', '.join(missing[:_MAX_LISTED])}; "
+            f"{len(differing)} different: {', '.join(differing[:_MAX_LISTED])}. Load it into the model and optimizer "
+            f"that it was saved from, spread in the same way."
+        )
+
+
+def _load(path: str | os.PathLike[str], rank: int, verify: bool) -> dict[str, Any]:
+    file = Path(os.fspath(path).replace(_RANK, str(rank)))
+    if not file.exists():
+        raise NoCheckpointError(f"{file} does not exist. Local files are complete with one file of each rank.")
+    content = load_file(file, verify=verify)
+    layout = content.get(LAYOUT_KEY) if isinstance(content, dict) else None
+    tensors = layout.get("tensors") if isinstance(layout, dict) else None
+    counts = isinstance(layout, dict) and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
+    if not isinstance(tensors, dict) or not counts:
+        raise CorruptCheckpointError(
+            f"{file} has no {LAYOUT_KEY!r}, so it is no per-rank file. Load it as a single file, with load_file()."
+        )
+    return cast("dict[str, Any]", content)
+
+
+def _to_local(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return _map_leaves(
+        dict(state_dict), lambda _, leaf: _own_part(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
+    )
+
+
+def _layout(state_dict: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    spread: dict[str, DTensor] = {}
+
+    def note(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            spread[name] = leaf
+        return leaf
+
+    _map_leaves(state_dict, note)  # which goes into a container under each of its names, as loading does
+    mesh = next(iter(spread.values())).device_mesh if spread else None
+    return {
+        "world_size": ranks.world_size,
+        "rank": ranks.rank,
+        "mesh_shape": [] if mesh is None else list(mesh.shape),
+        "mesh_names": [] if mesh is None else list(mesh.mesh_dim_names or ()),
+        "tensors": {
+            name: {
+                "placements": [str(placement) for placement in tensor.placements],
+                "global_shape": list(tensor.shape),
+                "offsets": _offsets(tensor),
+            }
+            for name, tensor in spread.items()
+        },
+    }
+
+
+def _offsets(tensor: DTensor) -> list[int]:
+    """Return where this rank's part begins; by the method through which torch's own checkpoints ask a tensor."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return list(chunk.offsets)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _map_leaves(root: Any, change: Callable[[str, Any], Any], names: Names | None = None) -> Any:
+    def changed(name: str, value: Any) -> Any:
+        return value if isinstance(value, dict | list | tuple) else change(name, value)
+
+    return map_tree(root, changed, names=names)
+
+
+def _own_names(root: Any) -> dict[str, Any]:
+    """Return what is in containers by names that no two things share, as those of the layout may."""
+    leaves: dict[str, Any] = {}
+
+    def note(name: str, leaf: Any) -> Any:
+        leaves[name] = leaf
+        return leaf
+
+    _map_leaves(root, note, noted_names())
+    return leaves
+
+
+def _path_of(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:
+    text = os.fspath(path)
+    if world_size > 1 and _RANK not in text:
+        raise ValueError(
+            f"path={text!r} is one file for {world_size} ranks, and each must have its own. Put {_RANK} into the name."
+        )
+    return Path(text.replace(_RANK, str(rank)))
+
+
+def save_local_state(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    info: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+) -> "Manifest":
+    """Save what this rank holds of a model and its optimizers to a file of its own. Every rank must call this.
+
+    Of a model sharded with `fully_shard` these are its shards; of one in `DistributedDataParallel`, or a plain one, all
+    of it. Names are those of the plain model, and the file has the layout of those that a whole run saves.
+
+    Args:
+        path: With `{rank}` in it, if there are several ranks.
+        model: The model.
+        optimizers: The optimizer, or several, of different classes.
+        info: What the manifest shall say about the run.
+        timeout_s: How long the write of any rank may take.
+
+    Returns:
+        The manifest of this rank's file.
+
+    Raises:
+        ValueError: If there are several ranks and no `{rank}` in the path, or two optimizers of one class.
+        CheckpointError: On all ranks, if any of them cannot write its file.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> path = tempfile.mkdtemp() + "/ba2_rank{rank}.pt"
+        >>> manifest = save_local_state(path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> load_local_state(path, model)
+    """
+    return save_local(_collect(model, _named(optimizers)), path, info=info, timeout_s=timeout_s)
+
+
+def load_local_state(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    verify: bool = True,
+) -> None:
+    """Load this rank's file into a model and its optimizers, spread as they were. Every rank must call this.
+
+    Args:
+        path: As it was given to `save_local_state`, or one of the per-rank files of a run.
+        model: The model.
+        optimizers: The optimizer, or several; none loads the model alone.
+        verify: Whether the files' hashes are compared.
+
+    Raises:
+        ValueError: If another number of ranks saved the files: they are not elastic, unless `COMPOSER_LOCAL_ELASTIC=1`.
+        NoCheckpointError: If there are no such files.
+        CheckpointError: On all ranks, if a file of any is damaged, unsafe or of another model. Nothing was changed.
+    """
+    named = _named(optimizers)
+    content = _collect(model, named)
+    load_local(content, path, verify=verify)
+    set_model_state_dict(model, content["state"]["model"])
+    for name, optimizer in named.items():
+        set_optimizer_state_dict(model, optimizer, content["state"]["optimizers"][name])
+
+
+def _collect(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizers:
+        state["optimizers"] = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
+    return {"state": state}
+
+
+def _named(optimizers: Optimizer | Sequence[Optimizer]) -> dict[str, Optimizer]:
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    named = {type(optimizer).__qualname__: optimizer for optimizer in listed}
+    if len(named) < len(listed):
+        raise ValueError(
+            f"optimizers={[type(optimizer).__qualname__ for optimizer in listed]}: they are known by their class, and "
+            f"two have the same. Save each to a file of its own."
+        )
+    return named

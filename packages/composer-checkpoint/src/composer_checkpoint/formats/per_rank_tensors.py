@@ -1,0 +1,229 @@
+"""Writing a set of per-rank files with never more than one tensor in memory."""
+
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_checkpoint._tree import map_tree
+from composer_checkpoint.commit import put_in_place, refuse_existing, write_beside
+from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
+from composer_checkpoint.formats._unsupported import refuse_unfit
+from composer_checkpoint.formats.per_rank import LAYOUT_KEY, SAVE_ID_KEY, refuse_mixed_saves
+from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
+from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
+from composer_checkpoint.lock import discard
+from composer_checkpoint.names import name_beside
+
+__all__ = ["layout_of", "open_local_source", "stream_local"]
+
+
+def stream_local(
+    tree: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    world_size: int,
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Write a tree to the files that as many ranks, over which FSDP2 has spread its tensors, would have saved.
+
+    Args:
+        tree: Dicts and lists of `StoredTensor`s and plain data. `rng`, if it is a list, has an entry for each rank.
+        path: With `{rank}` in it. No file has its name before all are on the disk.
+        world_size: How many.
+        info: What the manifests shall say about the run.
+        overwrite: Whether files of these names may be replaced.
+        progress: Called with the number of bytes after each piece.
+
+    Raises:
+        ValueError: If there is no `{rank}` in the path, or `world_size` is less than 1.
+        CheckpointConflictError: If a file exists and may not be replaced.
+        IncompatibleCheckpointError: If a tensor is sparse or quantized, or if two things have one name once the keys on
+            the way to them are joined by slashes.
+        UnsafeCheckpointError: If anything is more than data.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from composer_checkpoint.tensors import as_stored, open_checkpoint
+        >>> path = tempfile.mkdtemp() + "/ba2_rank{rank}.pt"
+        >>> stream_local({"state": {"model": {"w": as_stored(torch.arange(3))}}}, path, world_size=2)
+        >>> with open_checkpoint(path) as source:
+        ...     source.weights["w"].read()
+        tensor([0, 1, 2])
+    """
+    template = os.path.abspath(path)
+    if world_size < 1 or _RANK not in template:
+        raise ValueError(
+            f"path={os.fspath(path)!r}, world_size={world_size!r}: give 1 rank or more, and a path with {_RANK} in it."
+        )
+    refuse_unfit(tree, "local", path)
+    finals = [Path(template.replace(_RANK, str(rank))) for rank in range(world_size)]
+    for final in finals:
+        refuse_existing(final, overwrite)
+    temporaries = [name_beside(final) for final in finals]
+    save_id = uuid.uuid4().hex
+    notes = {**(info or {}), SAVE_ID_KEY: save_id}
+    with ExitStack() as undo:
+        for rank, (temporary, final) in enumerate(zip(temporaries, finals, strict=True)):
+            undo.callback(discard, temporary)
+            part = {**_part(tree, rank, world_size, save_id)}
+            write_beside(
+                temporary,
+                final,
+                lambda place, part=part: stream_pt(part, place, info=notes, progress=progress),
+                overwrite=overwrite,
+            )
+        for temporary, final in zip(temporaries, finals, strict=True):
+            put_in_place(temporary, final, overwrite=overwrite)
+
+
+def _part(tree: Mapping[str, Any], rank: int, world_size: int, save_id: str) -> dict[str, Any]:
+    """Return what a rank's file holds."""
+    tensors: dict[str, Any] = {}
+
+    def change(name: str, value: Any) -> Any:
+        if not isinstance(value, StoredTensor) or not value.shape or name.startswith("rng"):
+            return value
+        part, start = _rows(value, rank, world_size)
+        tensors[name] = {
+            "placements": ["S(0)"],
+            "global_shape": list(value.shape),
+            "offsets": [start, *(0 for _ in value.shape[1:])],
+        }
+        return part
+
+    part: dict[str, Any] = map_tree(dict(tree), change)
+    if isinstance(part.get("rng"), list):
+        part["rng"] = part["rng"][rank : rank + 1]
+    layout = {"world_size": world_size, "rank": rank, "mesh_shape": [world_size], "mesh_names": []}
+    return {**part, LAYOUT_KEY: {**layout, "tensors": tensors, SAVE_ID_KEY: save_id}}
+
+
+def _rows(tensor: StoredTensor, rank: int, world_size: int) -> tuple[StoredTensor, int]:
+    """Return the rows of a tensor that are a rank's, and which is the first."""
+    rows = -(-tensor.shape[0] // world_size)
+    start = min(rank * rows, tensor.shape[0])
+    count = min(rows, tensor.shape[0] - start)
+    row = tensor.numel // tensor.shape[0] if tensor.shape[0] else 0
+    shape = (count, *tensor.shape[1:])
+    own = None if tensor.storage is None else (tensor.storage, start, count)
+    return (
+        StoredTensor(
+            tensor.dtype,
+            shape,
+            lambda: tensor.read_range(start * row, count * row).reshape(shape),
+            own,
+            lambda first, number: tensor.read_range(start * row + first, number),
+        ),
+        start,
+    )
+
+
+_RANK = "{rank}"
+
+
+def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
+    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has every rank's.
+
+    Args:
+        path: With `{rank}` in it.
+
+    Raises:
+        NoCheckpointError: If files are missing; the message names them.
+        CorruptCheckpointError: If they are not of one save.
+    """
+    template = os.fspath(path)
+    first = open_pt_source(_of_rank(template, 0))
+    sources = [first]
+    try:
+        world_size = _layout(first, template)["world_size"]
+        missing = [file for rank in range(world_size) if not os.path.exists(file := _of_rank(template, rank))]
+        if missing:
+            raise NoCheckpointError(
+                f"{len(missing)} of the files of {world_size} ranks are missing: {', '.join(missing[:8])}. Bring them "
+                f"together in one folder."
+            )
+        sources += [open_pt_source(_of_rank(template, rank)) for rank in range(1, world_size)]
+        layouts = [_layout(source, template) for source in sources]
+        refuse_mixed_saves([layout.get(SAVE_ID_KEY) for layout in layouts], template)
+        tree = _merged(sources, layouts)
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise
+    files = {Path(_of_rank(template, rank)).name: source.size_bytes for rank, source in enumerate(sources)}
+    merged = TensorSource("local", tree, sum(files.values()), first.manifest, files=files)
+    for source in sources:
+        merged.on_close(source)
+    return merged
+
+
+def layout_of(tree: Any) -> Mapping[str, Any] | None:
+    """Return how the tensors of a per-rank file are spread, `None` for other files."""
+    layout = tree.get(LAYOUT_KEY) if isinstance(tree, dict) else None
+    return layout if isinstance(layout, dict) else None
+
+
+def _of_rank(template: str, rank: int) -> str:
+    return template.replace(_RANK, str(rank))
+
+
+def _layout(source: TensorSource, template: str) -> Mapping[str, Any]:
+    layout = layout_of(source.tree)
+    counts = layout is not None and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
+    if layout is None or not counts or not isinstance(layout.get("tensors"), dict):
+        raise CorruptCheckpointError(
+            f"{template} has no {LAYOUT_KEY!r}, so it is no per-rank file. Name it as a single file."
+        )
+    return layout
+
+
+def _merged(sources: Sequence[TensorSource], layouts: Sequence[Mapping[str, Any]]) -> Any:
+    spread = layouts[0]["tensors"]
+
+    def change(name: str, value: Any) -> Any:
+        is_spread = isinstance(value, StoredTensor) and name in spread
+        return _whole(name, sources, layouts) if is_spread else value
+
+    tree = map_tree(sources[0].tree, change)
+    rng = [source.tree.get("rng") for source in sources]
+    if all(isinstance(states, list) for states in rng):
+        tree["rng"] = [state for states in rng for state in states]
+    return {key: value for key, value in tree.items() if key != LAYOUT_KEY}
+
+
+def _whole(name: str, sources: Sequence[TensorSource], layouts: Sequence[Mapping[str, Any]]) -> StoredTensor:
+    parts: dict[tuple[int, ...], StoredTensor] = {}
+    shape = tuple(layouts[0]["tensors"][name]["global_shape"])
+    for source, layout in zip(sources, layouts, strict=True):
+        part = source.tensors.get(name)
+        if part is None or part.sparse is not None or name not in layout["tensors"]:
+            raise CorruptCheckpointError(f"a rank's file lacks {name!r:.200}. Bring together the files of one save.")
+        if part.numel:
+            parts.setdefault(tuple(layout["tensors"][name]["offsets"]), part)
+    covered = sum(part.numel for part in parts.values())
+    dtype = sources[0].tensors[name].dtype
+
+    def fetch() -> torch.Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for offsets, part in parts.items():
+            region = whole
+            for dim, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
+                region = region.narrow(dim, start, length)
+            region.copy_(part.read())
+        return whole
+
+    same = tuple(part.storage for part in parts.values())  # all parts of two names are one, or they are no one tensor
+    merged = StoredTensor(dtype, shape, fetch, None if None in same else same)
+    if covered != merged.numel:
+        raise CorruptCheckpointError(
+            f"the files hold {covered} of the {merged.numel} elements of {name!r:.200}. Bring together the files of "
+            f"one save."
+        )
+    return merged

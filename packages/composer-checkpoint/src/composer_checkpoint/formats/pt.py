@@ -1,0 +1,393 @@
+"""The `.pt` file: `torch.save`'s archive with a manifest and a seal, read by `torch.load` after it was checked."""
+
+import io
+import os
+import pickle
+import threading
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from logging import getLogger
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch.torch_version import TorchVersion
+
+from composer_checkpoint._compatibility import PassingWeights, weight_names
+from composer_checkpoint._damaged_headers import naming_tensors
+from composer_checkpoint._pickle_inspection import Rehearsal, TensorSpec, rehearse
+from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from composer_checkpoint.file_io import FileReader, FlushedFile, MappedFile, hash_ranges, hash_tensor, new_hasher
+from composer_checkpoint.formats._zip import Member, ZipLayout, read_zip_layout
+from composer_checkpoint.formats.archives import final_name
+from composer_checkpoint.manifest import (
+    EMPTY_SEAL,
+    MANIFEST_NAME,
+    PAYLOAD_FOLDER,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    check_seal,
+    seal,
+)
+
+__all__ = [
+    "more_than_data",
+    "refuse_more_than_data",
+    "unknown_globals_of",
+    "Hashes",
+    "make_manifest",
+    "write_pt",
+    "PtContents",
+    "load_checked",
+    "load_pt",
+    "open_pt",
+    "save_pt",
+    "verify_pt",
+]
+
+log = getLogger(__name__)
+_MAX_NAME_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class PtContents:
+    """What a `.pt` file holds, without its tensors' elements."""
+
+    layout: ZipLayout
+    manifest: Manifest | None
+    rehearsal: Rehearsal
+
+
+def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, allow_untrusted: bool = False) -> Manifest:
+    """Write a `.pt` file with its manifest. What could not be loaded without trust is refused, or else logged."""
+    plain, kinds = encode(obj)
+    if not allow_untrusted:
+        refuse_more_than_data(plain, path)
+    manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
+    if rehearsal.unknown_globals:
+        held = f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES])}"
+        if not allow_untrusted:
+            os.unlink(path)  # nobody shall take it for a checkpoint
+            raise more_than_data(path, held)
+        log.warning("%s holds %s, which are more than data: it can be loaded with trusted=True only.", path, held)
+    return manifest
+
+
+def load_pt(
+    reader: FileReader, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
+) -> tuple[Any, Manifest | None, Collection[str]]:
+    """Check and load a `.pt` file; return what it holds, its manifest if it has one, and weights seen to be finite.
+
+    One that is trusted must be whole all the same.
+    """
+    contents = open_pt(reader, record_unknown=trusted)
+    finite: Collection[str] = ()
+    if verify:
+        finite = _verify_payload(reader, contents, MappedFile(reader) if mmap else None)  # as the tensors will be
+    obj = load_checked(reader.own_path, map_location=map_location, mmap=mmap, trusted=trusted)
+    return decode(obj, *noted_in(contents.manifest)), contents.manifest, finite
+
+
+def verify_pt(reader: FileReader) -> Manifest | None:
+    """Compare every byte of a `.pt` file with its hashes; return the manifest, or `None` if it has none."""
+    contents = open_pt(reader)
+    _verify_payload(reader, contents)
+    return contents.manifest
+
+
+def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
+    """Read and check everything except the tensors' elements.
+
+    Raises:
+        CorruptCheckpointError: If the file is not whole, or declares tensors that it has no bytes for.
+        UnsafeCheckpointError: If its pickle asks for what checkpoints do not need.
+    """
+    with naming_tensors(reader):
+        layout = read_zip_layout(reader)
+        manifest = check_seal(reader, layout)
+    if "constants.pkl" in layout.members:
+        raise UnsafeCheckpointError(
+            "the file is a TorchScript program, whose code would run. Load it with torch.jit.load if you trust it."
+        )
+    pickled = layout.members.get("data.pkl")
+    if pickled is None:
+        raise CorruptCheckpointError(
+            f"the file is a zip, but not one of torch.save's: it lacks data.pkl and has "
+            f"{sorted(layout.members)[:_MAX_NAMES]}. Load another checkpoint."
+        )
+    rehearsal = rehearse(reader.read(pickled.offset, pickled.size_bytes), record_unknown=record_unknown)
+    _check_storages(layout, rehearsal)
+    return PtContents(layout, manifest, rehearsal)
+
+
+def _check_storages(layout: ZipLayout, rehearsal: Rehearsal) -> None:
+    for key, storage in rehearsal.storages.items():
+        member = layout.members.get(f"{PAYLOAD_FOLDER}{key}")
+        found = None if member is None else member.size_bytes
+        if found != storage.size_bytes:
+            names = _tensors_of(rehearsal, key)
+            raise CorruptCheckpointError(
+                f"{names} needs {storage.size_bytes} bytes of {storage.dtype.name}, and the file has "
+                f"{'none' if found is None else found} for it. Load another checkpoint."
+            )
+
+
+def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile | None = None) -> Collection[str]:
+    """Compare all storages with their hashes; return the names of the weights that are finite, as far as was seen."""
+    manifest, layout = contents.manifest, contents.layout
+    if manifest is None:
+        return ()
+    storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
+    if storages.keys() != manifest.files.keys():
+        raise CorruptCheckpointError("the manifest lists other storages than the file has. Load another checkpoint.")
+    ranges = [(member.offset, member.size_bytes) for member in storages.values()]
+    passing = _passing_weights(contents.rehearsal, list(storages))
+    hashes = hash_ranges(reader, ranges, manifest.hash_name, mapped=mapped, look=passing.look)
+    wrong = [name for name, found in zip(storages, hashes, strict=True) if found != manifest.files[name].hash]
+    if wrong:
+        names = ", ".join(
+            _tensors_of(contents.rehearsal, name.removeprefix(PAYLOAD_FOLDER)) for name in wrong[:_MAX_NAMES]
+        )
+        raise CorruptCheckpointError(
+            f"the bytes of {names} are not those that were written ({len(wrong)} of {len(storages)} hashes differ; the "
+            f"first is at byte {storages[wrong[0]].offset}). Load another checkpoint."
+        )
+    return passing.finite()
+
+
+def _passing_weights(rehearsal: Rehearsal, storages: Sequence[str]) -> PassingWeights:
+    indices = {name: index for index, name in enumerate(storages)}
+    weights = {name: rehearsal.tensors[name] for name in weight_names(rehearsal.tensors)}
+    return PassingWeights(
+        {name: (indices[f"{PAYLOAD_FOLDER}{spec.storage.key}"], spec.dtype.name) for name, spec in weights.items()}
+    )
+
+
+def _tensors_of(rehearsal: Rehearsal, key: str) -> str:
+    names = (f"{name:.{_MAX_NAME_CHARS}}" for name, tensor in rehearsal.tensors.items() if tensor.storage.key == key)
+    return " and ".join(islice(names, _MAX_NAMES)) or f"storage {key}"
+
+
+def load_checked(path: str, *, map_location: Any, mmap: bool, trusted: bool = False) -> Any:
+    """Load what was checked before, with torch's own weights-only loader as the second lock unless it is trusted."""
+    if trusted:
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
+    return _load_with(lambda: torch.load(path, map_location=map_location, mmap=mmap, weights_only=True), map_location)
+
+
+def _load_with(load: Callable[[], Any], map_location: Any) -> Any:
+    try:
+        with _safe_globals():
+            return load()
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpointError(
+            f"torch refuses the file: {str(error).partition(chr(10))[0]:.300}. If you trust who wrote it, load it with "
+            f"trusted=True and save it again."
+        ) from error
+    except (OSError, MemoryError, torch.OutOfMemoryError, Warning):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and str(map_location) != "cpu":
+            raise  # of the device
+        raise CorruptCheckpointError(
+            f"torch cannot load the file: {type(error).__name__}: {error!s:.300}. Load another checkpoint."
+        ) from error
+
+
+_globals_lock = threading.Lock()
+
+
+@contextmanager
+def _safe_globals() -> Iterator[None]:
+    """Extend torch's list for the time of one load, and leave alone what the user has put on it.
+
+    The list is one for the process, so that loads of several threads go one after the other.
+    """
+    with _globals_lock:
+        known = set(torch.serialization.get_safe_globals())
+        missing = [item for item in _data_globals() if item not in known]
+        with torch.serialization.safe_globals(missing):
+            yield
+
+
+def _data_globals() -> list[Any]:
+    """Return what files of Composer 0.10 to 0.32 hold beyond torch's own list: data, and no more."""
+    reconstruct: Any = np.empty(0).__reduce__()[0]
+    scalar: Any = np.float64(0).__reduce__()[0]
+    dtypes = [value for value in vars(np.dtypes).values() if isinstance(value, type)]
+    aliases = [
+        (function, f"numpy.{module}.multiarray.{function.__name__}")
+        for function in (reconstruct, scalar)
+        for module in ("core", "_core")
+    ]
+    plain = [timedelta, frozenset, slice, bytes]
+    return [*plain, np.ndarray, np.dtype, *dtypes, *aliases, TorchVersion]
+
+
+_MAX_NAMES = 10
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter])
+
+
+def refuse_more_than_data(obj: Any, path: str) -> None:
+    """Raise if anything of a checkpoint is no data, with where it is.
+
+    Raises:
+        UnsafeCheckpointError: If so: it could be loaded with trust only, and no run resumes from it.
+    """
+    found = [
+        f"{name or 'the object'} ({told})"
+        for name, leaf in named_leaves(obj)
+        if type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor) and (told := _fault_of(leaf)) is not None
+    ]
+    if found:
+        raise more_than_data(path, ", ".join(found[:_MAX_NAMES]))
+
+
+def more_than_data(path: str, held: str) -> UnsafeCheckpointError:
+    """Return the error for a file that would hold more than data."""
+    return UnsafeCheckpointError(
+        f"{final_name(path)} was not saved, since it could not be loaded again: it would hold {held}, which is more "
+        f"than data. Have state_dict() return numbers, strings, tensors, lists and dicts, leave the part out "
+        f"(save_ignore_keys), or save it with save_file(..., allow_untrusted=True), for loading with trust."
+    )
+
+
+def unknown_globals_of(saved: bytes) -> set[str]:
+    """Return what the bytes that `torch.save` wrote ask for beyond data."""
+    with zipfile.ZipFile(io.BytesIO(saved)) as archive:
+        (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return rehearse(archive.read(pickled), record_unknown=True).unknown_globals
+
+
+def _fault_of(leaf: Any) -> str | None:
+    buffer = io.BytesIO()
+    try:
+        torch.save(leaf, buffer)
+        unknown = unknown_globals_of(buffer.getvalue())
+    except CheckpointError as error:
+        return f"a {type(leaf).__qualname__}: {error}"
+    except Exception as error:  # whatever an object raises that cannot be pickled
+        return f"a {type(leaf).__qualname__}, which cannot be pickled: {error!s:.100}"
+    return ", ".join(sorted(unknown)) or None
+
+
+def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, Rehearsal]:
+    """Write what `torch.save` writes, and the manifest and seal; flush it to the disk."""
+    with _HashingFile(path, hash_name) as file:
+        torch.save(obj, cast("IO[bytes]", file))
+        file.raise_failure()
+        with FileReader(path) as reader:
+            layout = read_zip_layout(reader)
+            pickled = layout.members["data.pkl"]
+            rehearsal = rehearse(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
+            manifest = make_manifest(layout, rehearsal, Hashes(reader, file.hashes, hash_name), info)
+        file.append_member(f"{layout.folder}/{MANIFEST_NAME}", manifest.to_json())
+        with FileReader(path) as reader:
+            file.replace_end(seal(reader, read_zip_layout(reader)))
+        file.sync()
+    return manifest, rehearsal
+
+
+class _HashingFile:
+    """A file for `torch.save` that hashes each stretch before it writes it.
+
+    Torch writes a storage in one piece; where it does not, the piece's hash is not asked for, and the storage is read
+    back.
+    """
+
+    def __init__(self, path: str, hash_name: str) -> None:
+        self._raw = open(path, "w+b", buffering=0)  # noqa: SIM115  # closed by __exit__
+        self._disk = FlushedFile(self._raw)
+        self._hash_name = hash_name
+        self._failure: OSError | None = None
+        self.hashes: dict[tuple[int, int], str] = {}
+
+    def write(self, data: Any) -> int:
+        """Write all of the data."""
+        view = memoryview(data).cast("B")
+        start, hasher = self._disk.position, new_hasher(self._hash_name)
+        try:
+            self._disk.write(view, hasher)
+        except OSError as error:  # torch replaces what a file raises by an error without its cause
+            self._failure = self._failure or error
+            raise
+        self.hashes[start, len(view)] = hasher.hexdigest()
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
+
+    def raise_failure(self) -> None:
+        """Raise what a write ran into, if torch has swallowed it."""
+        if self._failure is not None:
+            raise self._failure
+
+    def append_member(self, name: str, text: str) -> None:
+        """Add a member to the archive, and an empty seal."""
+        with zipfile.ZipFile(self._raw, "a") as archive:
+            archive.writestr(zipfile.ZipInfo(name), text)  # dated 1980, so that equal states make equal files
+            archive.comment = EMPTY_SEAL
+
+    def replace_end(self, end: bytes) -> None:
+        """Replace as many bytes at the end as there are."""
+        size_bytes = self._raw.seek(0, os.SEEK_END)
+        self._disk.rewrite(memoryview(end), size_bytes - len(end))
+
+    def sync(self) -> None:
+        """Wait until all is on the disk."""
+        self._disk.finish()
+
+    def __enter__(self) -> "_HashingFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self._raw.close()
+        if kind is not None:
+            self.raise_failure()
+
+
+class Hashes:
+    """Hashes of stretches of the file: those taken while it was written, others when they are asked for."""
+
+    def __init__(self, reader: FileReader, written: Mapping[tuple[int, int], str], hash_name: str) -> None:
+        self.reader = reader
+        self.hash_name = hash_name
+        self._known = dict(written)
+
+    def prepare(self, members: Any) -> None:
+        """Take all that are missing at once."""
+        missing = [(m.offset, m.size_bytes) for m in members if (m.offset, m.size_bytes) not in self._known]
+        self._known.update(zip(missing, hash_ranges(self.reader, missing, self.hash_name), strict=True))
+
+    def of(self, member: Member, start: int = 0, end: int | None = None) -> str:
+        """Return the hash of a member, or of a part of it."""
+        stretch = (member.offset + start, (member.size_bytes if end is None else end) - start)
+        if stretch not in self._known:
+            self._known[stretch] = hash_ranges(self.reader, [stretch], self.hash_name)[0]
+        return self._known[stretch]
+
+
+def make_manifest(layout: ZipLayout, rehearsal: Rehearsal, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of a file with this layout and these tensors."""
+    storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
+    hashes.prepare(storages.values())
+    tensors = {name: _tensor_entry(spec, storages, hashes) for name, spec in rehearsal.tensors.items()}
+    files = {name: FileEntry(member.size_bytes, hashes.of(member)) for name, member in storages.items()}
+    return Manifest(hash_name=hashes.hash_name, tensors=tensors, files=files, info=info)
+
+
+def _tensor_entry(spec: TensorSpec, storages: Mapping[str, Member], hashes: Hashes) -> TensorEntry:
+    member = storages[f"{PAYLOAD_FOLDER}{spec.storage.key}"]
+    if spec.byte_range is not None:
+        digest = hashes.of(member, *spec.byte_range)
+    else:
+        buffer = bytearray(hashes.reader.read(member.offset, member.size_bytes))
+        whole = torch.frombuffer(buffer, dtype=getattr(torch, spec.dtype.name))
+        digest = hash_tensor(whole.as_strided(spec.shape, spec.stride, spec.offset), hashes.hash_name)
+    return TensorEntry(spec.dtype.name, spec.shape, spec.size_bytes, digest)

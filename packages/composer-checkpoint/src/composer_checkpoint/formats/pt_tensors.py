@@ -1,0 +1,408 @@
+"""Reading a `.pt` file tensor by tensor: its pickle is only rehearsed, and nothing of it is ever run."""
+
+import io
+import mmap
+import os
+import pickle
+import struct
+import sys
+import zipfile
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch._utils import (
+    _rebuild_sparse_tensor,  # pyright: ignore[reportPrivateUsage]
+    _rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
+    _rebuild_tensor_v3,  # pyright: ignore[reportPrivateUsage]
+)
+
+from composer_checkpoint._pickle_inspection import (
+    Dtype,
+    Rehearsal,
+    SparseSpec,
+    TensorSpec,
+    plain_array,
+    read_legacy_bytes,
+    rehearse,
+    rehearse_with_attributes,
+    safe_unpickle,
+)
+from composer_checkpoint._tree import Names, decode, encode, map_tree, noted_in, notes_of
+from composer_checkpoint.errors import IncompatibleCheckpointError
+from composer_checkpoint.file_io import HASH_NAME, FileReader, new_hasher, tensor_bytes
+from composer_checkpoint.formats._unsupported import refuse_unfit
+from composer_checkpoint.formats._zip import read_zip_layout
+from composer_checkpoint.formats.archives import format_of
+from composer_checkpoint.formats.pt import Hashes, make_manifest, more_than_data, open_pt
+from composer_checkpoint.formats.tensor_source import SparseParts, StoredTensor, TensorSource, as_stored, sparse_stored
+from composer_checkpoint.manifest import EMPTY_SEAL, MANIFEST_NAME, PAYLOAD_FOLDER, Manifest, seal
+from composer_checkpoint.pickles import Call, PickledOrderedDict, scan
+
+__all__ = ["open_pt_source", "read_bytes", "stream_pt"]
+
+_LEGACY_LEADING_PICKLES = 3  # the magic number, the version, and the writer's byte order and sizes
+
+
+def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
+    """Open what `torch.save` wrote, of any version, or a plain pickle of arrays.
+
+    Args:
+        path: The file, not packed.
+        record_unknown: Open also a file that asks for more than data, with inert objects in the places of what it asks
+            for; `unsafe_globals` lists them.
+        drop_attributes: Read tensors that have attributes of their own without these.
+
+    Raises:
+        CorruptCheckpointError: If it is not whole.
+        UnsafeCheckpointError: If it asks for more than data.
+    """
+    reader = FileReader(path)
+    try:
+        match format_of(reader):
+            case "pt":
+                contents = open_pt(reader, record_unknown=record_unknown)
+                members, rehearsal = contents.layout.members, contents.rehearsal
+                _check_byteorder(reader, members.get("byteorder"))
+                if drop_attributes:
+                    pickled = members["data.pkl"]
+                    rehearsal = rehearse_with_attributes(reader.read(pickled.offset, pickled.size_bytes))
+                offsets = {key: members[f"data/{key}"].offset for key in rehearsal.storages}
+                return _source(reader, rehearsal, offsets, contents.manifest)
+            case "legacy pt":
+                return _source(reader, *_read_legacy(reader, record_unknown), None)
+            case _:
+                return _source_of_pickle(reader, record_unknown)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> torch.Tensor:
+    """Return bytes of a file as a tensor of bytes, read straight into its memory."""
+    buffer = torch.empty(size_bytes, dtype=torch.uint8)
+    if size_bytes:
+        reader.read_into(memoryview(cast(Any, buffer.numpy())), offset)
+    return buffer
+
+
+def _source(
+    reader: FileReader, rehearsal: Rehearsal, offsets: Mapping[str, int], manifest: Manifest | None
+) -> TensorSource:
+    kinds, names = noted_in(manifest)
+    tree = _plain(rehearsal.tree, lambda spec: _stored(reader, offsets, spec))
+    tree = decode(_arrays_back(tree, kinds, names), kinds, names)
+    source = TensorSource(
+        "pt", tree, reader.size_bytes, manifest, unsafe_globals=tuple(sorted(rehearsal.unknown_globals))
+    )
+    source.on_close(reader)
+    return source
+
+
+def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]) -> Any:
+    """Read the tensors that stand for NumPy arrays, which are small and are turned back."""
+    if "ndarray" not in kinds.values():
+        return tree
+
+    def change(name: str, value: Any) -> Any:
+        is_array = isinstance(value, StoredTensor) and kinds.get(name) == "ndarray"
+        return value.read() if is_array else value
+
+    return map_tree(tree, change, shared=True, names=names())
+
+
+def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) -> StoredTensor:
+    dtype = getattr(torch, spec.dtype.name)
+    # Every file numbers its storages from 0.
+    where = (reader.path, spec.storage.key, spec.offset, spec.stride, spec.is_conj, spec.is_neg)
+    offset, in_a_row = offsets[spec.storage.key], spec.byte_range
+
+    def fetch_range(start: int, count: int) -> torch.Tensor:
+        assert in_a_row is not None
+        _refuse_quantized(spec)
+        size = spec.dtype.item_bytes
+        return _resolved(spec, read_bytes(reader, offset + in_a_row[0] + start * size, count * size).view(dtype))
+
+    return StoredTensor(
+        dtype,
+        spec.shape,
+        lambda: _resolved(spec, _read(reader, offset, spec, dtype)),
+        where,
+        fetch_range if in_a_row else None,
+    )
+
+
+def _resolved(spec: TensorSpec, elements: torch.Tensor) -> torch.Tensor:
+    """Conjugate and negate what the file has as it was before."""
+    conjugated = elements.conj_physical() if spec.is_conj else elements
+    return -conjugated if spec.is_neg else conjugated
+
+
+def _read(reader: FileReader, storage_offset: int, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
+    _refuse_quantized(spec)
+    if not spec.size_bytes:
+        return torch.empty(spec.shape, dtype=dtype)
+    if spec.byte_range is not None:
+        start, end = spec.byte_range
+        return read_bytes(reader, storage_offset + start, end - start).view(dtype).reshape(spec.shape)
+    last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+    start, count = spec.offset * spec.dtype.item_bytes, (last + 1) * spec.dtype.item_bytes
+    around = read_bytes(reader, storage_offset + start, count).view(dtype)
+    return around.as_strided(spec.shape, spec.stride).contiguous()
+
+
+def _refuse_quantized(spec: TensorSpec) -> None:
+    if spec.dtype.name.startswith("q"):
+        raise IncompatibleCheckpointError(
+            f"a tensor is {spec.dtype.name}, and quantized tensors are not read one by one. Load the file with "
+            f"load_file() and dequantize it."
+        )
+
+
+def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
+    """Return the tree with the real things in the places of those that were built with checks."""
+
+    def change(_: str, value: Any) -> Any:
+        match value:
+            case TensorSpec():
+                return stored(value)
+            case SparseSpec():
+                parts = {name: stored(part) for name, part in value.parts.items()}
+                layout = getattr(torch, value.layout)
+                return sparse_stored(value.shape, SparseParts(layout, parts, value.is_coalesced))
+            case Dtype():
+                return getattr(torch, value.name)
+            case PickledOrderedDict():
+                ordered = OrderedDict(value)
+                vars(ordered).update(vars(value))
+                return ordered
+            case Counter():
+                return Counter(value)
+            case deque():
+                return deque(map(plain_array, value), value.maxlen)
+            case _:
+                return Call.itself(plain_array(value))
+
+    return map_tree(tree, change, shared=True)
+
+
+def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[Rehearsal, dict[str, int]]:
+    """Return what a file of torch before 1.6 holds, and where each storage's elements begin."""
+    with mmap.mmap(reader.descriptor, reader.size_bytes, access=mmap.ACCESS_READ) as mapped:
+        view = memoryview(mapped)
+        try:
+            rehearsal = read_legacy_bytes(view, record_unknown=record_unknown)  # checks all that follows, too
+            position = 0
+            for _ in range(_LEGACY_LEADING_PICKLES + 1):
+                position = scan(view, position)
+            end = scan(view, position)
+            keys = rehearse(bytes(view[position:end])).tree
+        finally:
+            view.release()
+    offsets: dict[str, int] = {}
+    for key in keys:
+        offsets[key] = end + struct.calcsize("<q")
+        end = offsets[key] + rehearsal.storages[key].size_bytes
+    return rehearsal, offsets
+
+
+def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
+    """Open a plain pickle, whose arrays are inside it, so that all of it is in memory."""
+    data = reader.read(0, reader.size_bytes)
+    rehearsal = rehearse(data, record_unknown=True)
+    if rehearsal.unknown_globals and record_unknown:
+        tree: Any = None
+    else:
+        tree = safe_unpickle(data)
+    stored = map_tree(tree, lambda _, value: as_stored(value) if isinstance(value, torch.Tensor) else value)
+    unsafe = tuple(sorted(rehearsal.unknown_globals)) if record_unknown else ()
+    source = TensorSource("pickle", stored, reader.size_bytes, unsafe_globals=unsafe)
+    source.on_close(reader)
+    return source
+
+
+def _check_byteorder(reader: FileReader, member: Any) -> None:
+    written = (
+        sys.byteorder if member is None else reader.read(member.offset, member.size_bytes).decode(errors="replace")
+    )
+    if written != sys.byteorder:
+        raise IncompatibleCheckpointError(
+            f"the file was written on a machine with {written!r:.20}-endian numbers, and this one has {sys.byteorder}. "
+            f"Load it with torch.load and save it again."
+        )
+
+
+_FOLDER = "archive"
+_ALIGNMENT = 64  # torch's own, so that mapped tensors are aligned
+_LOCAL_HEADER_BYTES, _WIDE_FIELD_BYTES = 30, 20
+_PADDING_KIND = 0x4246  # the field in which torch hides its padding, too
+_PIECE_BYTES = 8 << 20
+_PROTOCOL = 2
+
+# The classes by which a pickle says a storage's dtype. Newer dtypes have none, and are named beside untyped bytes.
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+}
+
+
+def stream_pt(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    info: Mapping[str, Any] | None = None,
+    hash_name: str = HASH_NAME,
+    progress: Callable[[int], object] | None = None,
+) -> Manifest:
+    """Write a tree to one file that `torch.load` and `load_file` read, reading each tensor when its turn comes.
+
+    The file has a manifest and a seal, as `save_file` writes them. Tensors of one storage are written once and stay
+    one. It is written in place, as `save_file` does.
+
+    Args:
+        tree: Dicts, lists and tuples of `StoredTensor`s, tensors, numbers, strings and `None`.
+        path: Where to.
+        info: What else the manifest should say.
+        hash_name: As for `save_file`.
+        progress: Called with the number of bytes after each tensor.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        IncompatibleCheckpointError: If a tensor is quantized.
+        UnsafeCheckpointError: If anything is more than data.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint.tensors import as_stored
+        >>> path = tempfile.mkdtemp() + "/ep1.pt"
+        >>> manifest = stream_pt({"state": {"model": {"w": as_stored(torch.ones(2))}}}, path)
+        >>> torch.load(path, weights_only=True)["state"]["model"]["w"]
+        tensor([1., 1.])
+    """
+    refuse_unfit(tree, "pt", path)
+    plain, kinds = encode(tree)
+    notes = {"torch_version": str(torch.__version__), **(info or {}), **notes_of(kinds)}
+    pickled, storages = _pickle(plain)
+    rehearsal = rehearse(pickled, record_unknown=True)
+    if rehearsal.unknown_globals:
+        raise more_than_data(os.fspath(path), f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:10])}")
+    hashes: dict[str, str] = {}
+    with open(path, "w+b") as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            _write_member(archive, "data.pkl", memoryview(pickled))
+            _write_member(archive, "byteorder", memoryview(sys.byteorder.encode()))
+            for key, tensor in storages.items():
+                name = f"{PAYLOAD_FOLDER}{key}"
+                hashes[name] = _write_member(archive, name, tensor_bytes(tensor.read()), hash_name)
+                if progress is not None:
+                    progress(tensor.size_bytes)
+            _write_member(archive, "version", memoryview(b"3\n"))
+        manifest = _describe(os.fspath(path), pickled, hashes, hash_name, notes)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr(zipfile.ZipInfo(f"{_FOLDER}/{MANIFEST_NAME}"), manifest.to_json())
+            archive.comment = EMPTY_SEAL
+        file.flush()
+        with FileReader(path) as reader:
+            end = seal(reader, read_zip_layout(reader))
+        file.seek(-len(end), os.SEEK_END)
+        file.write(end)
+        file.flush()
+        os.fsync(file.fileno())
+    return manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """Stands in a pickle for the bytes of a tensor."""
+
+    key: str
+    kind: type
+    numel: int
+
+
+class _Pickler(pickle.Pickler):
+    """Makes of descriptions the pickle that `torch.save` makes of tensors."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self.storages: dict[str, StoredTensor] = {}
+        self._known: dict[Hashable, _Storage] = {}
+
+    def persistent_id(self, obj: Any, /) -> Any:
+        return ("storage", obj.kind, obj.key, "cpu", obj.numel) if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if isinstance(obj, torch.Tensor):
+            obj = as_stored(obj)
+        if not isinstance(obj, StoredTensor):
+            return NotImplemented
+        if obj.sparse is not None:
+            coalesced = (obj.sparse.is_coalesced,) if obj.sparse.layout == torch.sparse_coo else ()
+            data = (*obj.sparse.parts.values(), torch.Size(obj.shape), *coalesced)
+            return _rebuild_sparse_tensor, (obj.sparse.layout, data)
+        stride = tuple(torch.empty(obj.shape, device="meta").stride())
+        place = (self._storage(obj), 0, obj.shape, stride, False, OrderedDict())
+        if obj.dtype in _STORAGES:
+            return _rebuild_tensor_v2, place
+        return _rebuild_tensor_v3, (*place, obj.dtype)
+
+    def _storage(self, tensor: StoredTensor) -> _Storage:
+        own = tensor if tensor.storage is None or not tensor.numel else (tensor.storage, tensor.dtype, tensor.shape)
+        if own not in self._known:
+            key = str(len(self.storages))
+            kind = _STORAGES.get(tensor.dtype)
+            numel = tensor.numel if kind is not None else tensor.size_bytes
+            self._known[own] = _Storage(key, cast("type", kind or torch.UntypedStorage), numel)
+            self.storages[key] = tensor
+        return self._known[own]
+
+
+def _pickle(tree: Any) -> tuple[bytes, dict[str, StoredTensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(tree)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise more_than_data("the file", f"what cannot be saved ({error!s:.200})") from error
+    return file.getvalue(), pickler.storages
+
+
+def _write_member(archive: zipfile.ZipFile, name: str, data: memoryview, hash_name: str = HASH_NAME) -> str:
+    """Append a member whose bytes begin at a multiple of 64; return their hash."""
+    entry = zipfile.ZipInfo(f"{_FOLDER}/{name}")  # dated 1980, so that equal states make equal files
+    entry.file_size = data.nbytes
+    is_wide = data.nbytes * 1.05 > zipfile.ZIP64_LIMIT
+    begin = archive.start_dir + _LOCAL_HEADER_BYTES + len(entry.filename.encode()) + is_wide * _WIDE_FIELD_BYTES + 4
+    padding = -begin % _ALIGNMENT
+    entry.extra = struct.pack("<2H", _PADDING_KIND, padding) + b"Z" * padding
+    hasher = new_hasher(hash_name)
+    with archive.open(entry, "w", force_zip64=is_wide) as member:
+        for start in range(0, data.nbytes, _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            hasher.update(piece)
+            member.write(piece)
+    return hasher.hexdigest()
+
+
+def _describe(
+    path: str, pickled: bytes, hashes: Mapping[str, str], hash_name: str, info: Mapping[str, Any]
+) -> Manifest:
+    with FileReader(path) as reader:
+        layout = read_zip_layout(reader)
+        members = {name: layout.members[name] for name in hashes}
+        known = {(member.offset, member.size_bytes): hashes[name] for name, member in members.items()}
+        return make_manifest(layout, rehearse(pickled), Hashes(reader, known, hash_name), info)

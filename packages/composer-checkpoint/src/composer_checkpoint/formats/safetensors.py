@@ -1,0 +1,354 @@
+"""The `.safetensors` file: weights only, for everybody who reads that format, with a manifest in its header."""
+
+import json
+import math
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from blake3 import blake3
+
+from composer_checkpoint._compatibility import PassingWeights
+from composer_checkpoint._tree import doubled, path_text
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composer_checkpoint.file_io import (
+    NUM_DIGITS,
+    FileReader,
+    FlushedFile,
+    MappedFile,
+    hash_ranges,
+    new_hasher,
+    tensor_bytes,
+)
+from composer_checkpoint.formats._zip import Readable
+from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
+
+__all__ = [
+    "DTYPES",
+    "LENGTH",
+    "METADATA_KEY",
+    "Header",
+    "TensorSlot",
+    "read_header",
+    "FORMAT_NAMES",
+    "by_text_names",
+    "header_of",
+    "load_safetensors",
+    "read_safetensors",
+    "check_names",
+    "save_safetensors",
+    "verify_safetensors",
+]
+
+LENGTH = struct.Struct("<Q")
+METADATA_KEY = "__metadata__"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+_MAX_DIMS = 64  # torch has no tensors of more
+
+# Each dtype's name in torch, and the bytes of one element.
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """One tensor, and where its bytes lie in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The tensors by name, the texts that came with them, and the header as it stands in the file."""
+
+    tensors: dict[str, TensorSlot]
+    metadata: dict[str, str]
+    raw: bytes
+
+
+def read_header(file: Readable) -> Header:
+    """Read a header and compare it with the file.
+
+    Raises:
+        CorruptCheckpointError: If it is not JSON of the format, or its tensors do not fill the file exactly.
+    """
+    if file.size_bytes < LENGTH.size:
+        _refuse(f"it has {file.size_bytes} bytes, fewer than the length of a header")
+    (length,) = LENGTH.unpack(file.read(0, LENGTH.size))
+    if length > min(MAX_HEADER_BYTES, file.size_bytes - LENGTH.size):
+        _refuse(f"its header would have {length} bytes; the file has {file.size_bytes}")
+    raw = file.read(LENGTH.size, length)
+    try:
+        parsed: Any = parse_json(raw.decode())
+    except (ValueError, RecursionError) as error:
+        _refuse(f"its header is not JSON: {error!s:.200}")
+    if not isinstance(parsed, dict):
+        _refuse("its header is not an object")
+    metadata = parsed.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        _refuse("its metadata is not texts by name")
+    start = LENGTH.size + length
+    tensors = {name: _slot(name, value, start) for name, value in parsed.items()}
+    _check_filled(tensors, start, file.size_bytes)
+    return Header(tensors, metadata, raw)
+
+
+def _slot(name: str, value: Any, start: int) -> TensorSlot:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if dtype in DTYPES:
+            torch_dtype, item_bytes = DTYPES[dtype]
+        case _:
+            torch_dtype, item_bytes, shape, begin, end = "", 0, [], 0, -1
+    is_shape = len(shape) <= _MAX_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+    if not is_shape or not 0 <= begin <= end or math.prod(shape) * item_bytes != end - begin:
+        _refuse(f"its tensor {name!r:.200} is described as {value!r:.200}, whose dtype, shape and bytes do not fit")
+    return TensorSlot(torch_dtype, tuple(shape), start + begin, end - begin)
+
+
+def _check_filled(tensors: Mapping[str, TensorSlot], start: int, size_bytes: int) -> None:
+    position = start
+    for name, slot in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
+        if slot.offset != position:
+            _refuse(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
+        position += slot.size_bytes
+    if position != size_bytes:
+        _refuse(f"its tensors end at byte {position}, and the file has {size_bytes}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CorruptCheckpointError(f"the file is not a whole safetensors file: {what}. Load another checkpoint.")
+
+
+log = getLogger(__name__)
+
+T = TypeVar("T")
+
+_MANIFEST_KEY = "composer_manifest"
+_SEAL_KEY = "composer_seal"
+_NO_SEAL = "0" * 64
+_SEAL = re.compile(rb'"composer_seal":"([0-9a-f]{64})"')
+_MAX_NAMES = 10
+FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Tensors by name, the names that are the same tensor as another, and whether they came inside a state."""
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    is_state: bool
+
+
+def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> Manifest:
+    """Write the weights of a state, or a flat dict of tensors, and flush them to the disk."""
+    weights = _weights_of(obj)
+    notes: dict[str, Any] = {"aliases": weights.aliases} if weights.aliases else {}
+    if weights.is_state:
+        notes["layout"] = "composer"
+    info = {**info, **notes}
+    names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # so that all are aligned
+    tensors = {name: weights.tensors[name] for name in names}
+    no_hashes = dict.fromkeys(names, "0" * NUM_DIGITS[hash_name])
+    placeholder, _ = header_of(tensors, no_hashes, info, hash_name)
+    with open(path, "wb", buffering=0) as file:
+        disk = FlushedFile(file)
+        disk.write(memoryview(placeholder))
+        hashes = {name: _write_tensor(disk, tensor, hash_name) for name, tensor in tensors.items()}
+        header, manifest = header_of(tensors, hashes, info, hash_name)
+        disk.rewrite(memoryview(header), 0)
+        disk.finish()
+    return manifest
+
+
+def load_safetensors(
+    reader: FileReader, *, map_location: Any, verify: bool
+) -> tuple[Any, Manifest | None, Collection[str]]:
+    """Check and load a safetensors file.
+
+    Returns:
+        Its weights in the form in which they were saved, its manifest, and the names of weights seen to be finite.
+    """
+    from safetensors.torch import load_file  # it and NumPy load only where somebody uses the format
+
+    header, manifest = read_safetensors(reader)
+    finite: Collection[str] = ()
+    if verify:
+        finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # as the tensors will be
+    device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
+    tensors: dict[str, Any] = load_file(reader.own_path, device=device)
+    tensors = {name: tensors[name] for name in header.tensors}
+    info = {} if manifest is None else manifest.info
+    for alias, name in dict(info.get("aliases", ())).items():
+        if name not in tensors:
+            raise CorruptCheckpointError(
+                f"{alias!r:.200} is another name of {name!r:.200}, and the file lacks that. Load another checkpoint."
+            )
+        tensors[alias] = tensors[name]
+    if info.get("layout") != "composer":
+        return tensors, manifest, finite
+    return {"state": {"model": OrderedDict(tensors)}}, manifest, {f"state/model/{name}" for name in finite}
+
+
+def verify_safetensors(reader: FileReader) -> Manifest | None:
+    """Compare every byte with its hash; return the manifest, or `None` if the file has none."""
+    header, manifest = read_safetensors(reader)
+    _verify_payload(reader, header, manifest)
+    return manifest
+
+
+def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
+    """Read and check the header."""
+    header = read_header(reader)
+    marks = [key for key in (_MANIFEST_KEY, _SEAL_KEY) if key in header.metadata]
+    if not marks:
+        return header, None
+    match = _SEAL.search(header.raw)
+    if len(marks) < 2 or match is None:
+        raise CorruptCheckpointError(
+            f"the file was written with a manifest and a seal, and has only {marks}. Load another checkpoint."
+        )
+    unsealed = header.raw[: match.start(1)] + _NO_SEAL.encode() + header.raw[match.end(1) :]
+    if blake3(unsealed).hexdigest() != match[1].decode():
+        raise CorruptCheckpointError(
+            "the file's header (names, dtypes, shapes or hashes) is not what was written. Load another checkpoint."
+        )
+    manifest = Manifest.from_json(header.metadata[_MANIFEST_KEY])
+    if manifest.tensors.keys() != header.tensors.keys():
+        raise CorruptCheckpointError("the manifest lists other tensors than the file has. Load another checkpoint.")
+    return header, manifest
+
+
+def _weights_of(obj: Any) -> _Weights:
+    is_state = isinstance(obj, Mapping) and isinstance(obj.get("state"), Mapping) and "model" in obj["state"]
+    weights = obj["state"]["model"] if is_state else obj
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise TypeError(
+            f"a .safetensors file holds weights only, as a dict of tensors or as {{'state': {{'model': ...}}}}; got "
+            f"{type(weights).__name__}. Save as .pt what else there is."
+        )
+    if is_state and (left_out := [*(name for name in obj["state"] if name != "model"), *(set(obj) - {"state"})]):
+        log.info("A .safetensors file holds weights only; left out were %s.", ", ".join(map(str, left_out)))
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in by_text_names(weights).items():
+        if tensor.layout != torch.strided or (dtype := str(tensor.dtype).removeprefix("torch.")) not in FORMAT_NAMES:
+            raise TypeError(f"{name} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
+        lazily = (tensor.is_conj(), tensor.is_neg())
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype, lazily)
+        if tensor.numel() and identity in seen:
+            aliases[name] = seen[identity]
+        else:
+            seen[identity] = name
+            tensors[name] = tensor
+    check_names([*tensors, *aliases])
+    return _Weights(tensors, aliases, is_state)
+
+
+def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
+    """Return weights by their keys as texts, which names in a file are.
+
+    Raises:
+        IncompatibleCheckpointError: If two keys become one text, as 1 and `'1'` do.
+    """
+    keys: dict[str, Any] = {}
+    for key in weights:
+        if keys.setdefault(str(key), key) is not key:
+            raise doubled(path_text([keys[str(key)]]), path_text([key]), str(key), "a .safetensors file")
+    return {name: weights[key] for name, key in keys.items()}
+
+
+def check_names(names: Collection[str]) -> None:
+    """Refuse the name that safetensors has for something else, and those that its own reader cannot read.
+
+    Raises:
+        IncompatibleCheckpointError: If there is one.
+    """
+    if METADATA_KEY in names:
+        raise IncompatibleCheckpointError(
+            f"a tensor is called {METADATA_KEY!r}, where a .safetensors file has what is said of it. Give it another "
+            f"name, or write a .pt file."
+        )
+    for name in names:
+        if not name.isascii() and name.encode(errors="replace").decode() != name:
+            raise IncompatibleCheckpointError(
+                f"a tensor is called {name!r:.200}, which is no text of Unicode, as the names in a .safetensors file "
+                f"are. Give it another name, or write a .pt file."
+            )
+
+
+def header_of(
+    tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
+) -> tuple[bytes, Manifest]:
+    """Return the file's bytes up to the tensors, as long for one set of hashes as for another."""
+    slots: dict[str, Any] = {}
+    entries: dict[str, TensorEntry] = {}
+    position = 0
+    for name, tensor in tensors.items():
+        dtype, shape, size_bytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
+        end = position + size_bytes
+        slots[name] = {"dtype": FORMAT_NAMES[dtype], "shape": shape, "data_offsets": (position, end)}
+        entries[name] = TensorEntry(dtype, shape, size_bytes, hashes[name])
+        position = end
+    manifest = Manifest(hash_name=hash_name, tensors=entries, info=info)
+    metadata = {"format": "pt", _MANIFEST_KEY: manifest.to_json(), _SEAL_KEY: _NO_SEAL}
+    text = json.dumps({METADATA_KEY: metadata, **slots}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sealed = text.replace(
+        f'"{_SEAL_KEY}":"{_NO_SEAL}"'.encode(), f'"{_SEAL_KEY}":"{blake3(text).hexdigest()}"'.encode(), 1
+    )
+    return LENGTH.pack(len(sealed)) + sealed, manifest
+
+
+def _write_tensor(file: FlushedFile, tensor: torch.Tensor, hash_name: str) -> str:
+    hasher = new_hasher(hash_name)
+    file.write(tensor_bytes(tensor), hasher)
+    return hasher.hexdigest()
+
+
+def _verify_payload(
+    reader: FileReader, header: Header, manifest: Manifest | None, mapped: MappedFile | None = None
+) -> Collection[str]:
+    """Compare all tensors with their hashes; return the names of those that are finite, as far as was seen."""
+    if manifest is None:
+        return ()
+    ranges = [(slot.offset, slot.size_bytes) for slot in header.tensors.values()]
+    passing = PassingWeights({name: (index, slot.dtype) for index, (name, slot) in enumerate(header.tensors.items())})
+    hashes = hash_ranges(reader, ranges, manifest.hash_name, mapped=mapped, look=passing.look)
+    wrong = [name for name, found in zip(header.tensors, hashes, strict=True) if found != manifest.tensors[name].hash]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"the bytes of {', '.join(wrong[:_MAX_NAMES])} are not those that were written ({len(wrong)} of "
+            f"{len(hashes)} hashes differ; the first is at byte {header.tensors[wrong[0]].offset}). "
+            f"Load another checkpoint."
+        )
+    return passing.finite()

@@ -1,0 +1,332 @@
+"""What every kind of checkpoint is to who reads it tensor by tensor: names, and how to get one tensor."""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from composer_checkpoint._pickle_inspection import SPARSE_PARTS
+from composer_checkpoint._tree import Names, by_joined_names, children_of, map_tree, named_leaves
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composer_checkpoint.manifest import Manifest
+
+__all__ = [
+    "SparseParts",
+    "is_sparse",
+    "parts_of",
+    "refuse_sparse",
+    "StoredTensor",
+    "TensorSource",
+    "aliases_of",
+    "are_one",
+    "as_stored",
+    "sparse_stored",
+    "tensors_in",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseParts:
+    """What a sparse tensor consists of.
+
+    Args:
+        layout: As torch has it, such as `torch.sparse_coo`.
+        parts: Its indices and its values, by the names that torch has for them, in the order of their pickles.
+        is_coalesced: Of the coordinate layout, whether the indices are sorted and unique; `None` where nobody knows.
+    """
+
+    layout: torch.layout
+    parts: "Mapping[str, StoredTensor]"
+    is_coalesced: bool | None = None
+
+    def put_together(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Read the parts and return the sparse tensor.
+
+        Raises:
+            CorruptCheckpointError: If they do not fit each other, or the shape.
+        """
+        parts = [part.read() for part in self.parts.values()]
+        try:
+            if self.layout == torch.sparse_coo:
+                indices, values = parts
+                return torch.sparse_coo_tensor(
+                    indices, values, shape, check_invariants=True, is_coalesced=self.is_coalesced
+                )
+            compressed, plain, values = parts
+            return torch.sparse_compressed_tensor(
+                compressed, plain, values, shape, layout=self.layout, check_invariants=True
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise CorruptCheckpointError(
+                f"the parts of a tensor of layout {self.layout} and size {list(shape)} do not fit: {error!s:.200} Load "
+                f"another checkpoint."
+            ) from error
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Return whether it is of one of the layouts that are known here."""
+    return str(tensor.layout).removeprefix("torch.") in SPARSE_PARTS
+
+
+def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a sparse tensor consists of, by the names that torch has for it."""
+    if tensor.layout == torch.sparse_coo:  # whose public methods want it coalesced
+        return {"indices": tensor._indices(), "values": tensor._values()}
+    return {name: getattr(tensor, name)() for name in SPARSE_PARTS[str(tensor.layout).removeprefix("torch.")]}
+
+
+def refuse_sparse(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
+    """Refuse sparse tensors where only dense ones can be.
+
+    Args:
+        tensors: By name.
+        what: What takes no sparse ones, for the message.
+
+    Raises:
+        IncompatibleCheckpointError: If there is one.
+    """
+    for name, tensor in tensors.items():
+        if tensor.sparse is not None:
+            raise IncompatibleCheckpointError(
+                f"{name} is a tensor of layout {tensor.sparse.layout}, and {what} takes dense ones alone. Write a .pt "
+                f"file, which keeps it, leave it out, or load the file with load_file() and make it dense with "
+                f"to_dense()."
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """One tensor that is not in memory.
+
+    Args:
+        dtype: Of its elements.
+        shape: Its sizes.
+        fetch: Returns it, on the CPU, its elements in row-major order; anew each time it is called.
+        storage: Equal for all that are one and the same tensor, such as tied weights. `None` where the checkpoint does
+            not say.
+        fetch_range: Returns a number of its elements from one on, in row-major order, where that needs less memory
+            than all of them.
+        sparse: What a sparse one consists of; `fetch` returns it sparse. `None` for a dense one.
+
+    Example:
+        >>> stored = as_stored(torch.ones(2, 3))
+        >>> stored.size_bytes
+        24
+        >>> stored.read().sum()
+        tensor(6.)
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+    storage: Hashable | None = None
+    fetch_range: Callable[[int, int], torch.Tensor] | None = None
+    sparse: SparseParts | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements; of a sparse one, of what it consists of."""
+        if self.sparse is not None:
+            return sum(part.size_bytes for part in self.sparse.parts.values())
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its elements are numbers only together with a scale, which is not kept."""
+        return str(self.dtype).startswith(("torch.qint", "torch.quint"))
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor itself, which is the caller's alone.
+
+        Raises:
+            CorruptCheckpointError: If its bytes cannot be read.
+        """
+        return self.fetch()
+
+    def read_range(self, start: int, count: int) -> torch.Tensor:
+        """Return `count` of its elements, counted in row-major order, from `start` on.
+
+        Raises:
+            IncompatibleCheckpointError: If it is sparse.
+        """
+        if self.sparse is not None:
+            raise IncompatibleCheckpointError(
+                f"a tensor is of layout {self.sparse.layout}, and sparse tensors are not read in pieces. Load the file "
+                f"with load_file() and make it dense with to_dense()."
+            )
+        if self.fetch_range is not None:
+            return self.fetch_range(start, count)
+        return self.fetch().reshape(-1)[start : start + count]
+
+    def to(self, dtype: torch.dtype) -> "StoredTensor":
+        """Return the same tensor in another dtype, rounded once, straight from the one it has."""
+        if dtype == self.dtype:
+            return self
+        if self.sparse is not None:
+            parts = {**self.sparse.parts, "values": self.sparse.parts["values"].to(dtype)}
+            return sparse_stored(self.shape, SparseParts(self.sparse.layout, parts, self.sparse.is_coalesced))
+        return StoredTensor(
+            dtype,
+            self.shape,
+            lambda: self.fetch().to(dtype),
+            None if self.storage is None else (self.storage, dtype),
+            lambda start, count: self.read_range(start, count).to(dtype),
+        )
+
+
+def as_stored(tensor: torch.Tensor) -> StoredTensor:
+    """Return a tensor that is in memory in the form of one that is not."""
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():  # its bytes are not its elements, and may be another tensor's, too
+        plain = plain.resolve_conj().resolve_neg()
+    if is_sparse(plain):
+        parts = {name: as_stored(part) for name, part in parts_of(plain).items()}
+        is_coalesced = plain.is_coalesced() if plain.layout == torch.sparse_coo else None
+        return sparse_stored(tuple(plain.shape), SparseParts(plain.layout, parts, is_coalesced))
+    key = (plain.data_ptr(), tuple(plain.stride()), tuple(plain.shape), plain.dtype) if plain.numel() else None
+    return StoredTensor(plain.dtype, tuple(plain.shape), lambda: plain.cpu().contiguous(), key)
+
+
+def sparse_stored(shape: tuple[int, ...], sparse: SparseParts) -> StoredTensor:
+    """Return a sparse tensor that is not in memory by the parts that it consists of."""
+    keys = tuple(part.storage for part in sparse.parts.values())
+    same = None if None in keys else (sparse.layout, keys)
+    return StoredTensor(sparse.parts["values"].dtype, shape, lambda: sparse.put_together(shape), same, None, sparse)
+
+
+@dataclass(slots=True)
+class TensorSource:
+    """A checkpoint that is read tensor by tensor; close it, or use it in a `with`.
+
+    Args:
+        format: What kind it is, such as `'composer'` or `'dcp'`.
+        tree: All that it holds, in dicts, lists and tuples, with a `StoredTensor` in the place of each tensor.
+        size_bytes: Of its files.
+        manifest: Where it has one.
+        unsafe_globals: What it asks for beyond data. None of that was made; an inert object stands for each.
+        missing: Names that an index promises, and no file has.
+        files: The files by name, as far as it consists of several.
+        path: Where it lies, after links were followed.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint import save_file
+        >>> from composer_checkpoint.tensors import open_checkpoint
+        >>> path = tempfile.mkdtemp() + "/ep1.pt"
+        >>> manifest = save_file({"state": {"model": {"weight": torch.ones(2, 3)}}}, path)
+        >>> with open_checkpoint(path) as source:
+        ...     {name: tensor.shape for name, tensor in source.tensors.items()}
+        {'state/model/weight': (2, 3)}
+    """
+
+    format: str
+    tree: Any
+    size_bytes: int
+    manifest: Manifest | None = None
+    unsafe_globals: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+    path: str = ""
+    tensors: Mapping[str, StoredTensor] = field(init=False)
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.tensors = tensors_in(self.tree)
+
+    @property
+    def weights(self) -> Mapping[str, StoredTensor]:
+        """The model's tensors by the names that the model has for them, wherever they lie in the tree.
+
+        Where they are nested, and `state_dict()` is flat, the keys are joined by dots.
+
+        Raises:
+            IncompatibleCheckpointError: If two tensors would have one name then.
+        """
+        return by_joined_names(self._model(), StoredTensor, ".", "a model, whose names are flat", are_one)
+
+    @property
+    def beside_weights(self) -> list[str]:
+        """The names of what the model's part has besides tensors, such as a module's extra state."""
+        found: list[str] = []
+
+        def note(name: str, value: Any) -> Any:
+            if children_of(value) is None and not isinstance(value, StoredTensor):
+                found.append(name)
+            return value
+
+        map_tree(self._model(), note, names=Names("."))
+        return found
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of weights that are the same tensor as another, with the first name of each."""
+        return aliases_of(self.weights)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What there is besides the model: timestamp, metadata and so on; empty for weights alone."""
+        tree = self.tree
+        state = tree.get("state") if isinstance(tree, dict) else None
+        return state if isinstance(state, dict) else {}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+    def on_close(self, opened: Any) -> None:
+        """Close something else together with this."""
+        self._open.callback(opened.close)
+
+    def __enter__(self) -> "TensorSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _model(self) -> Any:
+        tree = self.tree
+        if not isinstance(tree, dict):
+            return {}
+        state = tree.get("state")
+        if isinstance(state, dict) and isinstance(state.get("model"), dict):
+            return state["model"]
+        for key in ("model", "module", "state_dict", "model_state_dict"):
+            if isinstance(tree.get(key), dict) and next(iter(tensors_in(tree[key])), None) is not None:
+                return tree[key]
+        return {} if isinstance(state, dict) else tree
+
+
+def tensors_in(tree: Any) -> dict[str, StoredTensor]:
+    """Return the tensors of a tree by their names, such as `state/model/fc.weight`."""
+    return dict(named_leaves(tree, StoredTensor))
+
+
+def are_one(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two are known to be one and the same tensor, as tied weights are."""
+    if one is other:
+        return True
+    is_known = one.storage is not None and one.numel > 0
+    return is_known and (one.storage, one.dtype, one.shape) == (other.storage, other.dtype, other.shape)
+
+
+def aliases_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return the names that are the same tensor as an earlier one, with that one's name."""
+    return dict(_same(tensors))
+
+
+def _same(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
+    seen: dict[Hashable, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.storage is None or not tensor.numel:
+            continue
+        first = seen.setdefault((tensor.storage, tensor.dtype, tensor.shape), name)
+        if first != name:
+            yield name, first

@@ -1,0 +1,596 @@
+"""Loading an optimizer's state by the names of parameters, however they are spread."""
+
+import os
+import posixpath
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
+from composer_checkpoint.modular._spread import (
+    Slot,
+    TensorSender,
+    as_dtype,
+    cast_state,
+    group_names,
+    is_sharded,
+    map_slots,
+    names_in_model,
+    parameters_by_name,
+    weights_of,
+)
+from composer_checkpoint.modular.options import CheckpointLoadOptions
+from composer_checkpoint.modular.state_dict import select_keys
+from composer_checkpoint.remote.fetch import get_file
+from composer_checkpoint.sharded import load_sharded, read_folder_metadata
+from composer_checkpoint.sharded._storage import METADATA_NAME
+from composer_checkpoint.stores.base import is_uri, parse_uri
+from composer_checkpoint.stores.fsspec import FsspecObjectStore
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
+from composer_dist.reproducibility import seed_context
+from composer_dist.strategy import unwrap_model
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlanner
+
+__all__ = [
+    "Path",
+    "load_folder",
+    "read_entries",
+    "load_optimizer",
+    "receive_state",
+    "follow_parameters",
+    "shard_model",
+    "Source",
+    "find_source",
+    "read_on_rank_zero",
+    "WeightsMismatchError",
+    "load_weights",
+]
+
+_SUFFIXES = ("pt", "safetensors", "safetensors.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file, or the folder of a sharded checkpoint, with what fsspec needs to reach it."""
+
+    path: str
+    is_sharded: bool
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_source(path: str | os.PathLike[str], part: str, is_sharded: bool | None) -> Source:
+    """Find out what there is at a path. Every rank must call this; rank 0 looks, for all.
+
+    Args:
+        path: A file or a folder, here or in a store. In a folder that is not a sharded checkpoint, the file is the one
+            that the part has, such as `model.pt`.
+        part: `'model'` or `'optim'`.
+        is_sharded: Which kind is expected; `None` for either.
+
+    Raises:
+        NoCheckpointError: If there is nothing.
+        ValueError: If there is the other kind.
+    """
+    ranks = Ranks()
+
+    def look() -> Source | None:
+        return _look(os.fspath(path), part, is_sharded) if ranks.rank == 0 else None
+
+    found = ranks.exchange(look, lambda results: results[:1] * len(results))
+    assert found is not None  # rank 0's
+    return found
+
+
+@contextmanager
+def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any], *, trusted: bool) -> Iterator[Any]:
+    """Yield what `prepare` makes of a file's content, and on other ranks `None`. Every rank must enter it.
+
+    The tensors are the mapped file's, and must not be used after the end. What cannot be read or prepared is an error
+    on all ranks.
+    """
+    ranks = Ranks()
+    contents: list[Any] = [None] * bool(ranks.rank)
+    with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
+
+        def read() -> None:
+            local = os.fspath(path)
+            if is_uri(local):
+                local = os.path.join(folder, posixpath.basename(parse_uri(local).path))
+                get_file(path, local, progress_bar=False)
+                if local.endswith(INDEX_SUFFIX):
+                    for shard in read_index(local).shards:
+                        get_file(posixpath.join(posixpath.dirname(os.fspath(path)), shard), os.path.join(folder, shard))
+            contents.append(prepare(load_file(local, trusted=trusted)))
+
+        ranks.together(read if ranks.rank == 0 else lambda: None)
+        yield contents[0]
+
+
+def _look(path: str, part: str, wanted: bool | None) -> Source:
+    exists, join, source = _local_place() if not is_uri(path) else _remote_place(path)
+    files = [path, *(join(path, f"{part}.{suffix}") for suffix in _SUFFIXES)]
+    if exists(join(path, METADATA_NAME)) and wanted is not False:
+        return source(path)
+    file = next((file for file in files if exists(file)), None)
+    if file is None:
+        if exists(join(path, METADATA_NAME)):
+            raise ValueError(
+                f"{path} is a sharded checkpoint, and sharded_checkpoint=False. Pass sharded_checkpoint=True, or None "
+                f"to load either kind."
+            )
+        raise NoCheckpointError(
+            f"there is no checkpoint at {path!r}: neither this file nor a folder with {METADATA_NAME} or {part}.pt in "
+            f"it. Check the path."
+        )
+    if wanted:
+        raise ValueError(
+            f"{file} is a file, and sharded_checkpoint=True: a sharded checkpoint is a folder with {METADATA_NAME}. "
+            f"Name the folder, or pass sharded_checkpoint=None to load either kind."
+        )
+    return Source(file, is_sharded=False)
+
+
+def _local_place() -> tuple[Callable[[str], bool], Callable[..., str], Callable[[str], Source]]:
+    return os.path.isfile, os.path.join, lambda folder: Source(folder, is_sharded=True)
+
+
+def _remote_place(uri: str) -> tuple[Callable[[str], bool], Callable[..., str], Callable[[str], Source]]:
+    store = maybe_create_object_store_from_uri(uri)
+    assert store is not None  # it is no local path
+    reach(store, uri)
+
+    def exists(address: str) -> bool:
+        try:
+            store.get_object_size(parse_uri(address).path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def source(folder: str) -> Source:
+        if not isinstance(store, FsspecObjectStore):
+            raise ValueError(
+                f"{folder} is a sharded checkpoint in a store whose files cannot be read in parts. Download the folder "
+                f"with composer_checkpoint.remote.publish.fetch_checkpoint(), and load it from there."
+            )
+        return Source(store.get_uri(parse_uri(folder).path), True, store.filesystem.storage_options)
+
+    return exists, posixpath.join, source
+
+
+Path = tuple[str | int, ...]
+
+
+def read_entries(source: Source) -> dict[Path, Any]:
+    """Return what a folder holds by its place in the state dict: a description, or for plain data one of bytes.
+
+    Every rank must call this; rank 0 reads.
+    """
+    ranks = Ranks()
+
+    def read() -> dict[Path, Any]:
+        if ranks.rank:
+            return {}
+        metadata = read_folder_metadata(source.path, storage_options=source.storage_options)
+        paths = metadata.planner_data or {}
+        return {paths.get(name, (name,)): entry for name, entry in metadata.state_dict_metadata.items()}
+
+    return ranks.exchange(read, lambda results: results[:1] * len(results))
+
+
+def load_folder(state_dict: dict[str, Any], source: Source, *, strict: bool, planner: "LoadPlanner | None") -> None:
+    """Load into a state dict, in place. Every rank must call this.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged or of another model.
+    """
+    load_sharded(state_dict, source.path, strict=strict, storage_options=source.storage_options, planner=planner)
+
+
+_MAX_LISTED = 10
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    source: Source,
+    options: CheckpointLoadOptions,
+    *,
+    trusted: bool,
+) -> None:
+    """Load an optimizer's state from a file, which rank 0 reads, or from a folder. Every rank must call this.
+
+    What is not in memory yet is made as the parameters are: the optimizer need not have stepped.
+    """
+    if source.is_sharded:
+        make = _maker(model, options.cpu_offload)
+        saved = _read_folder(source, type(optimizer).__qualname__, make, options)
+    else:
+        prepare = partial(_state_of, source=source, class_name=type(optimizer).__qualname__)
+        with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
+            saved = receive_state(TensorSender(own), model, cpu_offload=options.cpu_offload)
+    if "state" in saved:
+        converted = cast_state(saved["state"], as_dtype(options.precision), keep_counts=True)
+        saved = {**saved, "state": _with_whole_counts(converted)}
+    if "param_groups" not in saved:
+        optimizer.load_state_dict(saved)  # of another kind, with a layout of its own
+        return
+    optimizer.load_state_dict(_with_numbers(model, optimizer, saved, strict=options.strict))
+
+
+Maker = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
+
+
+def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
+    """Return what makes room for a tensor of a parameter's state: spread as the parameter is, if it has its shape."""
+    parameters = parameters_by_name(model)
+
+    def make(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        parameter = parameters.get(name)
+        if isinstance(parameter, DTensor) and parameter.shape == shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        device = "cpu" if cpu_offload or parameter is None or not shape else parameter.device
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return make
+
+
+def receive_state(sender: TensorSender, model: nn.Module, *, cpu_offload: bool) -> dict[str, Any]:
+    """Return rank 0's state with tensors spread as the parameters are that they belong to. Every rank must call this.
+
+    Args:
+        sender: Of a state with names for parameters.
+        model: Has the parameters.
+        cpu_offload: Whether what is not sharded stays on the host.
+    """
+    make = _maker(model, cpu_offload)
+
+    def take(name: str, slot: Slot) -> torch.Tensor:
+        section, _, rest = name.partition("/")
+        target = make(rest.partition("/")[0] if section == "state" else "", slot.shape, slot.dtype)
+        sender.receive(slot, target)
+        return target
+
+    return map_slots(sender.outline, take)
+
+
+def _read_folder(source: Source, class_name: str, make: Maker, options: CheckpointLoadOptions) -> dict[str, Any]:
+    entries = read_entries(source)
+    whole_state: Path = ("state", "optimizers", class_name)  # where a whole training state has it
+    prefix = whole_state if any(path[:3] == whole_state for path in entries) else ()
+    nested: Any = {}
+    for path, entry in entries.items():
+        if path[: len(prefix)] != prefix:
+            continue
+        inner = path[len(prefix) :]
+        value = None
+        if isinstance(entry, TensorStorageMetadata):
+            value = make(str(inner[1]) if inner[0] == "state" else "", entry.size, entry.properties.dtype)
+        _put(nested, path, value)
+    load_folder(nested, source, strict=options.strict, planner=options.load_planner)
+    for key in prefix:
+        nested = nested[key]
+    return {"state": {}, **nested} if "param_groups" in nested else nested  # empty dicts are not listed
+
+
+def _put(nested: Any, path: Path, value: Any) -> None:
+    """Put a value at a place in nested dicts and lists, which are made as the place needs them."""
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        child = value if following is None else ([] if isinstance(following, int) else {})
+        if isinstance(key, int):
+            nested.extend([None] * (key + 1 - len(nested)))
+            nested[key] = child if nested[key] is None else nested[key]
+            nested = nested[key]
+        else:
+            nested = nested.setdefault(key, child)
+
+
+def _state_of(content: Any, source: Source, class_name: str) -> dict[str, Any]:
+    state = content.get("state") if isinstance(content, Mapping) else None
+    if isinstance(state, Mapping) and "param_groups" not in content and "optimizers" in state:
+        content = state["optimizers"].get(class_name)
+    if not isinstance(content, dict):
+        raise IncompatibleCheckpointError(
+            f"{source.path} holds no state of {class_name}. Name the file of an optimizer, such as optim/optim.pt, or "
+            f"of a whole training state with an optimizer of this class."
+        )
+    return content
+
+
+def _with_whole_counts(state: Any) -> Any:
+    """Give counts of steps that were saved in few bits the dtype in which optimizers count."""
+
+    def widen(value: Any) -> Any:
+        is_count = isinstance(value, torch.Tensor) and not value.dim() and value.dtype in _NARROW
+        return value.float() if is_count else value
+
+    return {
+        name: {key: widen(value) for key, value in entries.items()} if isinstance(entries, dict) else entries
+        for name, entries in state.items()
+    }
+
+
+def _with_numbers(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, strict: bool
+) -> dict[str, Any]:
+    """Return the state with numbers for parameters, as the optimizer counts them."""
+    own: dict[str, Any] = optimizer.state_dict()
+    if any(isinstance(parameter, int) for group in saved["param_groups"] for parameter in group["params"]):
+        return dict(saved)  # it has numbers
+    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
+    names = _as_saved(model, optimizer, group_of)
+    if strict:
+        _refuse_mismatch([name for group in names for name in group], group_of)
+    state: dict[Any, Any] = {key: value for key, value in saved["state"].items() if key not in group_of}
+    groups: list[dict[str, Any]] = []
+    for own_group, group in zip(own["param_groups"], names, strict=True):
+        settings = next((group_of[name] for name in group if name in group_of), own_group)
+        groups.append({**settings, "params": own_group["params"]})
+        for number, name in zip(own_group["params"], group, strict=True):
+            if name in saved["state"]:
+                state[number] = saved["state"][name]
+            elif name not in group_of and number in own["state"]:
+                state[number] = own["state"][number]  # not in the checkpoint: it stays as it is
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def _as_saved(model: nn.Module, optimizer: torch.optim.Optimizer, known: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names in the groups; of a tied parameter's, the one that the checkpoint has."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in parameters_by_name(model).items():
+        aliases.setdefault(id(parameter), []).append(name)
+    chosen = {names[0]: next((name for name in names if name in known), names[0]) for names in aliases.values()}
+    return [[chosen.get(name, name) for name in group] for group in group_names(model, optimizer)]
+
+
+def _refuse_mismatch(current: list[str], saved: Mapping[str, Any]) -> None:
+    missing = [name for name in current if name not in saved]
+    unexpected = [name for name in saved if name not in set(current)]
+    if missing or unexpected:
+        raise IncompatibleCheckpointError(
+            f"the optimizer's parameters are not those of the checkpoint: {len(missing)} are not saved: "
+            f"{', '.join(missing[:_MAX_LISTED])}; {len(unexpected)} are not optimized here: "
+            f"{', '.join(unexpected[:_MAX_LISTED])}. Build the optimizer as it was saved, or pass strict=False to keep "
+            f"what the checkpoint does not have."
+        )
+
+
+_KEYWORDS = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params")
+
+
+def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> None:
+    """Shard a model with `fully_shard`, in place. Every rank must call this.
+
+    Modules are sharded by themselves if their attribute `_fsdp_wrap` is true or the model's `fsdp_wrap_fn` says so, and
+    what is left with the model. Weights on the device `meta` get memory for their shards, and what their modules'
+    `reset_parameters` draw.
+
+    Args:
+        model: Not wrapped.
+        options: Of which `fsdp_config` and `device_mesh` count.
+        seed: For what is drawn.
+
+    Raises:
+        ValueError: If the model is wrapped, `fsdp_config` has an unknown keyword, or a module with tensors on `meta`
+            has no `reset_parameters`.
+    """
+    if unwrap_model(model) is not model:
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}, and shard_as_needed_during_load=True shards the model "
+            f"inside. Pass the model without its wrapper."
+        )
+    keywords, absent = _keywords(options), _without_memory(model)
+    for module in reversed(list(model.modules())):
+        if module is not model and _is_wrapped(module, model):
+            fully_shard(module, **keywords)
+    fully_shard(model, **keywords)
+    if absent:
+        _initialize(absent, model, seed)
+
+
+def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Let an optimizer step the parameters that have taken the place of others.
+
+    Args:
+        optimizer: Has no state yet.
+        model: With the new parameters.
+        before: The old ones by name.
+    """
+    after = parameters_by_name(model)
+    replaced = {id(parameter): after[name] for name, parameter in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def _keywords(options: CheckpointLoadOptions) -> dict[str, Any]:
+    config = options.fsdp_config
+    if isinstance(config, Mapping):
+        unknown = sorted(set(config) - {*_KEYWORDS, "mesh", "device_mesh"})
+        if unknown:
+            raise ValueError(
+                f"fsdp_config has the keys {', '.join(map(repr, unknown))}, which torch's fully_shard does not take. "
+                f"It takes {', '.join(_KEYWORDS)} and device_mesh."
+            )
+        given = dict(config)
+    else:
+        given = {name: getattr(config, name) for name in (*_KEYWORDS, "device_mesh") if hasattr(config, name)}
+    mesh = options.device_mesh or given.pop("device_mesh", None) or given.pop("mesh", None)
+    keywords = {name: given[name] for name in _KEYWORDS if given.get(name) is not None}
+    return keywords if mesh is None else {**keywords, "mesh": mesh}
+
+
+def _is_wrapped(module: nn.Module, model: nn.Module) -> bool:
+    wanted = getattr(module, "_fsdp_wrap", None)
+    if wanted is not None:
+        return bool(wanted)
+    ask: Any = getattr(model, "fsdp_wrap_fn", None)
+    return ask is not None and bool(ask(module))
+
+
+def _without_memory(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that have tensors on the device `meta`."""
+    absent = [
+        module
+        for module in model.modules()
+        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
+    unable = sorted({type(module).__name__ for module in absent if not hasattr(module, "reset_parameters")})
+    if unable:
+        raise ValueError(
+            f"modules of the classes {', '.join(unable)} have tensors on the device 'meta' and no reset_parameters(), "
+            f"so nobody can fill in what the checkpoint does not have. Give them one, or build the model on a real "
+            f"device."
+        )
+    return absent
+
+
+def _initialize(modules: list[nn.Module], model: nn.Module, seed: int) -> None:
+    device = next(weight.device_mesh.device_type for weight in model.parameters() if isinstance(weight, DTensor))
+    with seed_context(seed):
+        for module in modules:
+            module.to_empty(device=device, recurse=False)
+            reset: Any = module.reset_parameters
+            reset()
+
+
+log = getLogger(__name__)
+
+
+class WeightsMismatchError(IncompatibleCheckpointError, RuntimeError):
+    """The weights are those of another model."""
+
+
+def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOptions, *, trusted: bool) -> None:
+    """Load weights from a file, which rank 0 reads, or from a folder. Every rank must call this.
+
+    Nothing is changed on any rank unless all that is needed was found, whole and fitting.
+    """
+    if source.is_sharded:
+        _load_folder(model, source, options)
+        return
+    prepare = partial(_prepared, source=source, options=options)
+    with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
+        if Ranks().world_size == 1 and not is_sharded(model):
+            _load_plain(model, own, options.strict)
+        else:
+            _receive(model, TensorSender(own), options.strict)
+
+
+def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> dict[str, Any]:
+    """Return the weights that are wanted, converted."""
+    state = content.get("state") if isinstance(content, Mapping) else None
+    weights = state["model"] if isinstance(state, Mapping) and "model" in state else content
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        raise IncompatibleCheckpointError(
+            f"{source.path} holds a {type(weights).__name__}, and no weights by name. Name the file of a model, such "
+            f"as model/model.pt, or of a whole training state."
+        )
+    wanted = select_keys(weights, options.include_keys, options.ignore_keys)
+    return cast_state(wanted, as_dtype(options.precision))
+
+
+def _load_plain(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+    _compare(model, weights_of(model), weights, strict)  # torch would raise when it has copied what fits
+    own_names = names_in_model(model)
+    unwrap_model(model).load_state_dict({own_names.get(name, name): w for name, w in weights.items()}, strict=False)
+
+
+def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
+    """Take each weight from rank 0, straight to where it belongs."""
+    targets = weights_of(model)
+    _compare(model, targets, sender.outline, strict)
+    extra: dict[str, Any] = {}
+    for name, value in sender.outline.items():
+        if name not in targets:
+            continue
+        if isinstance(value, Slot):
+            sender.receive(value, targets[name])
+        else:
+            extra[name] = value
+    _load_extra(model, extra)
+
+
+def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOptions) -> None:
+    entries = read_entries(source)
+    prefix = next(((*root,) for root in (("state", "model"), ()) if any(_below(path, root) for path in entries)), ())
+    saved = {path[-1]: entry for path, entry in entries.items() if _below(path, prefix)}
+    targets = select_keys(weights_of(model), options.include_keys, options.ignore_keys)
+    precision = as_dtype(options.precision)
+    readable = {
+        name: _readable(target, saved.get(name), precision, options.cpu_offload) for name, target in targets.items()
+    }
+    nested: dict[str, Any] = readable
+    for key in reversed(prefix):
+        nested = {key: nested}
+    load_folder(nested, source, strict=options.strict, planner=options.load_planner)
+    for name, target in targets.items():
+        if isinstance(target, torch.Tensor) and readable[name] is not target:
+            target.copy_(readable[name].to(precision))
+    _load_extra(model, {name: readable[name] for name in targets if not isinstance(targets[name], torch.Tensor)})
+
+
+def _below(path: tuple[str | int, ...], prefix: tuple[str, ...]) -> bool:
+    return path[:-1] == prefix
+
+
+def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: bool) -> Any:
+    """Return what a saved weight can be read into: the weight itself, unless its values must be converted."""
+    if not isinstance(target, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+        return target
+    saved = entry.properties.dtype
+    if saved == target.dtype and (not saved.is_floating_point or torch.promote_types(saved, precision) == precision):
+        return target
+    on_host = cpu_offload and type(target) is torch.Tensor  # the shards of others stay where their mesh is
+    return torch.empty_like(target, dtype=saved, device="cpu" if on_host else None)
+
+
+def _load_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give modules back what they save besides tensors."""
+    if extra:
+        own_names = names_in_model(model)
+        unwrap_model(model).load_state_dict({own_names[name]: value for name, value in extra.items()}, strict=False)
+
+
+def _compare(model: nn.Module, targets: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:
+    missing = [name for name in targets if name not in saved]
+    unexpected = [name for name in saved if name not in targets]
+    differing = [
+        f"{name} ({_shape(saved[name])} there and {_shape(target)} here)"
+        for name, target in targets.items()
+        if name in saved and _shape(saved[name]) != _shape(target)
+    ]
+    if differing or (strict and (missing or unexpected)):
+        lists = [("missing", missing), ("unexpected", unexpected), ("of another shape", differing)]
+        told = "; ".join(f"{len(names)} {how}: {_listed(names)}" for how, names in lists if names)
+        raise WeightsMismatchError(
+            f"Error(s) in loading state_dict for {type(unwrap_model(model)).__name__}: {told}. Build the model as it "
+            f"was saved, or pass strict=False where names may differ."
+        )
+    for names, what in (
+        (missing, "weights of the model are not in the checkpoint and stay as they are"),
+        (unexpected, "weights of the checkpoint are not in the model and are passed over"),
+    ):
+        if names:
+            log.warning("%d %s: %s", len(names), what, _listed(names))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(list(names)[:_MAX_LISTED])
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Slot | torch.Tensor) else None

@@ -1,0 +1,391 @@
+"""Pickles that may build plain data and nothing else.
+
+A pickle is a program: it names functions and calls them. `safe_unpickle` reads one with four locks. `scan` goes over
+its instructions without following any, and refuses those that no checkpoint needs; `check_keys` refuses keys that would
+take endless time. Each name that is left is looked up in a table, never imported. And what the table has can neither
+be changed by a pickle nor made to copy much more than the pickle has bytes.
+"""
+
+import io
+import math
+import pickle
+import pickletools
+import re
+
+# Private to the standard library, and stable since 3.0: torch.save writes Python 2's names, and so must be read.
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import FunctionType
+from typing import Any, NoReturn
+
+from composer_checkpoint._pickled_keys import LENGTH_BYTES, KeyBudget, check_keys
+from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
+
+__all__ = [
+    "MAX_EXPANDED_VIEW_BYTES",
+    "check_geometry",
+    "Budget",
+    "Call",
+    "Unchangeable",
+    "PLAIN_GLOBALS",
+    "PickledCounter",
+    "PickledOrderedDict",
+    "PickledSlice",
+    "PickledText",
+    "RestrictedUnpickler",
+    "refuse_global",
+    "run_restricted",
+    "scan",
+]
+
+# What is copied when it is an argument: one element is at least one byte of the pickle.
+_COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
+_TIMES = 4
+_ALWAYS_ALLOWED = 1 << 16
+
+
+class Budget:
+    """How much the calls of one pickle may copy: a few times what it has itself; and what its keys may weigh."""
+
+    __slots__ = ("_left", "_limit", "keys")
+
+    def __init__(self, size_bytes: int, *, has_heavy_keys: bool) -> None:
+        self.keys = KeyBudget(has_heavy_keys=has_heavy_keys)
+        self._left = self._limit = _TIMES * size_bytes + _ALWAYS_ALLOWED
+
+    def charge(self, count: int) -> None:
+        """Take so many elements or bytes from what is left.
+
+        Raises:
+            CorruptCheckpointError: If nothing is left.
+        """
+        self._left -= count
+        if self._left < 0:
+            raise CorruptCheckpointError(
+                f"a pickle copies more than {self._limit} bytes and elements, {_TIMES} times what it has: it was made "
+                f"to use up the memory. Load another checkpoint."
+            )
+
+
+class Unchangeable:
+    """A thing that no instruction gives another state."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise UnsafeCheckpointError(
+            "a pickle tries to change a function or a type that it names, as no checkpoint does; nothing was changed. "
+            "Load a file that torch.save or this package wrote."
+        )
+
+
+class Call(Unchangeable):
+    """A function or class that can be called by one pickle, and no more."""
+
+    __slots__ = ("_budget", "_function")
+
+    def __init__(self, function: Callable[..., Any], budget: Budget) -> None:
+        self._function = function
+        self._budget = budget
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function within the budget of the pickle."""
+        self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
+        if isinstance(self._function, type):
+            _refuse_arrays(args)
+            if issubclass(self._function, dict | set | frozenset):
+                self._charge_keys(args, of_pairs=issubclass(self._function, dict))
+        made = self._function(*map(Call.itself, args))  # a defaultdict is given a class
+        if isinstance(made, frozenset):
+            self._budget.keys.check_result(made)
+        return made
+
+    def _charge_keys(self, args: tuple[Any, ...], *, of_pairs: bool) -> None:
+        for arg in args:
+            if isinstance(arg, _COPIED):
+                self._budget.keys.charge_all(arg)
+                if of_pairs:  # as older pickles fill dicts
+                    self._budget.keys.charge_all(item[0] for item in arg if isinstance(item, list | tuple) and item)
+
+    @staticmethod
+    def itself(value: Any) -> Any:
+        """Return the function that a call stands for, and anything else as it is."""
+        return value._function if type(value) is Call else value
+
+
+def _refuse_arrays(args: tuple[Any, ...]) -> None:
+    """Refuse what would become an object of some hundred bytes for each of its elements."""
+    for arg in args:
+        if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
+            raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
+
+
+# What each instruction is followed by. Text instructions of protocol 0, INST, OBJ, PERSID, EXT and the out-of-band
+# buffers are absent: EXT, for one, is answered from a cache of the process that no look-up guards.
+_BARE = re.escape(b"()]}012NQRabdelstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")
+_FIXED_LENGTH_CODES = frozenset(b"Kqh\x80MJjG\x95r")
+_STOP, _GLOBAL = b".c"
+
+# A memo is an array as long as its largest index, so a pickle of a few bytes must not name a large one.
+_SMALL_MEMO_BYTES = 1 << 18
+
+
+def _run_of_instructions(memo_limit: bytes) -> re.Pattern[bytes]:
+    """Match as many instructions of fixed length as there are; the memo's index ends in two bytes up to the limit."""
+    return re.compile(
+        rb"(?:[" + _BARE + rb"]|[Kqh\x80].|M..|[Jj].{4}|[G\x95].{8}|r..[\x00-" + memo_limit + rb"]\x00)*+", re.DOTALL
+    )
+
+
+_FIXED_LENGTH = {True: _run_of_instructions(rb"\x00"), False: _run_of_instructions(rb"\xff")}
+
+
+def scan(data: bytes | memoryview, start: int = 0) -> int:
+    """Walk over a pickle's instructions without following any, and return where it ends.
+
+    Raises:
+        UnsafeCheckpointError: If there is an instruction that checkpoints do not need.
+        CorruptCheckpointError: If the pickle does not end within the data.
+    """
+    fixed_length = _FIXED_LENGTH[len(data) < _SMALL_MEMO_BYTES]
+    position = start
+    while True:
+        match = fixed_length.match(data, position)
+        assert match is not None  # no instruction at all matches, too
+        position = match.end()
+        if position >= len(data):
+            raise CorruptCheckpointError(
+                f"a pickle breaks off at its byte {len(data) - start}. Load another checkpoint."
+            )
+        code = data[position]
+        if code == _STOP:
+            return position + 1
+        position = _end_of_argument(data, position, code, start)
+
+
+def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: int) -> int:
+    if code in LENGTH_BYTES:
+        begin = position + 1 + LENGTH_BYTES[code]
+        end = begin + int.from_bytes(data[position + 1 : begin], "little")
+    elif code == _GLOBAL:
+        match = _GLOBAL_NAME.match(data, position)
+        end = match.end() if match else len(data) + 1
+    else:
+        _refuse_instruction(data, position, start)
+    if end > len(data):
+        raise CorruptCheckpointError(
+            f"a pickle's instruction at byte {position - start} goes on for longer than the pickle. "
+            f"Load another checkpoint."
+        )
+    return end
+
+
+_GLOBAL_NAME = re.compile(rb"c([^\n]{0,400})\n([^\n]{0,400})\n")
+_INSTRUCTIONS = {opcode.code: opcode for opcode in pickletools.opcodes}
+_INST_NAME = re.compile(rb"i([^\n]{0,400})\n([^\n]{0,400})\n")
+
+
+def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> NoReturn:
+    opcode = _INSTRUCTIONS.get(chr(data[position]))
+    if opcode is None:
+        raise CorruptCheckpointError(
+            f"a pickle has {data[position]:#04x} at byte {position - start}, which is no instruction. "
+            f"Load another checkpoint."
+        )
+    if data[position] in _FIXED_LENGTH_CODES:  # whole ones with small numbers are not seen here
+        raise CorruptCheckpointError(
+            f"a pickle breaks off, or names a thing of too large a number, at its byte {position - start}. "
+            f"Load another checkpoint."
+        )
+    match = _INST_NAME.match(data, position)
+    wanted = "" if match is None else f", to call {b'.'.join(match.groups()).decode(errors='replace')}"
+    raise UnsafeCheckpointError(
+        f"a pickle uses the instruction {opcode.name} at byte {position - start}{wanted}. Checkpoints do not need it, "
+        f"so nothing was run. Load a file that torch.save or this package wrote."
+    )
+
+
+def refuse_global(name: str) -> NoReturn:
+    """Raise the error that names what a pickle asked for."""
+    raise UnsafeCheckpointError(
+        f"the file asks for {name} (global not in allowlist), which is refused; nothing of the file was run. If you "
+        f"trust who wrote it, load it with trusted=True (Trainer(load_trusted=True), composer-ckpt convert --trust) "
+        f"and save it again."
+    )
+
+
+def _bytes_of_latin1(text: Any, encoding: Any) -> bytes:
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes are written as latin-1 text")
+    return text.encode("latin-1")
+
+
+def _bytes(value: Any = b"") -> bytes:
+    if type(value) is not bytes:  # an int would make that many bytes of nothing
+        raise ValueError("bytes are made of bytes")
+    return value
+
+
+def _bytearray(value: Any = b"", encoding: Any = None) -> bytearray:
+    if type(value) is bytes and encoding is None:
+        return bytearray(value)
+    return bytearray(_bytes_of_latin1(value, encoding))
+
+
+class PickledOrderedDict(OrderedDict[Any, Any]):
+    """Stands for an `OrderedDict`, which a pickle could give an attribute that hides one of its methods."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict or len(state) > 1 or set(state) - {"_metadata"}:  # which a module's state_dict has
+            raise ValueError("a dict has no attributes")
+        vars(self).update(state)
+
+
+class PickledCounter(Counter[Any]):
+    """Stands for a `Counter`, for the same reason."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("a dict has no attributes")
+
+
+class PickledSlice(Unchangeable):
+    """Stands for a `slice`, with which a pickle could put a list into itself, again and again."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def itself(self) -> slice:
+        """Return the slice."""
+        return slice(*self.parts)
+
+
+class PickledText(str):
+    """Stands for a `TorchVersion`, which older files have in their metadata: the text alone."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: Any = "") -> str:  # pyright: ignore[reportInconsistentConstructor]
+        """Return the text itself."""
+        if type(text) is not str:  # of anything else, text may be endless
+            raise ValueError("a version is a text")
+        return text
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+PLAIN_GLOBALS: Mapping[str, Any] = {
+    "builtins.complex": complex,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.slice": PickledSlice,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytearray,
+    "builtins.int": int,  # these are what a defaultdict starts from
+    "builtins.float": float,
+    "builtins.list": list,
+    "builtins.dict": dict,
+    "collections.Counter": PickledCounter,
+    "collections.OrderedDict": PickledOrderedDict,
+    "collections.defaultdict": defaultdict,
+    "collections.deque": deque,
+    "datetime.timedelta": timedelta,
+    "_codecs.encode": _bytes_of_latin1,
+}
+
+# What copies its arguments, besides functions. Other classes are made by NEWOBJ, which wants them themselves.
+_COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """An unpickler that finds names in a table, for a pickle that has passed `scan`."""
+
+    def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
+        has_heavy_keys = check_keys(data)
+        super().__init__(io.BytesIO(data))
+        self.table = table
+        self.budget = Budget(len(data), has_heavy_keys=has_heavy_keys)
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return what the table has under the name.
+
+        Raises:
+            UnsafeCheckpointError: If it has nothing.
+        """
+        name = canonical_name(module_name, global_name)
+        if name not in self.table:
+            return self.find_unknown(name)
+        found = self.table[name]
+        is_copying = isinstance(found, type) and found in _COPYING
+        return Call(found, self.budget) if is_copying or isinstance(found, FunctionType) else found
+
+    def find_unknown(self, name: str) -> Any:
+        """Refuse a name that the table does not have."""
+        refuse_global(name)
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        """Refuse references to things outside the pickle."""
+        raise UnsafeCheckpointError(
+            f"a pickle refers to {shown(pid)}, outside itself, where nothing is known to be. Nothing of it was run."
+        )
+
+
+def canonical_name(module: str, name: str) -> str:
+    """Return a global's name as Python 3 and NumPy 2 spell it."""
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    if module.startswith("numpy.core."):
+        module = module.replace(".core.", "._core.", 1)
+    return f"{module}.{name}"
+
+
+def run_restricted(unpickler: pickle.Unpickler) -> Any:
+    """Run an unpickler; whatever a scrambled pickle makes Python raise becomes a `CorruptCheckpointError`."""
+    try:
+        return unpickler.load()
+    except (UnsafeCheckpointError, CorruptCheckpointError):
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"a pickle cannot be followed: {type(error).__name__}: {error!s:.200}. Load another checkpoint."
+        ) from error
+
+
+# A view may repeat elements (an expanded mask, say), which costs nothing until somebody copies it.
+MAX_EXPANDED_VIEW_BYTES = 64 << 20
+_MAX_DIMS = 64
+
+
+def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel: int, item_bytes: int) -> None:
+    """Refuse a tensor that reaches past its storage or repeats a few bytes into a huge one.
+
+    Raises:
+        CorruptCheckpointError: With the name, what was declared and what there is.
+    """
+    numbers = (*size, *stride, offset)
+    if (
+        len(size) != len(stride)
+        or len(size) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+    ):
+        raise CorruptCheckpointError(
+            f"{name} has shape {shown(tuple(size))}, stride {shown(tuple(stride))} and offset {shown(offset)}: these "
+            f"are not equally many whole numbers from 0 for at most {_MAX_DIMS} dims. Load another checkpoint."
+        )
+    numel = math.prod(size)
+    if numel == 0:
+        return
+    needed = offset + 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+    if needed > storage_numel:
+        raise CorruptCheckpointError(
+            f"{name} of shape {shown(tuple(size))} and stride {shown(tuple(stride))} needs {needed} elements, and the "
+            f"file has {storage_numel} for it. Load another checkpoint."
+        )
+    if numel > storage_numel and numel * item_bytes > MAX_EXPANDED_VIEW_BYTES:
+        raise CorruptCheckpointError(
+            f"{name} of shape {shown(tuple(size))} and stride {shown(tuple(stride))} repeats {storage_numel} elements "
+            f"into {numel * item_bytes} bytes, more than the {MAX_EXPANDED_VIEW_BYTES} that a view may repeat. If it "
+            f"is meant to be so large, save it with .contiguous()."
+        )

@@ -1,0 +1,1 @@
+"""Exchange checkpoint files with object stores: upload, publish, fetch."""

@@ -1,0 +1,415 @@
+"""Files from wherever they are: a path, a store, the web."""
+
+import errno
+import importlib.util
+import logging
+import os
+import posixpath
+import tempfile
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from fsspec.callbacks import TqdmCallback
+
+from composer_checkpoint.commit import read_pointer_text, refuse_existing, write_atomically
+from composer_checkpoint.errors import CorruptCheckpointError, StorageError
+from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
+from composer_checkpoint.remote.upload import RemoteUploader
+from composer_checkpoint.stores.base import (
+    Fault,
+    ObjectStoreTransientError,
+    ParsedURI,
+    Progress,
+    classify,
+    is_uri,
+    parse_uri,
+    retry,
+)
+from composer_checkpoint.stores.opening import (
+    build_remote_backend,
+    list_remote_objects,
+    maybe_create_object_store_from_uri,
+    reach,
+    validate_credentials,
+)
+from composer_dist.env import get_global_rank, get_local_rank, get_node_rank
+from composer_events.callback import Callback
+
+if TYPE_CHECKING:
+    from composer_events import Logger, State
+
+__all__ = [
+    "create_symlink_file",
+    "download_object_or_file",
+    "extract_path_from_symlink",
+    "get_file",
+    "CheckpointUploadCallback",
+    "download_monolithic_checkpoint",
+    "upload_file",
+    "ParsedURI",
+    "build_remote_backend",
+    "is_uri",
+    "list_remote_objects",
+    "maybe_create_object_store_from_uri",
+    "parse_uri",
+    "validate_credentials",
+]
+
+log = logging.getLogger(__name__)
+
+_SYMLINK = ".symlink"
+_MOST_LINKS = 8
+_WEB = ("http", "https")
+_SILENCE_S = 60
+_CHUNK_BYTES = 1 << 20
+_ATTEMPTS = 5
+
+
+class _Downloads(Protocol):
+    """An `ObjectStore`."""
+
+    def download_object(self, object_name: str, filename: Any, overwrite: bool = ..., callback: Any = ...) -> None: ...
+
+
+class _DownloadsFiles(Protocol):
+    """A logger destination."""
+
+    def download_file(self, remote_file_name: str, destination: str, overwrite: bool, progress_bar: bool) -> None: ...
+
+
+def get_file(
+    path: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    object_store: "_Downloads | _DownloadsFiles | None" = None,
+    overwrite: bool = False,
+    progress_bar: bool = True,
+) -> None:
+    """Put a file from anywhere at a local path, whole or not at all.
+
+    A local file becomes a symbolic link at `destination`. A name that ends in `.symlink` is read, and the object that
+    it names is fetched; where there is no object of a name, one with `.symlink` behind it is looked for. What may
+    pass is tried five times.
+
+    Args:
+        path: A local path, an address that `maybe_create_object_store_from_uri` takes, `http(s)://`, or with
+            `object_store` the name of an object.
+        destination: The file that it becomes. Folders above it are made.
+        object_store: Where `path` is. An `ObjectStore`, or a logger destination that can download.
+        overwrite: Whether a file at `destination` is replaced.
+        progress_bar: Whether to show the progress, which needs the package tqdm.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        FileExistsError: If `destination` exists and `overwrite` is false.
+        CorruptCheckpointError: If a `.symlink` object is no pointer, or pointers lead in a circle.
+        ObjectStoreTransientError: If the store still failed at the last attempt, with the cause.
+    """
+    path, destination = os.fspath(path), os.fspath(destination)
+    owned = None
+    if object_store is None:
+        if parse_uri(path).backend in _WEB:
+            _fetch_from_web(path, destination, overwrite, progress_bar)
+            return
+        owned = maybe_create_object_store_from_uri(path)
+        if owned is None:
+            _link_local(path, destination, overwrite)
+            return
+        reach(owned, path)
+        object_store = owned
+        path = parse_uri(path).path
+    elif parse_uri(path).backend:
+        path = parse_uri(path).path
+    try:
+        _fetch_or_follow(object_store, path, destination, overwrite, progress_bar)
+    finally:
+        if owned is not None:
+            owned.close()
+
+
+def download_object_or_file(
+    object_name: str, file_destination: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles"
+) -> None:
+    """Copy an object to a local file, which must not exist, from a store or from a logger that can download.
+
+    Pointers are not followed.
+
+    Args:
+        object_name: The object.
+        file_destination: The file that it becomes. Folders above it are made.
+        object_store: An `ObjectStore`, or a logger destination.
+
+    Raises:
+        FileNotFoundError: If there is no such object.
+        FileExistsError: If the file exists.
+    """
+    _fetch(object_store, object_name, os.fspath(file_destination), False, False)
+
+
+def create_symlink_file(existing_path: str | os.PathLike[str], destination_filename: str | os.PathLike[str]) -> None:
+    """Write a pointer that stores can hold: a text file with a path.
+
+    Args:
+        existing_path: What it names.
+        destination_filename: The file, which must end in `.symlink` and not exist.
+
+    Raises:
+        ValueError: If it ends in something else.
+        FileExistsError: If it exists.
+    """
+    name = os.fspath(destination_filename)
+    if not name.endswith(_SYMLINK):
+        raise ValueError(f"destination_filename={name!r} must end in {_SYMLINK!r}, so that it is known as a pointer.")
+    with open(name, "x") as file:
+        file.write(os.fspath(existing_path))
+
+
+def extract_path_from_symlink(
+    source_path: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles | None" = None
+) -> str:
+    """Return what a pointer names: a `.symlink` object of a store, or a local symbolic link.
+
+    Raises:
+        FileNotFoundError: If there is no such pointer.
+        CorruptCheckpointError: If it is no pointer.
+    """
+    if object_store is None:
+        return os.readlink(source_path)
+    return _read_remote_pointer(object_store, os.fspath(source_path))
+
+
+def _fetch_or_follow(store: Any, name: str, destination: str, overwrite: bool, progress_bar: bool) -> None:
+    try:
+        _fetch(store, _resolve(store, name), destination, overwrite, progress_bar)
+    except FileNotFoundError as error:
+        if name.endswith(_SYMLINK):
+            raise
+        try:
+            target = _resolve(store, name + _SYMLINK)
+        except FileNotFoundError:
+            raise error from error.__cause__
+        _fetch(store, target, destination, overwrite, progress_bar)
+
+
+def _resolve(store: Any, name: str) -> str:
+    """Follow pointers to the name of an object that is none."""
+    for _ in range(_MOST_LINKS):
+        if not name.endswith(_SYMLINK):
+            return name
+        name = _read_remote_pointer(store, name)
+    raise CorruptCheckpointError(
+        f"{name!r} is reached through more than {_MOST_LINKS} pointers, so they probably lead in a circle. Name the "
+        f"checkpoint itself."
+    )
+
+
+def _read_remote_pointer(store: Any, name: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = os.path.join(folder, "pointer")
+        _fetch(store, name, copy, False, False)
+        target = read_pointer_text(Path(copy).read_bytes(), name)
+    if ".." in target.split("/"):
+        raise CorruptCheckpointError(f"{name} points to {target!r}, which leads out of its store. Name the checkpoint.")
+    log.debug("%s points to %s", name, target)
+    return parse_uri(target).path
+
+
+def _fetch(store: Any, name: str, destination: str, overwrite: bool, progress_bar: bool) -> None:
+    if not hasattr(store, "download_object") and not hasattr(store, "download_file"):
+        raise TypeError(
+            f"object_store={store!r} cannot download. Give an ObjectStore, or a logger such as "
+            f"RemoteUploaderDownloader; or leave it out, if the path is an address."
+        )
+    os.makedirs(os.path.dirname(os.path.abspath(destination)), exist_ok=True)
+    if not hasattr(store, "download_object"):
+        store.download_file(name, destination, overwrite, progress_bar)
+        return
+    download = retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)(store.download_object)
+    with _Bar(name, progress_bar) as bar:
+        download(name, destination, overwrite=overwrite, callback=bar)
+
+
+def _link_local(path: str, destination: str, overwrite: bool) -> None:
+    if not os.path.exists(path):
+        raise FileNotFoundError(errno.ENOENT, f"Local path {path} does not exist", path)
+    os.makedirs(os.path.dirname(os.path.abspath(destination)), exist_ok=True)
+    if overwrite:
+        with suppress(FileNotFoundError):
+            os.unlink(destination)
+    os.symlink(os.path.abspath(path), destination)
+
+
+@retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)
+def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: bool) -> None:
+    refuse_existing(Path(destination), overwrite)
+    done = 0
+    try:
+        with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, _Bar(url, progress_bar) as bar:
+            total = int(answer.headers.get("Content-Length", -1))
+            with write_atomically(destination, overwrite=overwrite, need_bytes=max(total, 0)) as unfinished:
+                with unfinished.open("wb") as file:
+                    while chunk := answer.read(_CHUNK_BYTES):
+                        done += file.write(chunk)
+                        bar(done, max(total, done))
+                if 0 <= total != done:
+                    raise ObjectStoreTransientError(f"{done} of the {total} bytes of {url} came. Download it again.")
+    except (StorageError, FileExistsError):
+        raise
+    except OSError as error:
+        raise _explained(error, url) from error
+
+
+def _explained(error: OSError, url: str) -> Exception:
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+    match classify(error):
+        case Fault.MISSING:
+            return FileNotFoundError(f"{url} does not exist: {error}. Look at the address.")
+        case Fault.TRANSIENT:
+            return ObjectStoreTransientError(f"{url} could not be fetched: {error}. Try again.")
+    return StorageError(f"{url} could not be fetched: {error}. Look at the address and at who may read it.")
+
+
+class _Bar:
+    """A progress bar, where it is wanted and tqdm is installed; a callback of stores."""
+
+    def __init__(self, name: str, wanted: bool) -> None:
+        self._name, self._wanted = name, wanted
+        self._bar: Any = None
+
+    def __enter__(self) -> "Progress | Any":
+        if self._wanted and importlib.util.find_spec("tqdm") is None:
+            log.info("Downloading %s (the package tqdm would show a progress bar)", self._name)
+        elif self._wanted:
+            settings = {"desc": f"Downloading {self._name}", "unit": "B", "unit_scale": True}
+            self._bar = TqdmCallback(tqdm_kwargs=settings)
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.set_size(total)
+            self._bar.absolute_update(done)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class CheckpointUploadCallback(Callback):
+    """Raise the errors of uploads that run in the background, and wait for them when training ends.
+
+    Args:
+        remote_folder: An address such as `'s3://bucket/folder'`.
+    """
+
+    def __init__(self, remote_folder: str) -> None:
+        self.remote_folder = remote_folder
+        self.uploader = RemoteUploader(remote_folder)
+
+    def batch_end(self, state: "State", logger: "Logger") -> None:
+        """Raise the first error."""
+        self.uploader.check_workers()
+
+    def fit_end(self, state: "State", logger: "Logger") -> None:
+        """Wait for what is under way."""
+        self.uploader.wait()
+
+    def post_close(self) -> None:
+        """Wait, and let go of threads and connections."""
+        self.uploader.wait_and_close()
+
+
+def download_monolithic_checkpoint(
+    source_uri: str, destination_path: str, global_rank_zero_only: bool = True
+) -> str | None:
+    """Download a checkpoint of one file on one rank, or on one rank of each node. There is no barrier.
+
+    Args:
+        source_uri: The address of the file, or of a `.symlink` that names it.
+        destination_path: The file that it becomes, or a folder for it.
+        global_rank_zero_only: Whether only rank 0 downloads, and not the first rank of each node.
+
+    Returns:
+        Where the file is, on the ranks that downloaded it; `None` on the others.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        StorageError: If the store still fails at the fifth attempt.
+    """
+    if get_local_rank() != 0 or (global_rank_zero_only and get_node_rank() != 0):
+        return None
+    if destination_path.endswith("/") or os.path.isdir(destination_path):
+        name = posixpath.basename(parse_uri(source_uri).path).removesuffix(SYMLINK_SUFFIX)
+        destination_path = os.path.join(destination_path, name)
+    get_file(source_uri, destination_path, overwrite=True)
+    return destination_path
+
+
+def upload_file(
+    dest_dir: str,
+    source_path: str | None = None,
+    symlink_granularity: Literal["file", "dir"] | None = None,
+    symlink_name: str = "latest.symlink",
+    async_upload: bool = True,
+    state: "State | None" = None,
+    overwrite: bool = False,
+) -> None:
+    """Upload this rank's file, and let a pointer name it once it has arrived.
+
+    With `symlink_granularity='dir'`, every rank must call this.
+
+    Args:
+        dest_dir: The address of the folder in which the file keeps its name.
+        source_path: The file; `None` on ranks that have none.
+        symlink_granularity: `'file'` for a pointer to this file; `'dir'` for one to the folder, once the files of all
+            ranks have arrived; `None` for no pointer.
+        symlink_name: The pointer's name in the folder.
+        async_upload: Whether to return at once. Errors are then raised at the end of a batch, and the end of training
+            waits.
+        state: The training's state, among whose callbacks the one that does so is found or put. Needed with
+            `async_upload`.
+        overwrite: Whether an object that has the file's name is replaced.
+
+    Raises:
+        ValueError: If `symlink_granularity` is something else, or `async_upload` has no `state`.
+        FileExistsError: If the object exists and `overwrite` is false; with `async_upload`, later.
+        StorageError: If the store refuses or fails; with `async_upload`, later.
+    """
+    if symlink_granularity not in (None, "file", "dir"):
+        raise ValueError(f"Unrecognized symlink granularity: {symlink_granularity!r}. Use 'file', 'dir' or None.")
+    if not symlink_name.endswith(SYMLINK_SUFFIX):
+        raise ValueError(f"symlink_name={symlink_name!r} must end in {SYMLINK_SUFFIX!r}, so that it is followed.")
+    uploader = _uploader_of(state, dest_dir) if async_upload else RemoteUploader(dest_dir)
+    folder = parse_uri(dest_dir).path.strip("/")
+    name = None if source_path is None else posixpath.join(folder, os.path.basename(source_path))
+    if name is not None and source_path is not None:
+        uploader.upload_file_async(name, source_path, overwrite)
+    pointer = posixpath.join(folder, symlink_name)
+    if symlink_granularity == "file" and name is not None:
+        uploader.point_async(pointer, name, [name])
+    elif symlink_granularity == "dir":
+        names = [gathered for gathered in _gather(name) if gathered is not None]
+        if get_global_rank() == 0:
+            uploader.point_async(pointer, folder, names)
+    if not async_upload:
+        uploader.wait_and_close()
+
+
+def _uploader_of(state: "State | None", dest_dir: str) -> RemoteUploader:
+    if state is None:
+        raise ValueError("state=None: an upload in the background needs the state, whose callbacks wait for it.")
+    place = parse_uri(dest_dir)[:2]
+    for callback in state.callbacks:
+        if isinstance(callback, CheckpointUploadCallback) and parse_uri(callback.remote_folder)[:2] == place:
+            return callback.uploader
+    callback = CheckpointUploadCallback(dest_dir)
+    state.callbacks.append(callback)
+    return callback.uploader
+
+
+def _gather(name: str | None) -> list[str | None]:
+    from composer_dist import dist  # it imports torch
+
+    return dist.all_gather_object(name)

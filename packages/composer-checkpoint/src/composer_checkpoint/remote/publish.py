@@ -1,0 +1,323 @@
+"""A committed checkpoint, copied to a store so that it is there whole before anything points to it."""
+
+import logging
+import os
+import posixpath
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_checkpoint.commit import write_atomically
+from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, StorageError
+from composer_checkpoint.file_io import hash_file
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
+from composer_checkpoint.stores.fsspec import FsspecObjectStore
+
+__all__ = ["SYMLINK_SUFFIX", "fetch_checkpoint", "publish_checkpoint", "upload_with_retries", "write_pointer"]
+
+log = logging.getLogger(__name__)
+
+SYMLINK_SUFFIX = ".symlink"
+_FILE_MANIFEST_SUFFIX = ".manifest.json"
+_INDEX_NAME = ".metadata"  # without it, torch does not read a sharded checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A file and the name it gets."""
+
+    path: Path
+    object_name: str
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+
+def publish_checkpoint(
+    path: str | os.PathLike[str],
+    store: ObjectStore,
+    remote_name: str,
+    *,
+    pointer: str | None = None,
+    overwrite: bool = False,
+    num_attempts: int = 3,
+    num_concurrent_uploads: int = 4,
+) -> None:
+    """Upload a checkpoint that is committed here, make sure that it arrived, and only then let a pointer name it.
+
+    The order is: data, then the index of a sharded checkpoint, then the manifest; then the store is asked for the size
+    of each object, and the manifest is read back; then the pointer is written and read back. A writer that dies on the
+    way leaves objects that no manifest and no pointer vouches for, and that the next attempt replaces.
+
+    Args:
+        path: A file or a folder.
+        store: Where to.
+        remote_name: The name it gets there; of a folder, what all its objects' names begin with.
+        pointer: The name of the pointer, to which `.symlink` is added; `None` for none. It holds `remote_name`.
+        overwrite: Whether a whole checkpoint of this name may be replaced.
+        num_attempts: How often each object is tried.
+        num_concurrent_uploads: How many objects are sent at a time.
+
+    Raises:
+        NoCheckpointError: If there is nothing at `path`.
+        FileExistsError: If the store has a whole checkpoint of this name and `overwrite` is false.
+        StorageError: If the store refuses, still fails at the last attempt, or does not hold what was sent. The pointer
+            is as it was.
+
+    Example:
+        >>> from composer_checkpoint.stores import FsspecObjectStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint = Path(folder) / "ep1.pt"
+        ...     _ = checkpoint.write_bytes(b"weights")
+        ...     store = FsspecObjectStore("memory://docs-publishing")
+        ...     publish_checkpoint(checkpoint, store, "run/ep1.pt", pointer="run/latest.pt", overwrite=True)
+        >>> store.list_objects("run/")
+        ['run/ep1.pt', 'run/latest.pt.symlink']
+    """
+    data, seals = _plan(Path(path), remote_name.strip("/"))
+    vouching = (seals or data)[-1]
+    if not overwrite and _is_there(store, vouching.object_name, num_attempts):
+        raise FileExistsError(
+            f"Object {store.get_uri(vouching.object_name)} already exists, but overwrite was set to False. Choose "
+            f"another name or folder, or pass save_overwrite=True."
+        )
+    with ThreadPoolExecutor(max(1, num_concurrent_uploads), thread_name_prefix="publish") as pool:
+        list(pool.map(lambda piece: _send(store, piece, num_attempts), data))
+    for piece in seals[:-1]:
+        _send(store, piece, num_attempts)
+    for piece in seals[-1:]:
+        _seal(store, piece, overwrite, num_attempts)
+    for piece in (*data, *seals):
+        _confirm_size(store, piece, num_attempts)
+    if seals:
+        _confirm_content(store, vouching, num_attempts)
+    if pointer is not None:
+        write_pointer(store, pointer + SYMLINK_SUFFIX, remote_name.strip("/"), num_attempts=num_attempts)
+    log.info("Uploaded %s to %s", path, store.get_uri(remote_name))
+
+
+def fetch_checkpoint(
+    store: ObjectStore,
+    remote_name: str,
+    destination: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    num_attempts: int = 3,
+    num_concurrent_downloads: int = 4,
+) -> None:
+    """Download a checkpoint that `publish_checkpoint` uploaded; it appears here whole, checked by its manifest.
+
+    Args:
+        store: Where from.
+        remote_name: A file's name, or what the names of a folder's objects begin with.
+        destination: The file or folder that it becomes.
+        overwrite: Whether what is there is replaced.
+        num_attempts: How often each object is tried.
+        num_concurrent_downloads: How many objects are fetched at a time.
+
+    Raises:
+        NoCheckpointError: If the store has neither a file of this name nor a manifest below it.
+        FileExistsError: If `destination` exists and `overwrite` is false.
+        CorruptCheckpointError: If the manifest is none, or an object is not what it says.
+        StorageError: If the store still fails at the last attempt.
+    """
+    name = remote_name.strip("/")
+    try:
+        with write_atomically(destination, overwrite=overwrite, folder=True) as unfinished:
+            _fetch(store, f"{name}/{MANIFEST_NAME}", unfinished / MANIFEST_NAME, num_attempts)
+            manifest = Manifest.from_json((unfinished / MANIFEST_NAME).read_bytes())
+            names = _safe_names(manifest, store.get_uri(name))
+            with ThreadPoolExecutor(max(1, num_concurrent_downloads), thread_name_prefix="fetch") as pool:
+                list(pool.map(lambda part: _fetch(store, f"{name}/{part}", unfinished / part, num_attempts), names))
+            _compare(unfinished, manifest, store.get_uri(name))
+        return
+    except FileExistsError:
+        raise
+    except FileNotFoundError as error:
+        if not _is_there(store, name, num_attempts):
+            raise NoCheckpointError(
+                f"{store.get_uri(name)} is no checkpoint: there is neither a file of this name nor a whole folder with "
+                f"a {MANIFEST_NAME} ({error}). Look at the name, or name an older checkpoint."
+            ) from error
+    retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, destination, overwrite=overwrite)
+
+
+def write_pointer(store: ObjectStore, pointer: str, target: str, *, num_attempts: int = 3) -> None:
+    """Let a pointer object name a checkpoint, and make sure that it does.
+
+    Args:
+        store: Where both are.
+        pointer: The pointer's whole name, which ends in `.symlink`.
+        target: What it names.
+        num_attempts: How often it is tried.
+
+    Raises:
+        StorageError: If the store refuses, still fails at the last attempt, or does not hold what was sent.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "pointer"
+        text.write_text(target)
+        upload_with_retries(store, pointer, text, overwrite=True, num_attempts=num_attempts)
+    if not _reads_back(store, pointer, target.encode(), num_attempts):
+        raise StorageError(
+            f"{store.get_uri(pointer)} does not read back as {target!r}. Another run may use the same name: give each "
+            f"run a folder of its own."
+        )
+
+
+def upload_with_retries(
+    store: ObjectStore, object_name: str, filename: str | os.PathLike[str], *, overwrite: bool, num_attempts: int
+) -> None:
+    """Upload a file, and again after what may pass.
+
+    An object that exists is refused at the first attempt only: at a later one it is what the attempt before has left,
+    which may have succeeded although it ended in an error.
+
+    Raises:
+        FileExistsError: If the object exists and `overwrite` is false.
+        StorageError: If the store refuses, or still fails at the last attempt; the cause is kept.
+    """
+
+    @retry(ObjectStoreTransientError, num_attempts)
+    def attempt(retry_index: int = 0) -> None:
+        if not overwrite and retry_index == 0:
+            try:
+                store.get_object_size(object_name)
+            except FileNotFoundError:
+                pass
+            else:
+                raise FileExistsError(
+                    f"Object {store.get_uri(object_name)} already exists, but overwrite was set to False. Choose "
+                    f"another name or folder, or pass save_overwrite=True."
+                )
+        store.upload_object(object_name, os.fspath(filename))
+
+    attempt()
+
+
+def _plan(path: Path, remote_name: str) -> tuple[list[_Piece], list[_Piece]]:
+    """Return what is data, and what makes the data a checkpoint, in the order in which it is sent."""
+    if path.is_dir():
+        names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        last = [name for name in (_INDEX_NAME, MANIFEST_NAME) if name in names]
+        pieces = {name: _Piece(path / name, posixpath.join(remote_name, name)) for name in names}
+        data, seals = [pieces[name] for name in names if name not in last], [pieces[name] for name in last]
+    else:
+        sidecar = path.with_name(path.name + _FILE_MANIFEST_SUFFIX)
+        data = [_Piece(path, remote_name)] if path.is_file() else []
+        seals = [_Piece(sidecar, remote_name + _FILE_MANIFEST_SUFFIX)] if sidecar.is_file() else []
+    if not data:
+        raise NoCheckpointError(f"{path} cannot be uploaded: there is no file or folder with files of this name.")
+    return data, seals
+
+
+def _send(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
+    upload_with_retries(store, piece.object_name, piece.path, overwrite=True, num_attempts=num_attempts)
+
+
+def _seal(store: ObjectStore, piece: _Piece, overwrite: bool, num_attempts: int) -> None:
+    """Send the object that makes the others a checkpoint, so that of two writers only one succeeds."""
+    if overwrite or not isinstance(store, FsspecObjectStore):
+        _send(store, piece, num_attempts)
+        return
+
+    @retry(ObjectStoreTransientError, num_attempts)
+    def create(retry_index: int = 0) -> None:
+        # Later attempts may find what the first has left, whole or not.
+        store.upload_object(piece.object_name, piece.path, overwrite=retry_index > 0)
+
+    try:
+        create()
+    except FileExistsError:
+        # The client library may have tried again by itself, after an attempt that had succeeded; then it is ours.
+        if not _reads_back(store, piece.object_name, piece.path.read_bytes(), num_attempts):
+            raise
+
+
+def _confirm_size(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
+    @retry(ObjectStoreTransientError, num_attempts)
+    def look() -> int:
+        try:
+            return store.get_object_size(piece.object_name)
+        except FileNotFoundError as error:  # a store may take a while to show what it has
+            raise ObjectStoreTransientError(
+                f"{store.get_uri(piece.object_name)} cannot be seen after it was uploaded. Upload it again."
+            ) from error
+
+    stored = look()
+    if stored != piece.size_bytes:
+        raise StorageError(
+            f"{store.get_uri(piece.object_name)} holds {stored} of the {piece.size_bytes} bytes that were sent, so no "
+            f"pointer was moved to this checkpoint. Upload it again, or save elsewhere."
+        )
+
+
+def _confirm_content(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
+    if not _reads_back(store, piece.object_name, piece.path.read_bytes(), num_attempts):
+        raise StorageError(
+            f"{store.get_uri(piece.object_name)} does not read back as it was sent, so no pointer was moved to this "
+            f"checkpoint. Another writer may use the same name, or the store loses data: save elsewhere."
+        )
+
+
+def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: int) -> bool:
+    """Return whether an object holds these bytes, after giving a store time that still shows the old ones."""
+
+    @retry(ObjectStoreTransientError, num_attempts)
+    def look() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "copy"
+            try:
+                store.download_object(name, str(copy))
+            except FileNotFoundError as error:
+                raise ObjectStoreTransientError(f"{store.get_uri(name)} cannot be seen yet.") from error
+            if copy.read_bytes() != expected:
+                raise _DifferentError(f"{store.get_uri(name)} reads back with other content.")
+
+    try:
+        look()
+    except _DifferentError:
+        return False
+    return True
+
+
+class _DifferentError(ObjectStoreTransientError):
+    """The store shows something else, perhaps not for long."""
+
+
+def _is_there(store: ObjectStore, name: str, num_attempts: int) -> bool:
+    try:
+        retry(ObjectStoreTransientError, num_attempts)(store.get_object_size)(name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _fetch(store: ObjectStore, name: str, path: Path, num_attempts: int) -> None:
+    retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, str(path))
+
+
+def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
+    """Return the names of the manifest's files, none of which leads out of the folder or is the manifest's own."""
+    unsafe = {"", MANIFEST_NAME}
+    for name in manifest.files:
+        if name in unsafe or name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
+            raise CorruptCheckpointError(
+                f"the manifest of {uri} names the file {name!r}, which leads out of the checkpoint's folder or is "
+                f"no file of it. Nothing of it was fetched; do not use this checkpoint."
+            )
+    return list(manifest.files)
+
+
+def _compare(folder: Path, manifest: Manifest, uri: str) -> None:
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if path.stat().st_size != entry.size_bytes or hash_file(path, manifest.hash_name) != entry.hash:
+            raise CorruptCheckpointError(
+                f"{uri}/{name} is not what the manifest says: {entry.size_bytes} bytes with the hash "
+                f"{entry.hash[:12]}... Load another checkpoint."
+            )

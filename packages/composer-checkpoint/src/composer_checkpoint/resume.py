@@ -1,0 +1,605 @@
+"""The newest whole checkpoint of a run in a store, found and fetched by all ranks alike."""
+
+import glob
+import os
+import posixpath
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from logging import DEBUG, WARNING, getLogger
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from composer_checkpoint._compatibility import shared_check
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint.checkpoint_uploads import within_folder
+from composer_checkpoint.commit import read_pointer
+from composer_checkpoint.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    NewerCheckpointError,
+    NoCheckpointError,
+    StorageError,
+)
+from composer_checkpoint.files import read_manifest
+from composer_checkpoint.formats.archives import STATES_NAME, unpack
+from composer_checkpoint.formats.per_rank import SAVE_ID_KEY, refuse_mixed_saves
+from composer_checkpoint.inspection import inspect_file
+from composer_checkpoint.lock import complete_interrupted_sets
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.names import format_name_with_dist, is_tar, partial_format
+from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
+from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
+from composer_checkpoint.save_folder import (
+    WITHOUT_MANIFEST,
+    is_of_other_lineage,
+    literal_prefix,
+    look_through,
+    numbers_in_name,
+    told_abandoned,
+)
+from composer_checkpoint.sharded._storage import RemoteSource, fetch_once_per_node
+from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
+from composer_checkpoint.state import Layout, check_spread, layout_of
+from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.stores.opening import list_if_allowed
+from composer_checkpoint.verify import verify
+from composer_dist import dist
+
+if TYPE_CHECKING:
+    from composer_checkpoint.saver import CheckpointSaver
+    from composer_events import Logger, State
+
+__all__ = [
+    "checkpoint_to_resume",
+    "download_checkpoint",
+    "fetch_together",
+    "not_here",
+    "of_first_rank_of_node",
+    "fetched_from_stores",
+    "refuse_what_does_not_resume",
+    "shared_name",
+]
+
+_MAX_NAMES = 10
+_ORDER = ("batch", "sample", "token", "epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What may be a checkpoint: which store has it, and its name there, with `{rank}` in that of per-rank files.
+
+    `latest` is what the store's pointer leads to, if this is later.
+    """
+
+    store: int
+    name: str
+    latest: str | None = None
+
+
+@contextmanager
+def fetched_from_stores(
+    saver: "CheckpointSaver", state: "State", logger: "Logger", layout: Layout, unusable: Sequence[str] = ()
+) -> Iterator[str | None]:
+    """Give the path of the newest whole checkpoint that loggers or the saver's store have. Every rank must call this.
+
+    Each rank fetches what it needs of a candidate, once on each node, and compares it with its hashes. If it is not
+    what was written on any rank, all ranks log why, and go on to the next. One that is later than what the pointer
+    leads to is compared with that, and left out if it is of another lineage.
+
+    Args:
+        saver: Has the names.
+        state: The training state, not changed.
+        logger: Has the destinations that keep files.
+        layout: Of the state.
+        unusable: What is in the folder here and cannot be used, with the reasons.
+
+    Yields:
+        A path here, or of a sharded checkpoint its address, what is needed of which is here. `None` without any.
+
+    Raises:
+        StorageError: On all ranks, if a store cannot be asked: to go on with an older checkpoint would lose work.
+        CheckpointConflictError: On all ranks, if there are checkpoints here or in a store, and none can be used.
+    """
+    stores = _stores(saver, logger)
+    ranks = Ranks()
+    candidates: list[_Candidate] = ranks.exchange(
+        lambda: list(_candidates(stores, saver, state, layout)) if ranks.rank == 0 else [],
+        lambda found: [found[0]] * ranks.world_size,
+    )
+    unusable = list(unusable)
+    for candidate in candidates:
+        store = stores[candidate.store]
+        with ExitStack() as fetched:
+            path = _fetch(store, candidate.name, state, layout, fetched, unusable)
+            if path is None or _is_abandoned(candidate, path, store, layout):
+                continue
+            log.info("Resuming from %s, which was downloaded.", candidate.name)
+            yield path
+            return
+    if unusable:
+        raise CheckpointConflictError(
+            f"autoresume found {len(unusable)} checkpoints, and none that this run could go on from: "
+            f"{'; '.join(unusable[:_MAX_NAMES])}. Name one with load_path and without autoresume, or begin anew, "
+            f"either with save_overwrite=True, which lets them be replaced, or in another save_folder."
+        )
+    yield None
+
+
+def refuse_what_does_not_resume(manifest: Manifest | None, path: str, name: str) -> None:
+    """Raise if a checkpoint cannot be resumed from, although it is whole.
+
+    Args:
+        manifest: Its manifest, if it has one.
+        path: Where it is on this machine.
+        name: What to call it.
+    """
+    if manifest is not None and manifest.info.get("weights_only"):
+        raise IncompatibleCheckpointError(f"{name} holds the weights only, from which no run goes on.")
+    if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
+        raise IncompatibleCheckpointError(f"{name} has no 'state', so it is no checkpoint of a training run.")
+
+
+def shared_name(name: str, template: str, run_name: str | None) -> str:
+    """Return the name that per-rank files share, with `{rank}` in it, from that of any of them."""
+    numbers = numbers_in_name(name, template)
+    numbers.pop("rank", None)
+    return partial_format(template, run_name=run_name, **numbers)
+
+
+def _stores(saver: "CheckpointSaver", logger: "Logger") -> list[Any]:
+    """Return who may have the run's files: `ObjectStore`s, and logger destinations that can only download."""
+    if saver.latest_remote_file_name is None:
+        return []
+    keepers = [place for place in getattr(logger, "destinations", ()) if place.can_upload_files()]
+    keepers = [place if _store_of(place) is None else _store_of(place) for place in keepers]
+    return keepers if saver.remote_uploader is None else [*keepers, saver.remote_uploader.remote_backend]
+
+
+def _store_of(place: Any) -> ObjectStore | None:
+    if not getattr(place, "keeps_names", True):
+        return None
+    backend = getattr(place, "remote_backend", None)
+    return backend if isinstance(backend, ObjectStore) else None
+
+
+def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> Iterator[_Candidate]:
+    """Go through what each store may have, newest first; what only a pointer knows of comes last."""
+    assert saver.latest_remote_file_name is not None
+    pointer = saver.latest_remote_file_name.format(state)
+    for index, store in enumerate(stores):
+        pointed = _pointed_to(store, pointer)
+        names, num_later = _names_in(store, pointer, pointed, saver, state, layout)
+        for number, name in enumerate(names):
+            yield _Candidate(index, name, names[num_later] if number < num_later else None)
+
+
+def _names_in(
+    store: Any, pointer: str, pointed: str | None, saver: "CheckpointSaver", state: "State", layout: Layout
+) -> tuple[list[str], int]:
+    """Return the names in a store, newest first, and how many are later than what the pointer leads to."""
+    if saver.remote_file_name is None:
+        return [pointed or pointer], 0
+    template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
+    template = partial_format(template, run_name=state.run_name)
+    if layout is Layout.MONOLITHIC:
+        template = partial_format(template, rank=0, local_rank=0, node_rank=0)
+    names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
+    if isinstance(store, ObjectStore):
+        objects = list_if_allowed(store, literal_prefix(template))
+        # Folders also where a save did not finish, so that it is said.
+        names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
+    found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
+    times = {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
+    newest_first = sorted(times, key=times.__getitem__, reverse=True)
+    later = [] if pointed not in times else [name for name in newest_first if times[name] > times[pointed]]
+    if layout is Layout.LOCAL:
+        shared = {name: shared_name(name, template, state.run_name) for name in newest_first}
+        return list(dict.fromkeys(shared.values())), len({shared[name] for name in later})
+    # The pointer's own comes right after those that are later.
+    rest = [pointed] if later and pointed is not None else []
+    last = pointed or (pointer if layout is Layout.MONOLITHIC else None)
+    names = [*later, *rest, *newest_first, *([] if last is None else [last])]
+    return list(dict.fromkeys(names)), len(later)
+
+
+def _pointed_to(store: Any, pointer: str) -> str | None:
+    try:
+        return extract_path_from_symlink(pointer + SYMLINK_SUFFIX, store)
+    except (FileNotFoundError, NotImplementedError):
+        return None
+    except CheckpointError as error:
+        log.warning("Skipped %s: %s", pointer + SYMLINK_SUFFIX, error)
+        return None
+
+
+def _fetch(
+    store: Any, name: str, state: "State", layout: Layout, fetched: ExitStack, unusable: list[str]
+) -> str | None:
+    """Return where a checkpoint can be opened that every rank has found whole, or `None`. Every rank must call this.
+
+    One that is there and cannot be used is noted with the reason; what is not all there is none.
+    """
+    with ExitStack() as attempt:
+        if layout is Layout.SHARDED:
+            path, error = _fetch_folder(store, name, state, attempt)
+        else:
+            path, error = _fetch_file(store, name, layout, attempt)
+        told = None if error is None else (_is_absent(error), isinstance(error, NoCheckpointError), str(error))
+        problems = dist.all_gather_object(told)
+        if not any(problems):
+            fetched.push(attempt.pop_all())
+            return path
+    # The same on all ranks, each of which has its own log.
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            is_absent, is_unfinished, reason = problem
+            log.log(DEBUG if is_absent else WARNING, "Skipped %s: %s (on rank %d)", name, reason, rank)
+            if not is_absent and not is_unfinished:
+                unusable.append(f"{name} ({reason})")
+            break
+    return None
+
+
+def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> bool:
+    """Log why a checkpoint that was fetched is left out, if it is, on all ranks. Every rank must call this."""
+    ranks = Ranks()
+    reason: str | None = ranks.exchange(
+        lambda: _abandoned(candidate, path, store, layout) if ranks.rank == 0 else None,
+        lambda found: [found[0]] * ranks.world_size,
+    )
+    if reason is not None:
+        log.warning("Skipped %s: %s", candidate.name, reason)
+    return reason is not None
+
+
+def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
+    """Say why a checkpoint that was fetched is of a run that somebody went back from, or `None` if it is not.
+
+    What the pointer leads to may be damaged, which does not speak against a later one.
+    """
+    if candidate.latest is None:
+        return None
+    try:
+        latest = _manifest_in(store, candidate.latest, layout)
+    except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
+        _raise_if_whole(error)
+        return None
+    if layout is Layout.SHARDED:
+        own = read_sharded_manifest(RemoteSource(path, {}))
+    else:
+        own = read_manifest(_of_this_rank(path))
+    if latest is None:
+        return None
+    if own is None:
+        return WITHOUT_MANIFEST
+    return told_abandoned(candidate.latest) if is_of_other_lineage(own.info, latest.info) else None
+
+
+def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
+    """Return the manifest of a checkpoint in a store, of per-rank files that of this rank's."""
+    with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
+        if layout is Layout.SHARDED:
+            place = os.path.join(folder, MANIFEST_NAME)
+            store.download_object(f"{name}/{MANIFEST_NAME}", place)
+            with open(place, "rb") as file:
+                return Manifest.from_json(file.read())
+        name = _of_this_rank(name)
+        place = os.path.join(folder, posixpath.basename(name))
+        get_file(name, place, store, overwrite=True, progress_bar=False)
+        return read_manifest(place)
+
+
+def _of_this_rank(name: str) -> str:
+    return name.replace("{rank}", str(dist.get_global_rank()))
+
+
+def _is_absent(error: Exception) -> bool:
+    """Return whether nobody has said that there is such a checkpoint."""
+    return isinstance(error, FileNotFoundError | NotImplementedError) and not isinstance(error, NoCheckpointError)
+
+
+def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tuple[str, Exception | None]:
+    """Fetch one file for the ranks of a node, or each rank its own."""
+    own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
+    fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
+    if layout is not Layout.LOCAL:
+        places = dist.all_gather_object((dist.get_node_rank(), own))
+        own = next(place for node, place in places if node == dist.get_node_rank())
+        # Who downloaded deletes it, once the others have read it; after an exception they may be elsewhere.
+        attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
+    base = os.path.basename(name)
+    if layout is Layout.LOCAL and "{rank}" not in base:  # it is in the name of a folder
+        base = f"{{rank}}-{base}"
+    path = os.path.join(own, base)
+    problems: list[Exception] = []
+    save_ids: list[Any] = []
+
+    def fetch() -> None:
+        try:
+            manifest = _fetch_and_check(store, name, path)
+            save_ids.append(None if manifest is None else manifest.info.get(SAVE_ID_KEY))
+        except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
+            _raise_if_whole(error)
+            problems.append(error)
+
+    Ranks().together(lambda: fetch() if fetches else None)
+    if layout is Layout.LOCAL:
+        try:
+            refuse_mixed_saves([save_id for found in dist.all_gather_object(save_ids) for save_id in found], name)
+        except CorruptCheckpointError as error:
+            problems.append(error)
+    return path, next(iter(problems), None)
+
+
+def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
+    here = _of_this_rank(path)
+    try:
+        get_file(_of_this_rank(name), here, store, overwrite=True, progress_bar=False)
+    except FileNotFoundError as error:
+        if "{rank}" not in name:
+            raise
+        raise NoCheckpointError(f"there is no file of rank {dist.get_global_rank()}: {error}") from error
+    manifest = verify(here)
+    refuse_what_does_not_resume(manifest, here, name)
+    return manifest
+
+
+def _raise_if_whole(error: Exception) -> None:
+    """Raise what says nothing against the checkpoint: who goes on with an older one for that loses work."""
+    if isinstance(error, StorageError | NewerCheckpointError):
+        raise error
+
+
+def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
+    """Fetch what this node's ranks need of a folder."""
+    if not isinstance(store, ObjectStore):
+        return "", NotImplementedError(f"{type(store).__name__} has no folders.")
+    address = attempt.enter_context(fetch_once_per_node(store, name))
+    try:
+        # By steps in which all ranks raise together: what they compare next, they compare all.
+        Ranks().together(
+            lambda: refuse_what_does_not_resume(read_sharded_manifest(RemoteSource(address, {})), address, name)
+        )
+        check_spread(address, state)
+    except CheckpointError as error:
+        _raise_if_whole(error)
+        return address, error
+    return address, None
+
+
+log = getLogger(__name__)
+
+
+@contextmanager
+def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logger") -> Iterator[str | None]:
+    """Give the path of the newest whole checkpoint that a saver has saved, or `None` if there is none.
+
+    The saver's folder is looked through first, then the loggers that keep files, then the saver's store. The link to
+    the latest checkpoint decides little by itself: what it leads to may be damaged, or not the newest. But later ones
+    of another run, from which somebody has gone back to where the link leads, are left out. What is skipped is
+    logged, with the reason; from a store, on every rank. Every rank must call this.
+
+    Args:
+        saver: Which will go on to save. Its names say what is looked for, and its `resumes` is set.
+        state: The training state, not changed.
+        logger: Has the destinations that keep files.
+
+    Yields:
+        The path, for `load_checkpoint`; of a sharded checkpoint in a store its address, of which each rank has fetched
+        what it needs. What was downloaded is deleted afterwards.
+
+    Raises:
+        RuntimeError: If the first rank has found a checkpoint that others cannot see.
+        CheckpointConflictError: If there are checkpoints, and none of them can be used: a run that begins anew would
+            replace them.
+        NewerCheckpointError: If the newest is of a newer format.
+        StorageError: If a disk or store fails, or refuses.
+    """
+    layout = layout_of(state)
+    found: list[Any] = [None, []]
+    Ranks().together(lambda: _search_together(found, saver, state, layout))
+    dist.broadcast_object_list(found, src=0)
+    path, unusable = found
+    saver.resumes = path is not None
+    if path is not None:
+        _check_all_see(path, layout)
+        log.info("Resuming from %s.", path)
+        yield path
+        return
+    with fetched_from_stores(saver, state, logger, layout, unusable) as path:
+        saver.resumes = path is not None
+        yield path
+
+
+def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
+    """Let rank 0 look through the folder. Of per-rank files each rank looks at its own, so that they share the work."""
+    if layout is not Layout.LOCAL:
+        if dist.get_global_rank() == 0:
+            _search(found, saver, state, layout, lambda path: [_check(path)])
+        return
+    with shared_check(_check_own) as check_each:
+        if dist.get_global_rank() == 0:
+            _search(found, saver, state, layout, check_each)
+
+
+def _search(
+    found: list[Any],
+    saver: "CheckpointSaver",
+    state: "State",
+    layout: Layout,
+    check_each: Callable[[str], "list[Manifest | None]"],
+) -> None:
+    """Look through the folder for the path, and for what is there and cannot be used, with the reasons."""
+    folder = format_name_with_dist(saver.folder, state.run_name)
+    template = within_folder(state, saver.filename.filename)
+    if layout is Layout.LOCAL and os.path.isdir(folder):
+        complete_interrupted_sets(folder)
+
+    def check(path: Path) -> None:
+        manifests = check_each(_with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path))
+        refuse_mixed_saves(
+            [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
+        )
+
+    _refuse_unreadable(folder)
+    target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
+    latest = target if target is not None and target.exists() else None
+    pattern = os.path.join(glob.escape(folder), _as_glob(template, state))
+    newest, skipped = look_through(pattern, verify=check, latest=latest)
+    if newest is None and latest is not None and latest not in [skip.path for skip in skipped]:
+        # Perhaps saved under another save_filename.
+        newest, others = look_through(glob.escape(os.fspath(latest)), verify=lambda path: _check(os.fspath(path)))
+        skipped += others
+    found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # and no link to nowhere
+    if newest is not None:
+        path = newest.path
+        found[0] = _with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path)
+
+
+def _refuse_unreadable(folder: str) -> None:
+    """Raise if a folder cannot be looked through: nobody knows then which checkpoints there are."""
+    try:
+        os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Look at the "
+            f"disk and the permissions, or choose another folder",
+        ) from error
+
+
+def _check(path: str) -> "Manifest | None":
+    manifest = verify(path)
+    refuse_what_does_not_resume(manifest, path, path)
+    return manifest
+
+
+def _check_own(path: str) -> "Manifest | None":
+    own, of_first = _own(path), path.replace("{rank}", "0")
+    if not os.path.exists(own) and os.path.exists(of_first):
+        manifest = read_manifest(of_first)
+        saved_by = None if manifest is None else manifest.info.get("world_size")
+        if isinstance(saved_by, int) and saved_by < dist.get_world_size():
+            raise IncompatibleCheckpointError(
+                f"{saved_by} ranks saved these files, and {dist.get_world_size()} look for theirs: per-rank files are "
+                f"not elastic. Start {saved_by} ranks, or put the files together with "
+                f"composer_checkpoint.formats.per_rank.merge_local"
+            )
+    return _check(own)
+
+
+def _with_rank(path: Path, saver: "CheckpointSaver", state: "State") -> str:
+    """Return the path that per-rank files share, with `{rank}` in it, which may be in the folder's name, too."""
+    template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
+    return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
+
+
+def _own(path: str) -> str:
+    return path.replace("{rank}", str(dist.get_global_rank()))
+
+
+def _as_glob(template: str, state: "State") -> str:
+    parts: list[str] = []
+    for literal, name, _, _ in Formatter().parse(template):
+        parts.append(glob.escape(literal))
+        if name is None:
+            continue
+        known = partial_format(f"{{{name}}}", run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
+        parts.append("*" if known.startswith("{") else glob.escape(known))
+    return "".join(parts)
+
+
+def _check_all_see(path: str, layout: Layout) -> None:
+    own = _own(path) if layout is Layout.LOCAL else path
+    missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
+    if missing:
+        raise RuntimeError(
+            f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
+            f"share, or to a store."
+        )
+
+
+def download_checkpoint(
+    path: str | os.PathLike[str],
+    node_checkpoint_folder: str | os.PathLike[str],
+    object_store: Any = None,
+    progress_bar: bool = True,
+    fsdp_sharded_state_dict_enabled: bool = False,
+) -> tuple[str, str | None, bool]:
+    """Bring a checkpoint of one file to this node, and unpack it if it is a tar archive. Every rank must call this.
+
+    The first rank of each node does it for the others.
+
+    Args:
+        path: A local path, an address, or with `object_store` the name of an object. `{rank}`, `{local_rank}` and
+            `{node_rank}` are filled in with 0.
+        node_checkpoint_folder: Where to, the same folder for all ranks of a node.
+        object_store: Where `path` is. An `ObjectStore`, or a logger destination that can download.
+        progress_bar: Whether to show the progress.
+        fsdp_sharded_state_dict_enabled: Whether each rank brings a file of its own, whose name has its rank.
+
+    Returns:
+        The file that `safe_torch_load` reads, the folder into which it was unpacked, `None` if it was no archive, and
+        whether this rank unpacked a file of its own, although it is not rank 0.
+
+    Raises:
+        FileNotFoundError: On all ranks, if there is no such checkpoint.
+        CheckpointError: On all ranks, if an archive is damaged or has members that lead out of it.
+    """
+    rank = dist.get_global_rank() if fsdp_sharded_state_dict_enabled else 0
+    places = (dist.get_local_rank(), dist.get_node_rank()) if fsdp_sharded_state_dict_enabled else (0, 0)
+    source = partial_format(os.fspath(path), rank=rank, local_rank=places[0], node_rank=places[1])
+    name = os.path.basename(source).removesuffix(".symlink")
+    local = Path(node_checkpoint_folder) / f"rank{rank}_{name}"
+    unpacked = Path(node_checkpoint_folder) / f"rank{rank}" if is_tar(name) else None
+    states = local if unpacked is None else unpacked / STATES_NAME
+    fetches = fsdp_sharded_state_dict_enabled or dist.get_local_rank() == 0
+
+    def fetch() -> None:
+        get_file(source, local, object_store, overwrite=True, progress_bar=progress_bar)
+        if unpacked is not None:
+            unpacked.mkdir(parents=True, exist_ok=True)
+            unpack(os.fspath(local), name, states)
+
+    fetch_together(fetch if fetches else lambda: None)
+    return os.fspath(states), unpacked and os.fspath(unpacked), unpacked is not None and rank > 0
+
+
+def fetch_together(fetch: Callable[[], None]) -> None:
+    """Fetch, and raise on all ranks if any failed. Every rank must call this."""
+    mine: Exception | None = None
+    try:
+        fetch()
+    except Exception as error:  # whatever it is, the others must not wait
+        mine = error
+    failures = dist.all_gather_object(
+        None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
+    )
+    if mine is not None:
+        raise mine
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            is_missing, text = failure
+            kind = NoCheckpointError if is_missing else CheckpointError
+            raise kind(not_here("the checkpoint", rank, text))
+
+
+def of_first_rank_of_node(folder: str) -> str:
+    """Return what the first rank of this node calls a folder. Every rank must call this."""
+    folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
+    return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
+
+
+def not_here(what: str, rank: int, reason: str) -> str:
+    """Say that another rank should have brought a file."""
+    return (
+        f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
+        f"rank {rank} ({reason}). Look at the log of that rank."
+    )

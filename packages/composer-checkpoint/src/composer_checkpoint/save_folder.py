@@ -1,0 +1,574 @@
+"""The newest checkpoint that is whole."""
+
+import glob
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint.commit import read_pointer, refuse_folder, remove_leftovers
+from composer_checkpoint.errors import CheckpointConflictError, CheckpointError, NewerCheckpointError, StorageError
+from composer_checkpoint.lock import LOCK_NAME, FolderLock
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.names import PartialFilePath, format_name_with_dist, is_unfinished, placeholders
+from composer_checkpoint.stores.opening import list_if_allowed
+
+if TYPE_CHECKING:
+    from composer_checkpoint.stores.base import ObjectStore
+    from composer_events import State
+    from composer_time import Timestamp
+
+__all__ = [
+    "ensure_folder_has_no_conflicting_files",
+    "ensure_folder_is_empty",
+    "ensure_link_leads_to_no_later_one",
+    "ensure_store_has_no_conflicting_objects",
+    "find_conflicts",
+    "is_name_of",
+    "literal_prefix",
+    "numbers_in_name",
+    "whole_names",
+    "LINEAGE_KEY",
+    "WITHOUT_MANIFEST",
+    "Found",
+    "Skipped",
+    "find_newest",
+    "is_later",
+    "is_name_of_file",
+    "is_of_other_lineage",
+    "look_through",
+    "told_abandoned",
+    "HeldFolder",
+]
+
+log = logging.getLogger(__name__)
+
+LINEAGE_KEY = "lineage"
+"""In a manifest's information: what all checkpoints of a run, and of those that resume it by themselves, share."""
+
+WITHOUT_MANIFEST = "it has no manifest, and other checkpoints here have one"
+"""The reason for which a checkpoint is skipped that somebody else has put there."""
+
+_FILE_MANIFEST = ".manifest.json"
+_SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)$", re.IGNORECASE)
+# Others would have to be unpacked.
+_PLAIN = re.compile(r"\.(pt|pth|bin|safetensors)$", re.IGNORECASE)
+# What a folder holds that is a checkpoint itself: the manifest of ours, the index of torch's, the parts of the
+# modular layout.
+_MARKS = (MANIFEST_NAME, ".metadata", "composer_metadata.json", "model.safetensors.index.json")
+_COUNTERS = ("batch", "sample", "token", "epoch", "iteration")
+_NUMBERS_IN_NAME = re.compile(r"(?:^|[^a-z])(ep|ba)([0-9]+)", re.IGNORECASE)
+_UNITS_BY_VALUE = {"ba": "batch", "ep": "epoch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """What looked like a checkpoint and is not a whole one."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest whole checkpoint, with its manifest's information, and what was newer but could not be used."""
+
+    path: Path
+    info: Mapping[str, Any]
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    path: Path
+    info: Mapping[str, Any]
+    is_sealed: bool | None  # None where finding out would take unpacking it, or it is damaged
+    counters: tuple[int, ...] | None
+    modified: float
+
+    def sorting_key(self) -> tuple[bool, tuple[int, ...], float]:
+        return self.counters is not None, self.counters or (), self.modified
+
+    def is_abandoned(self, latest: "_Candidate | None") -> bool:
+        """Return whether this is a later one of a run to which the one that the pointer leads to does not belong."""
+        if latest is None or not self.is_sealed or not is_of_other_lineage(self.info, latest.info):
+            return False
+        return self.sorting_key()[:2] > latest.sorting_key()[:2]
+
+
+def find_newest(
+    folder_or_pattern: str | os.PathLike[str], *, verify: Callable[[Path], object] | None = None
+) -> Found | None:
+    """Return the newest checkpoint that is committed and valid, or `None` if there is none.
+
+    The newest is the one that was trained longest by the time in its manifest, or by `ep` and `ba` in its name; where
+    neither says so, the one that was modified last, after all those that do. Unfinished files are no candidates.
+    A pointer such as `latest` decides nothing: it may be older than the newest checkpoint, or lead nowhere. What has no
+    manifest counts only where nothing has one. What is skipped is logged as a warning, with the reason.
+
+    Args:
+        folder_or_pattern: A folder, which is looked through with the folders below it, or a pattern such as
+            `'runs/*/ep*-rank0.pt'`.
+        verify: Raises a `CheckpointError` for a path that is not a whole checkpoint. `composer_checkpoint.verify` when
+            `None`.
+
+    Returns:
+        The checkpoint with what was skipped, newest first.
+
+    Raises:
+        NewerCheckpointError: If the newest is of a newer format: who goes on with an older one loses work.
+        StorageError: If the disk fails, or does not let us read.
+    """
+    found, _ = look_through(folder_or_pattern, verify=verify)
+    return found
+
+
+def look_through(
+    folder_or_pattern: str | os.PathLike[str],
+    *,
+    verify: Callable[[Path], object] | None = None,
+    latest: Path | None = None,
+) -> tuple[Found | None, tuple[Skipped, ...]]:
+    """Find the newest checkpoint as `find_newest` does, and return what was skipped also where there is none.
+
+    Args:
+        folder_or_pattern: As there.
+        verify: As there.
+        latest: What the pointer leads to. Later ones that are not of its lineage are skipped: they are of a run that
+            somebody has gone back from.
+    """
+    if verify is None:
+        from composer_checkpoint.verify import verify  # it imports torch, and those who name their own need not wait
+    skipped: list[Skipped] = []
+    candidates = [_candidate(path) for path in _paths(os.fspath(folder_or_pattern), skipped)]
+    any_sealed = any(candidate.is_sealed for candidate in candidates)
+    pointed = None if latest is None else _candidate(latest)
+    found: Found | None = None
+    for candidate in sorted(candidates, key=_Candidate.sorting_key, reverse=True):
+        if candidate.is_sealed is False and any_sealed:
+            skipped.append(Skipped(candidate.path, WITHOUT_MANIFEST))
+        elif candidate.is_abandoned(pointed):
+            skipped.append(Skipped(candidate.path, told_abandoned(latest)))
+        elif (reason := _fault_of(candidate.path, verify)) is not None:
+            skipped.append(Skipped(candidate.path, reason))
+        else:
+            found = Found(candidate.path, candidate.info, tuple(skipped))
+            break
+    _report(folder_or_pattern, found, skipped)
+    return found, tuple(skipped)
+
+
+def is_of_other_lineage(info: Mapping[str, Any], latest: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint, by its manifest's information, is of another lineage than the latest one."""
+    lineage = latest.get(LINEAGE_KEY)
+    return lineage is not None and info.get(LINEAGE_KEY) != lineage
+
+
+def told_abandoned(latest: object) -> str:
+    """Return the reason for which a later checkpoint of another lineage is skipped."""
+    return f"it is of a run that somebody has gone back from: the latest one is {latest}"
+
+
+def is_later(path: Path, timestamp: Any) -> bool:
+    """Return whether a checkpoint, by its manifest or else its name, is of later in training than a `Timestamp`."""
+    candidate = _candidate(path)
+    counts = dict(zip(_COUNTERS, candidate.counters or (), strict=False))
+    return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
+
+
+def is_name_of_file(name: str) -> bool:
+    """Return whether a checkpoint of this name is one file, by its suffix, such as `.pt` or `.safetensors`."""
+    return _SUFFIX.search(name) is not None
+
+
+def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
+    """Return what is wrong with a checkpoint, or `None` if it is whole.
+
+    Raises:
+        NewerCheckpointError, StorageError: If nothing is wrong with it, and it cannot be read here or now.
+    """
+    try:
+        verify(path)
+    except NewerCheckpointError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return str(error)
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"{path} cannot be read: {error.strerror or error}. Going on with an older checkpoint would lose work. "
+            f"Look at the disk and the permissions, or name a checkpoint with load_path",
+        ) from error
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _report(where: str | os.PathLike[str], found: Found | None, skipped: list[Skipped]) -> None:
+    for skip in skipped:
+        log.warning("Skipped %s: %s", skip.path, skip.reason)
+    if found is not None:
+        log.info("The newest whole checkpoint of %s is %s.", where, found.path)
+    elif skipped:
+        log.warning("None of the %d checkpoints of %s is whole.", len(skipped), where)
+
+
+def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
+    """Go through the candidates, each once whatever points to it."""
+    seen: set[Path] = set()
+    starts = [Path(where)] if os.path.isdir(where) else map(Path, glob.iglob(where, recursive=True))
+    for start in starts:
+        inside = start.is_dir() and not _is_checkpoint_folder(start)
+        for path in _below(start) if inside else [start]:
+            target = read_pointer(path)
+            if target is not None and not target.exists():
+                skipped.append(Skipped(path, f"it points to {target}, which does not exist"))
+                continue
+            real = Path(os.path.realpath(target or path))
+            if real not in seen and not is_unfinished(real.name) and (target is None or _could_be(real)):
+                seen.add(real)
+                yield target or path
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Go through a folder of checkpoints, without looking into those that are checkpoints themselves."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            path = Path(entry)
+            if entry.name.startswith(".") or is_unfinished(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False) and not _is_checkpoint_folder(path):
+                yield from _below(path)
+            elif entry.is_symlink() or _could_be(path):
+                yield path
+
+
+def _could_be(path: Path) -> bool:
+    if path.is_dir():
+        return _is_checkpoint_folder(path)
+    if path.name == LOCK_NAME or path.name.endswith((_FILE_MANIFEST, ".symlink")):
+        return False
+    if _SUFFIX.search(path.name) or (not path.suffix and _NUMBERS_IN_NAME.search(path.name)):
+        return True
+    return _manifest_beside(path).exists() or read_pointer(path) is not None
+
+
+def _is_checkpoint_folder(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in _MARKS) or any(folder.glob("__*_*.distcp"))
+
+
+def _manifest_beside(path: Path) -> Path:
+    return path / MANIFEST_NAME if path.is_dir() else path.with_name(path.name + _FILE_MANIFEST)
+
+
+def _candidate(path: Path) -> _Candidate:
+    info: Mapping[str, Any] = {}
+    is_sealed: bool | None = None
+    with suppress(CheckpointError, OSError):  # verifying says what is wrong with it
+        if _has_manifest_at_hand(path):
+            manifest = _manifest_of(path)
+            info, is_sealed = ({}, False) if manifest is None else (manifest.info, True)
+    modified = 0.0
+    with suppress(OSError):
+        modified = path.stat().st_mtime
+    return _Candidate(path, info, is_sealed, _counters(info, path.name), modified)
+
+
+def _has_manifest_at_hand(path: Path) -> bool:
+    """Return whether a manifest, if there is one, can be read without unpacking anything."""
+    return path.is_dir() or not path.suffix or bool(_PLAIN.search(path.name)) or _manifest_beside(path).exists()
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    beside = _manifest_beside(path)
+    if beside.exists():
+        return Manifest.from_json(beside.read_bytes())
+    if path.is_dir():
+        return None
+    from composer_checkpoint.files import read_manifest  # it imports torch
+
+    return read_manifest(path)
+
+
+def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """Return how far training had come, as numbers that compare."""
+    time = info.get("timestamp")
+    if isinstance(time, Mapping):
+        time = time.get("Timestamp", time)  # as a whole state's dict has it
+    if isinstance(time, Mapping):
+        known = {unit: time.get(unit) for unit in _COUNTERS}
+    else:
+        known = {_UNITS_BY_VALUE[unit.lower()]: int(number) for unit, number in _NUMBERS_IN_NAME.findall(name)}
+    counts = tuple(count if isinstance(count := known.get(unit), int) else 0 for unit in _COUNTERS)
+    return counts if any(known.get(unit) is not None for unit in _COUNTERS) else None
+
+
+_MAKES_WHOLE = (MANIFEST_NAME, ".metadata")
+_UNITS = ("iteration", "epoch", "batch", "sample", "token")
+_UNITS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
+_NUMBERS = {*_UNITS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
+
+
+def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") -> list[str]:
+    """Return the names that a run at this time would give to a checkpoint it has yet to save.
+
+    A name counts if it matches the template and any of its numbers is later than the timestamp's; numbers inside an
+    epoch count only within the same epoch.
+
+    Args:
+        names: Paths of files and folders, relative to where checkpoints are saved.
+        filename: The template, such as `'ep{epoch}-ba{batch}.pt'`.
+        timestamp: How far the run has come.
+
+    Raises:
+        ValueError: If the template counts inside epochs without `{epoch}`, so that names cannot be told apart.
+
+    Example:
+        >>> from composer_time import Timestamp
+        >>> find_conflicts(["ep1-ba10.pt", "ep3-ba30.pt"], "ep{epoch}-ba{batch}.pt", Timestamp(epoch=2, batch=20))
+        ['ep3-ba30.pt']
+    """
+    used = placeholders(filename)
+    inside = [unit for unit in _UNITS_IN_EPOCH if unit in used]
+    if inside and "epoch" not in used:
+        raise ValueError(
+            f"save_filename={filename!r} counts inside epochs with {{{inside[0]}}} but does not have {{epoch}}, so it "
+            f"cannot be told which checkpoints are later. Add {{epoch}}, or pass save_overwrite=True."
+        )
+    pattern = re.compile(_as_pattern(filename.lstrip("/")), re.DOTALL)
+    now = {unit: int(getattr(timestamp, unit)) for unit in (*_UNITS, *_UNITS_IN_EPOCH)}
+    matches = ((name, pattern.fullmatch(name)) for name in names)
+    return [name for name, found in matches if found and _is_later(found.groupdict(), now)]
+
+
+def numbers_in_name(name: str, filename: str) -> dict[str, int]:
+    """Return the numbers that a name has where a template has placeholders; none if the name does not match.
+
+    Args:
+        name: A path relative to where checkpoints are saved.
+        filename: The template.
+
+    Example:
+        >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
+        {'epoch': 3, 'batch': 30}
+    """
+    found = _match(name, filename)
+    return {} if found is None else {unit: int(text) for unit, text in found.groupdict().items()}
+
+
+def is_name_of(name: str, filename: str) -> bool:
+    """Return whether a run that names its checkpoints by a template could have given one this name.
+
+    Example:
+        >>> is_name_of("ep3-ba30.pt", "ep{epoch}-ba{batch}.pt"), is_name_of("notes.txt", "ep{epoch}-ba{batch}.pt")
+        (True, False)
+    """
+    return _match(name, filename) is not None
+
+
+def _match(name: str, filename: str) -> re.Match[str] | None:
+    return re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
+
+
+def ensure_folder_has_no_conflicting_files(
+    folder_name: str | os.PathLike[str], filename: str, timestamp: "Timestamp"
+) -> None:
+    """Raise if the folder holds checkpoints that are later than the run is: it would replace them one by one.
+
+    So a run that starts from zero over the checkpoints of another needs an explicit flag, and one that resumes does
+    not.
+
+    Args:
+        folder_name: Where checkpoints are saved. It need not exist.
+        filename: The template of their names.
+        timestamp: How far the run has come.
+
+    Raises:
+        CheckpointConflictError: If there are any, with their names; it is a `FileExistsError`.
+        ValueError: If the template counts inside epochs without `{epoch}`.
+    """
+    folder = Path(folder_name)
+    _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
+
+
+def ensure_link_leads_to_no_later_one(link: str | os.PathLike[str], timestamp: "Timestamp") -> None:
+    """Raise if the link to the latest checkpoint leads to one that is later than the run is: it would lead back.
+
+    So a run that starts from zero over the checkpoints of another needs an explicit flag also where it calls its own
+    by other names.
+
+    Raises:
+        CheckpointConflictError: If so; it is a `FileExistsError`.
+    """
+    target = read_pointer(link)
+    if target is not None and target.exists() and is_later(target, timestamp):
+        _refuse(str(Path(link).parent), [f"{target}, to which {Path(link).name} leads"], timestamp)
+
+
+def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
+    """Raise if a store holds checkpoints that are later than the run is, as the function above does for a folder.
+
+    Folders count if they are whole: what a killed writer has left of one is in nobody's way. A store that cannot list
+    what it has, or must not list it for these credentials, is not looked through; there each upload looks for its own
+    name.
+
+    Args:
+        store: Where checkpoints are saved.
+        filename: The template of their names in the store, with the run's name filled in.
+        timestamp: How far the run has come.
+
+    Raises:
+        CheckpointConflictError: If there are any, with their names; it is a `FileExistsError`.
+        StorageError: If the store cannot be asked.
+        ValueError: If the template counts inside epochs without `{epoch}`.
+    """
+    names = whole_names(list_if_allowed(store, literal_prefix(filename)))
+    where = store.get_uri(posixpath.dirname(literal_prefix(filename)))
+    _refuse(where, find_conflicts(names, filename.lstrip("/"), timestamp), timestamp)
+
+
+def whole_names(objects: Iterable[str]) -> list[str]:
+    """Return the names of what may be checkpoints among a store's objects: each object, and each folder that is whole.
+
+    Example:
+        >>> whole_names(["run/ep1/.metadata", "run/ep1/__0_0.distcp", "run/ep2/__0_0.distcp"])
+        ['run/ep1', 'run/ep1/.metadata', 'run/ep1/__0_0.distcp', 'run/ep2/__0_0.distcp']
+    """
+    objects = list(objects)
+    folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
+    return sorted(folders.union(objects))
+
+
+def literal_prefix(template: str) -> str:
+    """Return what all names of a template begin with.
+
+    Example:
+        >>> literal_prefix("run/ep{epoch}.pt")
+        'run/ep'
+    """
+    literal, *_ = next(iter(Formatter().parse(template.lstrip("/"))), ("",))
+    return literal
+
+
+def _refuse(where: str, conflicts: list[str], timestamp: "Timestamp") -> None:
+    if conflicts:
+        shown = ", ".join(sorted(conflicts)[:5]) + (", ..." if len(conflicts) > 5 else "")
+        raise CheckpointConflictError(
+            f"{where} holds {len(conflicts)} checkpoints that may conflict with a future checkpoint of the current "
+            f"run, which is at epoch {int(timestamp.epoch)}, batch {int(timestamp.batch)}: {shown}. Resume from them "
+            f"(autoresume=True or load_path), choose another save_folder, or pass save_overwrite=True to replace them."
+        )
+
+
+def ensure_folder_is_empty(folder_name: str | os.PathLike[str]) -> None:
+    """Raise if there is any file in a folder or below it, except hidden ones and those in hidden folders.
+
+    Raises:
+        CheckpointConflictError: If so; it is a `FileExistsError`.
+    """
+    for root, folders, files in os.walk(folder_name):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if not name.startswith("."):
+                raise CheckpointConflictError(
+                    f"{folder_name} is not empty: it holds {os.path.join(root, name)}. Choose another folder, or empty "
+                    f"it."
+                )
+
+
+def _as_pattern(template: str) -> str:
+    parts: list[str] = []
+    seen: set[str] = set()
+    for literal, name, _, _ in Formatter().parse(template):
+        parts.append(re.escape(literal))
+        if name is None:
+            continue
+        text = "[0-9]+" if name in _NUMBERS else "[^/]+"
+        if name in seen:
+            parts.append(f"(?P={name})")
+        elif name in _NUMBERS:
+            # A width pads with zeros or blanks, on either side.
+            parts.append(f" *(?P<{name}>{text}) *")
+            seen.add(name)
+        else:
+            parts.append(text)
+    return "".join(parts)
+
+
+def _is_later(numbers: dict[str, str], now: dict[str, int]) -> bool:
+    found = {unit: int(text) for unit, text in numbers.items() if unit in now}
+    same_epoch = found.get("epoch") == now["epoch"]
+    return any(count > now[unit] for unit, count in found.items() if unit in _UNITS or same_epoch)
+
+
+def _names_below(folder: Path) -> Iterator[str]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not is_unfinished(name)]
+        for name in (*folders, *files):
+            if not is_unfinished(name):
+                yield os.path.relpath(os.path.join(root, name), folder)
+
+
+class HeldFolder:
+    """Locks a folder for as long as a run saves to it; rank 0 has the lock, and all ranks know of it.
+
+    Args:
+        folder: With `{run_name}` and the ranks' placeholders.
+
+    Attributes:
+        name: As above.
+        is_held: Whether this run has it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.name = folder
+        self._lock: FolderLock | None = None
+        self.is_held = False
+
+    def take(self, state: "State", refuse_later: str | None = None, link: PartialFilePath | None = None) -> None:
+        """Lock the folder, and remove what killed writers have left. Every rank must call this.
+
+        Args:
+            state: The training state.
+            refuse_later: The template of file names; checkpoints that have such names, and are later than the state
+                is, are refused. `None` refuses none.
+            link: The link to the latest checkpoint. With `refuse_later` it must not lead to a later one either,
+                whatever that is called.
+
+        Raises:
+            FolderInUseError: On all ranks, if another process saves there.
+            CheckpointConflictError: On all ranks, if there are later checkpoints, or a folder is called as the link.
+        """
+        ranks = Ranks()
+        ranks.together(lambda: self._take(state, refuse_later, link) if ranks.rank == 0 else None)
+        self.is_held = True
+
+    def give_back(self) -> None:
+        """Unlock the folder, if this run has it."""
+        self.is_held = False
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def _take(self, state: "State", refuse_later: str | None, link: PartialFilePath | None) -> None:
+        folder = format_name_with_dist(self.name, state.run_name)
+        if self._lock is None:
+            self._lock = FolderLock(folder).acquire()
+        try:
+            remove_leftovers(folder, locked=True)
+            if link is not None:
+                refuse_folder(link.format(state))
+            if refuse_later is not None:
+                ensure_folder_has_no_conflicting_files(folder, refuse_later, state.timestamp)
+                if link is not None:
+                    ensure_link_leads_to_no_later_one(link.format(state), state.timestamp)
+        except BaseException:
+            self.give_back()
+            raise

@@ -1,0 +1,268 @@
+"""Writing the folder of a sharded checkpoint with never more than one tensor in memory."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from composer_checkpoint._tree import map_tree
+from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.formats._unsupported import refuse_unfit
+from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, as_stored
+from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.sharded.load import WholeSavePlanner
+from composer_checkpoint.sharded.reader import OpenShards, Part, VerifyingReader, list_parts
+from composer_checkpoint.sharded.writer import VerifiedWriter
+
+__all__ = ["open_sharded_source", "stream_sharded"]
+
+
+def stream_sharded(
+    tree: Any,
+    folder: str | os.PathLike[str],
+    *,
+    num_files: int = 1,
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> Manifest:
+    """Write a tree to a folder that `load_sharded` and torch's own reader load on any number of ranks.
+
+    The folder is what as many ranks would have saved together: each tensor is cut along its first dim into pieces of
+    `torch.chunk`, as FSDP2 cuts it. It exists once all of it is on the disk.
+
+    Args:
+        tree: Dicts and lists of `StoredTensor`s, tensors and plain data.
+        folder: A local path.
+        num_files: Over how many files the tensors are spread.
+        info: What the manifest shall say about the run.
+        overwrite: Whether a checkpoint of this name may be replaced.
+        progress: Called with the number of bytes after each piece.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ValueError: If `num_files` is less than 1.
+        CheckpointConflictError: If the folder exists and may not be replaced.
+        IncompatibleCheckpointError: If a tensor is sparse, or if two entries have one name once the keys on the way to
+            them are joined by dots.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint import load_sharded
+        >>> from composer_checkpoint.tensors import as_stored
+        >>> folder = tempfile.mkdtemp() + "/ep1"
+        >>> manifest = stream_sharded({"w": as_stored(torch.arange(4))}, folder, num_files=2)
+        >>> state_dict = {"w": torch.zeros(4, dtype=torch.int64)}
+        >>> load_sharded(state_dict, folder)
+        >>> state_dict["w"]
+        tensor([0, 1, 2, 3])
+    """
+    if num_files < 1:
+        raise ValueError(f"num_files={num_files!r} is no number of files. Give 1 or more.")
+    refuse_unfit(tree, "dcp", folder)
+    planner = _StreamingPlanner(progress)
+    writer = VerifiedWriter(folder, info=info, overwrite=overwrite)
+    planner.set_up_planner(_described(tree, planner.tensors), writer.storage_meta(), True)
+    plans = _spread(planner.create_local_plan(), num_files, planner)
+    plans, metadata = planner.create_global_plan(plans)
+    plans = writer.prepare_global_plan(plans)
+    with ExitStack() as undo:
+        undo.push(lambda kind, error, _: writer.abort(error) if error is not None else None)
+        results = [writer.write_data(plan, planner).wait() for plan in plans]
+        writer.finish(metadata, results)
+    assert writer.manifest is not None  # finish() made it
+    return writer.manifest
+
+
+class _StreamingPlanner(WholeSavePlanner):
+    """Plans with descriptions of tensors, and reads each when it is written."""
+
+    def __init__(self, progress: Callable[[int], object] | None) -> None:
+        super().__init__()
+        self.tensors: dict[int, StoredTensor] = {}
+        self._progress = progress
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the tensor, or the piece of it, that an item is about."""
+        described = self.stored(write_item)
+        if described is None:
+            return self.transform_object(write_item, map_tree(self.lookup_object(write_item.index), self._read))
+        chunk = write_item.tensor_data.chunk if write_item.tensor_data is not None else None
+        if chunk is None or tuple(chunk.sizes) == described.shape:
+            piece = described.read()
+        else:
+            row = described.numel // described.shape[0]
+            piece = described.read_range(chunk.offsets[0] * row, chunk.sizes[0] * row).view(tuple(chunk.sizes))
+        if self._progress is not None:
+            self._progress(piece.nbytes)
+        return piece
+
+    def stored(self, item: WriteItem) -> StoredTensor | None:
+        """Return what stands behind an item, `None` for one that is no tensor."""
+        value = self.state_dict.get(item.index.fqn)
+        return self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
+
+    def _read(self, _: str, value: Any) -> Any:
+        """Read a tensor that lies in an item of another kind, such as a tuple, which is saved as one."""
+        described = self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
+        return value if described is None else described.read()
+
+
+def _described(tree: Any, tensors: dict[int, StoredTensor]) -> dict[str, Any]:
+    """Return the tree with tensors on the meta device, and note what each of them stands for."""
+
+    def change(_: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = as_stored(value)
+        if not isinstance(value, StoredTensor):
+            return value
+        described = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        tensors[id(described)] = value
+        return described
+
+    return map_tree(tree, change)
+
+
+def _spread(plan: SavePlan, num_files: int, planner: _StreamingPlanner) -> list[SavePlan]:
+    items: list[list[WriteItem]] = [[] for _ in range(num_files)]
+    for item in plan.items:
+        tensor = planner.stored(item)
+        if tensor is None or not tensor.shape or num_files == 1 or not tensor.numel:
+            items[0].append(item)
+            continue
+        rows = -(-tensor.shape[0] // num_files)
+        for rank, start in enumerate(range(0, tensor.shape[0], rows)):
+            items[rank].append(_piece(item.index.fqn, tensor, start, min(rows, tensor.shape[0] - start)))
+    return [SavePlan(of_rank, planner_data=plan.planner_data) for of_rank in items]
+
+
+def _piece(fqn: str, tensor: StoredTensor, start: int, rows: int) -> WriteItem:
+    offsets = torch.Size([start, *(0 for _ in tensor.shape[1:])])
+    sizes = torch.Size([rows, *tensor.shape[1:]])
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets, sizes),
+        properties=TensorProperties(dtype=tensor.dtype),
+        size=torch.Size(tensor.shape),
+    )
+    return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+_MAX_DEPTH = 200
+
+
+def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
+    """Open a folder that DCP wrote. Its shards are read when their tensors are.
+
+    Raises:
+        NoCheckpointError: If there is no `.metadata` in it.
+        CorruptCheckpointError: If it describes what cannot be, or files are missing or cut short.
+        UnsafeCheckpointError: If it asks for anything that a checkpoint does not need.
+    """
+    reader = VerifyingReader(folder, verify=False)
+    metadata = reader.read_metadata()
+    parts = list_parts(metadata)
+    shards = OpenShards(reader.source)
+    sizes = {file: Path(folder, file).stat().st_size for file in sorted({part.file for part in parts.values()})}
+    try:
+        tree = _tree(metadata, parts, shards)
+    except BaseException:
+        shards.__exit__()
+        raise
+    source = TensorSource("dcp", tree, sum(sizes.values()), reader.manifest, files=sizes)
+    source.on_close(_Closing(shards))
+    return source
+
+
+class _Closing:
+    def __init__(self, shards: OpenShards) -> None:
+        self._shards = shards
+
+    def close(self) -> None:
+        self._shards.__exit__()
+
+
+def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShards) -> Any:
+    root: dict[Any, Any] = {}
+    empty: list[tuple[tuple[str | int, ...], Any]] = []
+    paths = metadata.planner_data or {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            value: Any = _stored(fqn, entry, parts, shards)
+        else:
+            item = shards.check(parts[MetadataIndex(fqn)], None)
+            value = map_tree(item, lambda _, leaf: as_stored(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        path = paths.get(fqn, (fqn,))
+        if isinstance(value, dict | list) and not value:
+            empty.append((path, value))
+        else:
+            _put(root, path, value)
+    # A container that is empty on one rank is an entry, and so is each item that it has on another rank.
+    for path, value in empty:
+        if not _has_items(root, path):
+            _put(root, path, value)
+    return _with_lists(root)
+
+
+def _has_items(root: dict[Any, Any], path: tuple[str | int, ...]) -> bool:
+    here: Any = root
+    for step in path:
+        here = here.get(step) if isinstance(here, dict) else None
+    return isinstance(here, dict)
+
+
+def _stored(
+    fqn: str, entry: TensorStorageMetadata, parts: dict[MetadataIndex, Part], shards: OpenShards
+) -> StoredTensor:
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
+
+    def fetch() -> torch.Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for chunk in entry.chunks:
+            part = parts[MetadataIndex(fqn, chunk.offsets)]
+            region = whole
+            for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                region = region.narrow(dim, start, length)
+            shards.check(part, None)
+            shards.read(part, (0,) * len(chunk.sizes), tuple(chunk.sizes), region)
+        return whole
+
+    return StoredTensor(dtype, shape, fetch)
+
+
+class _List(dict[int, Any]):
+    """A list whose items come in any order."""
+
+
+def _put(root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+    here: Any = root
+    for step, following in pairwise(path):
+        here = here.setdefault(step, _List() if isinstance(following, int) else {}) if isinstance(here, dict) else None
+    if not isinstance(here, dict) or path[-1] in here or len(path) > _MAX_DEPTH:
+        raise CorruptCheckpointError(
+            f"`.metadata` has an entry at {'/'.join(map(str, path[:10]))!r:.200}, {len(path)} levels deep, where "
+            f"another one is, or deeper than in any checkpoint. Load another checkpoint."
+        )
+    here[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Return the tree with real lists. It is as deep as the checked paths are long, which are short."""
+    if isinstance(value, _List):
+        return [_with_lists(value[index]) for index in sorted(value)]
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return value

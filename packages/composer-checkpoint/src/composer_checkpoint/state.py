@@ -1,0 +1,563 @@
+"""A training state as the content of a checkpoint, and that content written in the layout the state asks for."""
+
+import os
+import posixpath
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import StrEnum
+from functools import cache
+from importlib.metadata import version
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._tree import map_tree, named_leaves
+from composer_checkpoint.commit import write_on_rank_zero
+from composer_checkpoint.data_position import (
+    EPOCH_START_KEY,
+    LOADER_KEY,
+    TRAIN_DATA_KEY,
+    DataPosition,
+    begin_next_epoch,
+    describe_train_data,
+    keeps_own_state,
+)
+from composer_checkpoint.files import save_file
+from composer_checkpoint.formats.per_rank import (
+    ELASTIC_VARIABLE,
+    LAYOUT_KEY,
+    SAVE_ID_KEY,
+    refuse_mixed_saves,
+    save_local,
+)
+from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
+from composer_checkpoint.names import OF_SAVE, PartialFilePath, sharded_folder
+from composer_checkpoint.sharded import load_sharded, read_folder_metadata, save_sharded
+from composer_checkpoint.sharded.load import WholeSavePlanner, check_sharded
+from composer_dist import dist
+from composer_dist.reproducibility import get_rng_state
+from composer_dist.strategy import Strategy
+from composer_events.arguments import check_flags
+from composer_events.formatting import check_placeholders
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    from composer_events import State
+
+__all__ = [
+    "as_spread",
+    "check_spread",
+    "other_number_of_ranks",
+    "read_sharded",
+    "unchanged_until_step",
+    "Layout",
+    "as_sharded",
+    "as_whole",
+    "collect",
+    "describe",
+    "get_save_filename",
+    "layout_of",
+    "own_file",
+    "path_of",
+    "prefix_dir_of",
+    "save_checkpoint",
+    "save_planner_of",
+    "write",
+    "PARTS",
+    "collect_parts",
+    "load_parts",
+    "name_of_optimizer",
+    "owner_of",
+]
+
+log = getLogger(__name__)
+
+DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
+_COUNTERS = ("iteration", "epoch", "batch", "sample", "token", "batch_in_epoch")
+
+
+class Layout(StrEnum):
+    """Which ranks write what."""
+
+    MONOLITHIC = "monolithic"
+    """Rank 0 writes one file."""
+    SHARDED = "sharded"
+    """All ranks write into one folder."""
+    LOCAL = "local"
+    """Each rank writes its own shards to a file of its own."""
+
+
+def layout_of(state: "State") -> Layout:
+    """Return the layout that `state_dict_type` in the FSDP settings asks for."""
+    kind = getattr(state.fsdp_config, "state_dict_type", None)
+    if kind == "local" and (state.fsdp_enabled or dist.get_world_size() > 1):
+        return Layout.LOCAL
+    return Layout.SHARDED if state.fsdp_sharded_state_dict_enabled else Layout.MONOLITHIC
+
+
+def path_of(state: "State", filename: str, folder: str | None = None) -> str:
+    """Return where a checkpoint of now goes: a file, or of a sharded one the folder.
+
+    Per-rank files keep `{rank}` in their name.
+
+    Args:
+        state: The training state.
+        filename: The template of the file's name.
+        folder: The template of the folder.
+
+    Raises:
+        ValueError: If per-rank files would all have one name.
+    """
+    match layout_of(state):
+        case Layout.SHARDED:
+            _warn_of_name(filename, prefix_dir_of(state))
+            filename = sharded_folder(filename, prefix_dir_of(state))
+        case Layout.LOCAL:
+            if "{rank}" not in filename:
+                raise ValueError(
+                    f"save_filename={filename!r} is one name for {dist.get_world_size()} ranks, and with "
+                    f"state_dict_type='local' each writes a file of its own. Put {{rank}} into it, as in "
+                    f"'ba{{batch}}_rank{{rank}}.pt'."
+                )
+            filename = filename.replace("{rank}", "{{rank}}")
+        case Layout.MONOLITHIC:
+            pass
+    return PartialFilePath(filename, folder).format(state)
+
+
+@cache  # for it is asked for at each save
+def _warn_of_name(filename: str, prefix_dir: str) -> None:
+    name = posixpath.basename(filename)
+    is_own = name.removesuffix(".pt") != DEFAULT_PREFIX_DIR + "-rank{rank}"
+    if is_own and prefix_dir == DEFAULT_PREFIX_DIR and dist.get_global_rank() == 0:
+        log.warning(
+            "save_filename=%r names no sharded checkpoint, which is a folder: those of this run are called %r. Give "
+            "the name as sharded_ckpt_prefix_dir in the FSDP settings, or save one file with state_dict_type='full'.",
+            filename,
+            sharded_folder(filename, prefix_dir),
+        )
+
+
+def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:
+    """Return the file that this rank would write if the state were saved now.
+
+    Args:
+        state: The training state.
+        filename: The template of the file's name.
+
+    Returns:
+        The one file of rank 0, the file of per-rank files, or this rank's first shard in the folder of a sharded
+        checkpoint.
+
+    Raises:
+        ValueError: If per-rank files would all have one name.
+
+    Example:
+        >>> from composer_events import State
+        >>> get_save_filename(State(None, rank_zero_seed=1, device="cpu"))
+        'ep0-ba0-rank0'
+    """
+    path = path_of(state, filename)
+    if layout_of(state) is Layout.SHARDED:
+        return os.path.join(path, f"__{dist.get_global_rank()}_0.distcp")
+    return own_file(path)
+
+
+def prefix_dir_of(state: "State") -> str:
+    """Return the template of a sharded checkpoint's folder."""
+    return getattr(state.fsdp_config, "sharded_ckpt_prefix_dir", None) or DEFAULT_PREFIX_DIR
+
+
+def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKeys | None = None) -> dict[str, Any]:
+    """Return the content of a checkpoint of now. Every rank must call this.
+
+    Tensors are those of the model and the optimizers themselves where nothing is sharded.
+
+    Args:
+        state: The training state.
+        weights_only: Leave out all but the model and what describes it.
+        ignore_keys: What else to leave out.
+    """
+    strategy = owner_of(state)
+    attributes = ["model"] if weights_only else list(state.serialized_attributes)
+    if strategy is not None:
+        attributes = [name for name in attributes if name not in PARTS]
+    with as_sharded(state), _only(state, attributes):
+        content: dict[str, Any] = {"state": state.state_dict()}
+    prepared = _open if layout_of(state) is Layout.SHARDED else _whole
+    content["state"] = {name: part if name in PARTS else prepared(part) for name, part in content["state"].items()}
+    if strategy is not None:
+        content["state"].update(collect_parts(state, strategy, weights_only=weights_only))
+    if not weights_only:
+        content["rng"] = _rng(state)
+        _add_loader_state(state, content["state"])
+        if "metadata" in content["state"] and (data := describe_train_data(state)):
+            content["state"]["metadata"][TRAIN_DATA_KEY] = data
+    return without_keys(content, ignore_keys, "save_ignore_keys")
+
+
+def _whole(part: Any) -> Any:
+    """Return what algorithms and callbacks keep with whole tensors in place of shards. Every rank must call this."""
+    return map_tree(part, lambda _, leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
+
+
+def _open(part: Any) -> Any:
+    """Return what algorithms and callbacks keep with lists in place of the tuples around shards.
+
+    Into a tuple DCP does not look: it would be one item, which one rank writes.
+    """
+    around: set[str] = set()
+    for name, _ in named_leaves(part, DTensor):
+        while name := name.rpartition("/")[0]:
+            around.add(name)
+    return map_tree(part, lambda name, value: list(value) if name in around and type(value) is tuple else value)
+
+
+def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
+    """Return what the manifest says of a checkpoint of now."""
+    return {
+        "composer_checkpoint_version": version("composer-checkpoint"),
+        "run_name": state.run_name,
+        "timestamp": {name: int(getattr(state.timestamp, name)) for name in _COUNTERS},
+        "world_size": dist.get_world_size(),
+        "weights_only": weights_only,
+    }
+
+
+def save_checkpoint(
+    state: "State",
+    filename: str = "ep{epoch}-ba{batch}-rank{rank}",
+    *,
+    weights_only: bool = False,
+    ignore_keys: IgnoreKeys | None = None,
+) -> str | None:
+    """Save a training state, whole or not at all. Every rank must call this.
+
+    Rank 0 writes the file; with `state_dict_type='sharded'` all ranks write into a folder, and with `'local'` each
+    writes a file of its own. A checkpoint that has the name is replaced, and no folder of another kind.
+
+    Args:
+        state: The training state.
+        filename: Where to, with placeholders for run, ranks and time. Its end says the format, as in `save_file`.
+        weights_only: Save only the model and what describes it.
+        ignore_keys: Patterns of what to leave out, such as `'state/optimizers/*'`, or a function that deletes from
+            the checkpoint's dict.
+
+    Returns:
+        The path, on the ranks that wrote; `None` on the others.
+
+    Raises:
+        CheckpointError: On all ranks, if any of them cannot write; what was there before is untouched.
+        CompressorNotFound: If the program that the name asks for is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_events import State
+        >>> state = State(torch.nn.Linear(2, 1), rank_zero_seed=1, device="cpu")
+        >>> path = save_checkpoint(state, tempfile.mkdtemp() + "/ep{epoch}-ba{batch}.pt")
+        >>> path.rpartition("/")[2]
+        'ep0-ba0.pt'
+    """
+    check_ignore_keys("ignore_keys", ignore_keys)
+    check_flags(weights_only=weights_only)
+    check_placeholders(OF_SAVE, filename=filename)
+    path = path_of(state, filename)
+    content = collect(state, weights_only=weights_only, ignore_keys=ignore_keys)
+    info = describe(state, weights_only=weights_only)
+    return write(content, path, layout_of(state), info, planner=save_planner_of(state))
+
+
+def save_planner_of(state: "State") -> "SavePlanner":
+    """Return the planner of sharded checkpoints: the one of the FSDP settings, or ours.
+
+    Buffers, which are not sharded, are each rank's own, and belong together: ours takes all of them of rank 0.
+    """
+    return getattr(state.fsdp_config, "save_planner", None) or WholeSavePlanner(first_rank_decides=True)
+
+
+def write(
+    content: dict[str, Any],
+    path: str,
+    layout: Layout,
+    info: dict[str, Any],
+    timeout_s: float | None = None,
+    planner: "SavePlanner | None" = None,
+) -> str | None:
+    """Write what was collected, and return the path on the ranks that wrote. Every rank must call this."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what was gathered need not fit beside what training had cached
+    match layout:
+        case Layout.SHARDED:
+            save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s, planner=planner)
+            return path
+        case Layout.LOCAL:
+            save_local(content, path, info=info, timeout_s=timeout_s)
+            return own_file(path)
+        case Layout.MONOLITHIC:
+            ranks = Ranks(timeout_s=timeout_s)
+            write_on_rank_zero(path, lambda unfinished: save_file(content, unfinished, info=info), ranks)
+            return path if ranks.rank == 0 else None
+
+
+def own_file(path: str) -> str:
+    """Return this rank's name among those of per-rank files."""
+    return path.replace("{rank}", str(dist.get_global_rank()))
+
+
+def _rng(state: "State") -> list[dict[str, Any]]:
+    """Return each rank's random numbers, and those that the open epoch began with."""
+    entries = get_rng_state()
+    position = DataPosition.of(state)
+    if position is not None:
+        for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state)), strict=True):
+            if start:
+                entry[EPOCH_START_KEY] = start
+    return [entries[dist.get_global_rank()]] if layout_of(state) is Layout.LOCAL else entries
+
+
+def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
+    has_state = keeps_own_state(state.train_dataloader)
+    if saved.get("dataset_state"):
+        train = begin_next_epoch(saved["dataset_state"].get("train"), state)
+        saved["dataset_state"] = {**saved["dataset_state"], "train": train}
+    if "dataset_state" in saved and any(dist.all_gather_object(has_state)):
+        own = state.train_dataloader.state_dict() if has_state else None
+        states = dist.all_gather_object(own)
+        saved["dataset_state"] = {**saved["dataset_state"], LOADER_KEY: states}
+
+
+@contextmanager
+def _only(state: "State", attributes: list[str]) -> Iterator[None]:
+    """Let `state.state_dict` collect some attributes, and nothing else that ranks would have to gather."""
+    all_attributes, state.serialized_attributes = state.serialized_attributes, attributes
+    try:
+        yield
+    finally:
+        state.serialized_attributes = all_attributes
+
+
+def as_sharded(state: "State") -> AbstractContextManager[None]:
+    """Let a state whose type is `'local'` give each rank's shards, as it does for `'sharded'`."""
+    return _as_type("sharded", state, Layout.LOCAL)
+
+
+def as_whole(state: "State") -> AbstractContextManager[None]:
+    """Let a state whose type is `'sharded'` take whole tensors, of which each rank keeps its part, as for `'full'`."""
+    return _as_type("full", state, Layout.SHARDED)
+
+
+@contextmanager
+def _as_type(state_dict_type: str, state: "State", instead_of: Layout) -> Iterator[None]:
+    config = state.fsdp_config
+    if layout_of(state) is not instead_of:
+        yield
+        return
+    before, config.state_dict_type = config.state_dict_type, state_dict_type
+    try:
+        yield
+    finally:
+        config.state_dict_type = before
+
+
+def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
+    """Return a folder's content, of which each rank reads what it holds. Every rank must call this.
+
+    Args:
+        path: The folder.
+        state: Its model says how tensors are spread; they are whole where it is not.
+        weights_only: Read the model and the algorithms only.
+        verify: Whether hashes are compared.
+    """
+    content = _empty_content(path, state, weights_only)
+    load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
+    saved = content.setdefault("state", {})
+    if isinstance(algorithms := saved.get("algorithms"), list):
+        saved["algorithms"] = [tuple(pair) for pair in algorithms]  # lists where shards were below
+    return content
+
+
+def check_spread(path: str | os.PathLike[str], state: "State") -> None:
+    """Compare what each rank would read of a folder with its hashes. Every rank must call this.
+
+    Raises:
+        CheckpointError: On all ranks, if anything is not what was written.
+    """
+    check_sharded(_empty_content(path, state, weights_only=False), path)
+
+
+def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+    """Return what a folder holds, with tensors that have no values yet."""
+    read: list[Metadata] = []
+    Ranks().together(lambda: read.append(read_folder_metadata(path)))
+    metadata = read[0]
+    parameters = _spread_parameters(state)
+    content: dict[Any, Any] = {}
+    paths: Mapping[str, Any] = metadata.planner_data or {}
+    for name, described in metadata.state_dict_metadata.items():
+        keys = tuple(paths.get(name, (name,)))
+        if weights_only and keys[:2] not in (("state", "model"), ("state", "algorithms")):
+            continue
+        leaf: Any = None
+        if isinstance(described, TensorStorageMetadata):
+            leaf = _empty(described, _parameter_of(keys, parameters))
+        _put(content, keys, leaf)
+    return _with_lists(content)
+
+
+def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
+    """Return the content of a per-rank file with its tensors as the shards that they are.
+
+    Raises:
+        ValueError: If another number of ranks saved it.
+        CorruptCheckpointError: On all ranks, if their files are of different saves.
+    """
+    layout = content.pop(LAYOUT_KEY)
+    if layout["world_size"] != dist.get_world_size():
+        raise other_number_of_ranks(path, layout["world_size"])
+    refuse_mixed_saves(dist.all_gather_object(layout.get(SAVE_ID_KEY)), path)
+    if "rng" in content:  # of this rank, as whoever reads it looks for it: one entry for each
+        content["rng"] = [entry for own in dist.all_gather_object(content["rng"]) for entry in own]
+    parameters, described = _spread_parameters(state), layout["tensors"]
+
+    def spread(name: str, leaf: Any) -> Any:
+        parameter = _parameter_of(tuple(name.split("/")), parameters)
+        if name not in described or parameter is None or list(parameter.shape) != described[name]["global_shape"]:
+            return leaf
+        return DTensor.from_local(
+            leaf, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+
+    return map_tree(content, spread)
+
+
+def other_number_of_ranks(path: str, saved_by: int) -> ValueError:
+    """Return the error of ranks that load the files of another number of ranks."""
+    return ValueError(
+        f"{path} is one of the files of {saved_by} ranks, and {dist.get_world_size()} load them: per-rank files are "
+        f"not elastic. Start {saved_by} ranks, or put the files together with "
+        f"composer_checkpoint.formats.per_rank.merge_local (see {ELASTIC_VARIABLE})."
+    )
+
+
+def _spread_parameters(state: "State") -> dict[str, DTensor]:
+    with as_sharded(state):
+        weights = state.get_model_state_dict()
+    return {name: value for name, value in weights.items() if isinstance(value, DTensor)}
+
+
+def _parameter_of(keys: tuple[Any, ...], parameters: Mapping[str, DTensor]) -> DTensor | None:
+    """Return the parameter to which a tensor of a checkpoint belongs, if it is spread."""
+    match keys:
+        case ("state", "model", name):
+            return parameters.get(str(name))
+        case ("state", "optimizers", _, "state", name, *_):
+            return parameters.get(str(name))
+        case ("state", "algorithms", *_, name):  # an average of it, say
+            plain = str(name).removeprefix("module.")
+            return parameters.get(str(name), parameters.get(plain))
+        case _:
+            return None
+
+
+def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
+    dtype = described.properties.dtype
+    if like is not None and like.shape == described.size:
+        return torch.empty_like(like, dtype=dtype)
+    return torch.empty(described.size, dtype=dtype)
+
+
+def _put(tree: dict[Any, Any], keys: tuple[Any, ...], leaf: Any) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[keys[-1]] = leaf
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return a tree of dicts with those that count their items as lists."""
+    if not isinstance(tree, dict) or not tree:
+        return tree
+    items = {key: _with_lists(value) for key, value in tree.items()}
+    if all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
+        return [items[index] for index in range(len(items))]
+    return items
+
+
+def unchanged_until_step(state: "State") -> list[torch.Tensor]:
+    """Return what nothing changes before the optimizer's next step, unless algorithms may."""
+    if state.algorithms:
+        return []
+    stable: list[torch.Tensor] = list(state.model.parameters()) if hasattr(state.model, "parameters") else []
+    for optimizer in state.optimizers:
+        for of_parameter in getattr(optimizer, "state", {}).values():
+            if isinstance(of_parameter, dict):
+                stable += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
+    return stable
+
+
+PARTS = ("model", "optimizers")
+"""What a state dict has of them."""
+
+
+def owner_of(state: "State") -> Strategy | None:
+    """Return the strategy that has the whole weights, or `None` where the state itself can collect them.
+
+    Raises:
+        RuntimeError: If an engine has the weights and the state does not say which strategy it belongs to.
+    """
+    if not state.deepspeed_enabled:
+        return None
+    strategy = getattr(state, "strategy", None)
+    if not isinstance(strategy, Strategy):
+        raise RuntimeError(
+            "DeepSpeed's engine has the weights, and state.strategy, which could collect them, is missing. Set it to "
+            "the DeepSpeed strategy that prepared the model."
+        )
+    return strategy
+
+
+def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> dict[str, Any]:
+    """Return the whole weights and optimizer state, as a run without the engine has them. Every rank must call this.
+
+    The optimizer's parameters are numbered in its own order.
+    """
+    parts: dict[str, Any] = {"model": strategy.model_state_dict(state.model)}
+    if not weights_only:
+        parts["optimizers"] = {
+            name_of_optimizer(state, optimizer): map_tree(
+                strategy.optimizer_state_dict(state.model, optimizer), _own_count
+            )
+            for optimizer in state.optimizers
+        }
+    return parts
+
+
+def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, strict: bool) -> None:
+    """Load what `collect_parts` or a run without the engine has saved. Every rank must call this."""
+    if saved.get("model"):
+        strategy.load_model_state_dict(state.model, saved["model"], strict=strict)
+    if "optimizers" not in saved:
+        return
+    for optimizer in state.optimizers:
+        name = name_of_optimizer(state, optimizer)
+        if name in saved["optimizers"]:
+            strategy.load_optimizer_state_dict(state.model, optimizer, saved["optimizers"][name])
+        else:
+            warnings.warn(
+                f"{name} is not in the state_dict. Its state will not be restored.", UserWarning, stacklevel=2
+            )
+
+
+def _own_count(_: str, value: Any) -> Any:
+    """Copy a count of steps, of which ZeRO keeps one for all: who loads it for each parameter must not share it."""
+    return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def name_of_optimizer(state: "State", optimizer: Any) -> str:
+    """Return the class of the optimizer that the engine has wrapped."""
+    return type(getattr(state.model, "basic_optimizer", optimizer)).__qualname__

@@ -1,0 +1,312 @@
+"""Amazon S3, and servers that speak its protocol."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fsspec.callbacks import DEFAULT_CALLBACK, Callback
+from fsspec.implementations.local import LocalFileSystem
+
+from composer_checkpoint.stores.base import Progress
+from composer_checkpoint.stores.fsspec import FsspecObjectStore, require_package
+
+__all__ = ["AzureObjectStore", "GCSObjectStore", "LibcloudObjectStore", "OCIObjectStore", "S3ObjectStore"]
+
+_EXTRA_ARGS: Final = {
+    "ACL",
+    "CacheControl",
+    "ChecksumAlgorithm",
+    "ContentDisposition",
+    "ContentEncoding",
+    "ContentLanguage",
+    "ContentType",
+    "ExpectedBucketOwner",
+    "Expires",
+    "GrantFullControl",
+    "GrantRead",
+    "GrantReadACP",
+    "GrantWriteACP",
+    "Metadata",
+    "ObjectLockLegalHoldStatus",
+    "ObjectLockMode",
+    "ObjectLockRetainUntilDate",
+    "RequestPayer",
+    "SSECustomerAlgorithm",
+    "SSECustomerKey",
+    "SSECustomerKeyMD5",
+    "SSEKMSEncryptionContext",
+    "SSEKMSKeyId",
+    "ServerSideEncryption",
+    "StorageClass",
+    "Tagging",
+    "WebsiteRedirectLocation",
+}
+
+
+class S3ObjectStore(FsspecObjectStore):
+    """A bucket of S3, or of a server that speaks its protocol (MinIO, Ceph, R2, ...).
+
+    What is not given comes from where the AWS tools look for it. The variable `S3_ENDPOINT_URL` names another server,
+    and `S3_CANNED_ACL` an access rule for each object. Large files are sent in parts, several at a time.
+
+    Args:
+        bucket: The bucket.
+        prefix: Put before each name.
+        region_name: Where the bucket is.
+        endpoint_url: The server.
+        aws_access_key_id: Who asks.
+        aws_secret_access_key: The proof of it.
+        aws_session_token: For credentials that expire.
+        client_config: Settings of botocore's client, such as `{'max_pool_connections': 20}`.
+        transfer_config: `max_concurrency` and `multipart_chunksize` (in bytes), as a mapping.
+
+    Raises:
+        ValueError: If `transfer_config` has other keys.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        region_name: str | None = None,
+        endpoint_url: str | None = None,
+        aws_access_key_id: str | None = None,
+        aws_secret_access_key: str | None = None,
+        aws_session_token: str | None = None,
+        client_config: Mapping[str, Any] | None = None,
+        transfer_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.bucket, self.prefix = bucket, prefix.strip("/")
+        transfer = dict(transfer_config or {})
+        self._chunk_bytes: int | None = transfer.pop("multipart_chunksize", None)
+        concurrency = {"max_concurrency": transfer.pop("max_concurrency")} if "max_concurrency" in transfer else {}
+        if transfer:
+            raise ValueError(
+                f"transfer_config has the unknown keys {sorted(transfer)}. Known are 'max_concurrency' and "
+                f"'multipart_chunksize'."
+            )
+        super().__init__(
+            f"s3://{bucket}/{self.prefix}",
+            endpoint_url=endpoint_url or os.environ.get("S3_ENDPOINT_URL"),
+            key=aws_access_key_id,
+            secret=aws_secret_access_key,
+            token=aws_session_token,
+            client_kwargs={"region_name": region_name} if region_name else {},
+            config_kwargs={"retries": {"mode": "adaptive"}, **(client_config or {})},
+            use_listings_cache=False,
+            **concurrency,
+        )
+
+    def upload_object(
+        self,
+        object_name: str,
+        filename: str | os.PathLike[str],
+        callback: Progress | None = None,
+        *,
+        overwrite: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Copy a local file to the bucket; as `FsspecObjectStore.upload_object`.
+
+        Args:
+            object_name: The name it gets.
+            filename: The file.
+            callback: Called with the bytes sent and the file's size.
+            overwrite: Whether an object that has the name is replaced.
+            **kwargs: Only `ExtraArgs`, a mapping with what S3 takes for an object, such as `{'ACL': 'private'}`.
+
+        Raises:
+            ValueError: If there is another argument, or an unknown key in `ExtraArgs`.
+        """
+        extra = dict(kwargs.pop("ExtraArgs", {}))
+        unknown = sorted({*kwargs} | {*extra} - _EXTRA_ARGS)
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)}: S3ObjectStore.upload_object does not take this. It takes ExtraArgs with some "
+                f"of the keys {', '.join(sorted(_EXTRA_ARGS))}."
+            )
+        canned_acl = os.environ.get("S3_CANNED_ACL")
+        if canned_acl:
+            extra.setdefault("ACL", canned_acl)
+        chunks = {} if self._chunk_bytes is None else {"chunksize": self._chunk_bytes}
+        super().upload_object(object_name, filename, callback, overwrite=overwrite, **chunks, **extra)
+
+
+class AzureObjectStore(FsspecObjectStore):
+    """A container of Azure Blob Storage.
+
+    The account is that of `AZURE_ACCOUNT_NAME` and `AZURE_ACCOUNT_ACCESS_KEY`; what is not set there comes from where
+    the Azure tools look for it (`AZURE_STORAGE_CONNECTION_STRING`, `AZURE_STORAGE_SAS_TOKEN`, ...).
+
+    Args:
+        container: The container.
+        prefix: Put before each name.
+
+    Raises:
+        ImportError: If the package for it is not installed, with the line that installs it.
+    """
+
+    def __init__(self, container: str, prefix: str = "") -> None:
+        self.container, self.prefix = container, prefix.strip("/")
+        given = {
+            "account_name": os.environ.get("AZURE_ACCOUNT_NAME"),
+            "account_key": os.environ.get("AZURE_ACCOUNT_ACCESS_KEY"),
+        }
+        options = {name: value for name, value in given.items() if value}
+        super().__init__(f"az://{container}/{self.prefix}", use_listings_cache=False, **options)
+
+
+_S3_FACE = "https://storage.googleapis.com"
+
+
+class GCSObjectStore(FsspecObjectStore):
+    """A bucket of Google Cloud Storage.
+
+    With the variables `GCS_KEY` and `GCS_SECRET` (an HMAC key) it is reached through its S3 face, which needs the
+    extra `s3`; otherwise with Google's default credentials, which needs the extra `gcs`.
+
+    Args:
+        bucket: The bucket.
+        prefix: Put before each name.
+
+    Raises:
+        ValueError: If there are no credentials.
+        ImportError: If the package for it is not installed, with the line that installs it.
+    """
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        self.bucket, self.prefix = bucket, prefix.strip("/")
+        key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
+        self.use_gcs_sdk = not (key and secret)
+        if self.use_gcs_sdk:
+            super().__init__(f"gs://{bucket}/{self.prefix}", use_listings_cache=False, **_default_credentials())
+            return
+        super().__init__(
+            f"s3://{bucket}/{self.prefix}",
+            endpoint_url=_S3_FACE,
+            key=key,
+            secret=secret,
+            client_kwargs={"region_name": "auto"},
+            use_listings_cache=False,
+        )
+        self.uri = f"gs://{bucket}/{self.prefix}".rstrip("/")
+
+
+def _default_credentials() -> dict[str, Any]:
+    require_package("gs://")
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
+        return {"token": "anon"}
+    # gcsfs would look further, and at the end go on without any.
+    if importlib.util.find_spec("google.auth") is not None:
+        import google.auth
+        from google.auth.exceptions import DefaultCredentialsError
+
+        try:
+            google.auth.default()
+        except DefaultCredentialsError as error:
+            raise ValueError(
+                f"There are no credentials for Google Cloud Storage: {error} Set GOOGLE_APPLICATION_CREDENTIALS, or "
+                f"GCS_KEY and GCS_SECRET for an HMAC key."
+            ) from error
+    return {"token": "google_default"}
+
+
+_GOOGLE_S3_FACE = {"endpoint_url": "https://storage.googleapis.com", "client_kwargs": {"region_name": "auto"}}
+
+
+class LibcloudObjectStore(FsspecObjectStore):
+    """A container of one of libcloud's providers, reached without libcloud.
+
+    Args:
+        provider: `'local'`, `'s3'`, `'google_storage'` or `'azure_blobs'`, in any case.
+        container: The container or bucket; for `'local'`, a folder below that of `provider_kwargs`.
+        chunk_size: After how many bytes the progress is told, for `'local'`.
+        key_environ: The variable that has the key or the account's name.
+        secret_environ: The variable that has its secret.
+        provider_kwargs: For `'local'`, `{'key': folder}`; for the others, what the `fsspec` file system takes.
+
+    Raises:
+        ValueError: If the provider is another one, with what to use instead.
+    """
+
+    def __init__(
+        self,
+        provider: str,
+        container: str,
+        chunk_size: int = 1_048_576,
+        key_environ: str | None = None,
+        secret_environ: str | None = None,
+        provider_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.chunk_size = chunk_size
+        options = dict(provider_kwargs or {})
+        key = os.environ.get(key_environ) if key_environ else options.pop("key", None)
+        secret = os.environ.get(secret_environ) if secret_environ else options.pop("secret", None)
+        match provider.lower():
+            case "local":
+                super().__init__((Path(key or ".").resolve() / container).as_uri())
+            case "s3":
+                super().__init__(f"s3://{container}", key=key, secret=secret, **options)
+            case "google_storage":  # its credentials are an HMAC key, as the S3 face takes it
+                super().__init__(f"s3://{container}", **{**_GOOGLE_S3_FACE, "key": key, "secret": secret, **options})
+            case "azure_blobs":
+                super().__init__(f"az://{container}", account_name=key, account_key=secret, **options)
+            case _:
+                raise ValueError(
+                    f"provider={provider!r} is not reached any more. Use 'local', 's3', 'google_storage' or "
+                    f"'azure_blobs', or FsspecObjectStore with an address that fsspec knows."
+                )
+        self.uri = f"{provider.lower()}://{container}"
+
+    def _open(self, uri: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
+        if not uri.startswith("file:"):
+            return super()._open(uri, storage_options)
+        return _TellingLocalFileSystem(self.chunk_size), uri.removeprefix("file://")
+
+
+class _TellingLocalFileSystem(LocalFileSystem):
+    """Local files that tell their progress."""
+
+    cachable = False
+
+    def __init__(self, chunk_size: int) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+
+    def put_file(self, path1: str, path2: str, callback: Callback | None = None, **kwargs: Any) -> None:
+        self._copy(path1, path2, callback or DEFAULT_CALLBACK)
+
+    def get_file(self, path1: str, path2: str, callback: Callback | None = None, **kwargs: Any) -> None:
+        self._copy(path1, path2, callback or DEFAULT_CALLBACK)
+
+    def _copy(self, source: str, target: str, callback: Callback) -> None:
+        with open(source, "rb") as reader, open(target, "wb") as writer:
+            callback.absolute_update(0)
+            while chunk := reader.read(self.chunk_size):
+                writer.write(chunk)
+                callback.relative_update(len(chunk))
+
+
+class OCIObjectStore(FsspecObjectStore):
+    """A bucket of OCI.
+
+    Args:
+        bucket: The bucket, or `bucket@namespace`; without a namespace, that of the credentials.
+        prefix: Put before each name.
+
+    Raises:
+        ValueError: If the file of credentials, which the variable `OCI_CONFIG_FILE` may name, cannot be used.
+        ImportError: If the package for it is not installed, with the line that installs it.
+    """
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        self.bucket, self.prefix = bucket, prefix.strip("/")
+        config = os.environ.get("OCI_CONFIG_FILE", os.path.expanduser("~/.oci/config"))
+        if not os.path.isfile(config):
+            raise ValueError(
+                f"There are no credentials for OCI: {config!r} is no file. Write one, or set OCI_CONFIG_FILE to where "
+                f"it is."
+            )
+        super().__init__(f"oci://{bucket}/{self.prefix}", config=config)
