@@ -3,6 +3,7 @@
 Torch, and what needs it, is imported once the arguments are known to be right, so that help is there at once.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -11,11 +12,9 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
 
-from composer_ckpt.arguments import make_parser
-from composer_ckpt.outcomes import ExitCode, Result
-from composer_ckpt.printable import printable
+from composer_ckpt.output import ExitCode, Result, parse_size, printable
 
-__all__ = ["main"]
+__all__ = ["make_parser", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +59,7 @@ def _print(text: str) -> None:
 def _code_of(error: Exception) -> int | None:
     """Return the exit code for an error that is told in its own words, `None` for one that is a fault of ours."""
     from composer_checkpoint import CheckpointError, UnsafeCheckpointError
-    from composer_ckpt.outcomes import MismatchError, UsageError
+    from composer_ckpt.output import MismatchError, UsageError
 
     match error:
         case UnsafeCheckpointError():
@@ -73,3 +72,256 @@ def _code_of(error: Exception) -> int | None:
             return ExitCode.FAILURE
         case _:
             return None
+
+
+_PRECISIONS = ("keep", "fp32", "fp16", "bf16")
+_KINDS = ("auto", "composer", "pt", "safetensors", "dcp", "local", "deepspeed", "hf", "modular")
+_EPILOG = """\
+exit codes:
+  0  all is well; for diff, the two are equal
+  1  a failure, a damaged checkpoint, or differences
+  2  the arguments are wrong
+  3  what was written is not what it read; nothing was left
+  4  the checkpoint asks for more than data; nothing of it was run
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; what it parses names the `module` and the `function` that run the command."""
+    parser = argparse.ArgumentParser(
+        prog="composer-ckpt",
+        description="What is in a checkpoint, whether it is whole, and turning it into another one. Files are opened "
+        "without running anything of them, and read tensor by tensor, whatever their size.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
+    for add in (
+        _add_inspect,
+        _add_verify,
+        _add_diff,
+        _add_convert,
+        _add_merge,
+        _add_reshard,
+        _add_extract,
+        _add_latest,
+        _add_repair,
+    ):
+        add(commands)
+    return parser
+
+
+class _Command(argparse.ArgumentParser):
+    """Takes options anywhere, between the paths too, where argparse takes what follows for unknown arguments."""
+
+    _is_mixing = False
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # its overloads say the same
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        if self._is_mixing:  # the method below comes here again, on Python before 3.13
+            return super().parse_known_args(args, namespace)
+        self._is_mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_mixing = False
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # reading the metadata takes time
+
+        parser.exit(message=f"composer-ckpt {version('composer-ckpt')}\n")
+
+
+def _command(commands: Any, name: str, module: str, function: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    command.set_defaults(module=f"composer_ckpt.{module}", function=function)
+    command.add_argument("--json", action="store_true", help="print JSON, of the schema that the README describes")
+    return command
+
+
+def _add_inspect(commands: Any) -> None:
+    command = _command(commands, "inspect", "inspecting", "inspect", "show what is in a checkpoint, as a tree")
+    _add_source(command)
+    command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
+    command.add_argument("--tree", action="store_true", help="show all tensors, however many there are")
+    command.add_argument("--stats", action="store_true", help="read the tensors: min, max, mean and NaN of each")
+
+
+def _add_verify(commands: Any) -> None:
+    command = _command(commands, "verify", "verifying", "verify", "tell whether a checkpoint is whole")
+    _add_source(command)
+    command.add_argument("--hash", action="store_true", help="print a hash of each tensor, alike for all formats")
+
+
+def _add_diff(commands: Any) -> None:
+    command = _command(commands, "diff", "comparing", "diff", "compare two checkpoints, of any formats")
+    command.add_argument("a", metavar="A", help="one checkpoint")
+    command.add_argument("b", metavar="B", help="the other")
+    command.add_argument("--rtol", type=float, default=0.0, help="how much values may differ, relative to B's")
+    command.add_argument("--atol", type=float, default=0.0, help="how much they may differ at all")
+    command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
+    command.add_argument("--all", action="store_true", help="compare all tensors, not the model's weights alone")
+    command.add_argument("--most", type=int, default=10, help="how many differences to print (default: 10)")
+    _add_stores(command)
+
+
+def _add_convert(commands: Any) -> None:
+    command = _command(commands, "convert", "converting", "convert", "turn a checkpoint into one of another format")
+    command.add_argument("source", metavar="SRC", nargs="?", help="a checkpoint of any format")
+    command.add_argument("target", metavar="DST", nargs="?", help="the folder or file to write")
+    _add_kind(command)
+    add = command.add_argument
+    add("--composer_path", "--composer-path", dest="old_source", help=argparse.SUPPRESS)
+    add("--hf_output_path", "--hf-output-path", dest="old_target", help=argparse.SUPPRESS)
+    add("--local_checkpoint_save_location", "--local-checkpoint-save-location", help=argparse.SUPPRESS)
+    add("--hf_repo_for_upload", "--hf-repo-for-upload", dest="push_to_hub", help=argparse.SUPPRESS)
+    _add_conversion(command)
+    add("--peft", choices=("auto", "adapter", "merge"), default="auto", help="write LoRA alone, or added to its base")
+    add("--base-model", metavar="PATH", help="where the base of a LoRA is, if the checkpoint does not have it")
+    add("--optimizer", action="store_true", help="keep the optimizers' state (pt, dcp, local)")
+    add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt, dcp, local)")
+    add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which weights of DeepSpeed's")
+    add("--trust", action="store_true", help="load a .pt that asks for more than data: whatever it asks for is run")
+    add("--push-to-hub", metavar="REPO", help="publish the Hugging Face folder, too; --overwrite: also where REPO is")
+    add("--private", action="store_true", help="make the repository a private one")
+    add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="fetch it again and compare")
+    _add_writing(command)
+
+
+def _add_conversion(command: argparse.ArgumentParser) -> None:
+    """Add what says of weights what becomes of them."""
+    add = command.add_argument
+    add(
+        "--to",
+        choices=("hf", "pt", "dcp", "local", "safetensors"),
+        help="the format (default: as DST's name says, else hf)",
+    )
+    add("--world-size", type=int, metavar="N", help="for how many ranks (local, dcp)")
+    add(
+        "--output-precision",
+        "--output_precision",
+        choices=_PRECISIONS,
+        default="keep",
+        help="of floating point tensors",
+    )
+    add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file of a hf folder, as 1GB (default: 5GB)")
+    add(
+        "--format",
+        choices=("safetensors", "bin"),
+        default="safetensors",
+        help="of the weights of a Hugging Face folder",
+    )
+    _add_selection(command)
+    add("--rename", metavar="OLD=NEW", action="append", help="a regular expression and what replaces it; repeatable")
+    add("--strip-prefix", metavar="PREFIX", action="append", help="of names; repeatable (default: of known wrappers)")
+    add("--config", metavar="PATH", help="a config.json, or a folder with one, in place of the checkpoint's")
+    add("--tokenizer", metavar="PATH", help="a folder with a tokenizer's files, in place of the checkpoint's")
+    add("--config-override", metavar="KEY=VALUE", action="append", help="a value of the config, as JSON; repeatable")
+    add("--trust-remote-code", "--trust_remote_code", action="store_true", help="run and keep code that came along")
+    add("--no-verify", action="store_true", help="do not compare SRC with its hashes, nor read back what was written")
+
+
+def _add_merge(commands: Any) -> None:
+    command = _command(commands, "merge", "merging", "merge", "average the weights of several checkpoints of one model")
+    command.add_argument(
+        "sources", metavar="SRC", nargs="+", help="checkpoints of one model; the first one describes it"
+    )
+    command.add_argument("target", metavar="DST", help="the folder or file to write")
+    command.add_argument("--weights", type=_shares, metavar="A,B,...", help="how much each counts (default: all alike)")
+    _add_kind(command)
+    _add_conversion(command)
+    _add_writing(command)
+
+
+def _add_reshard(commands: Any) -> None:
+    command = _command(
+        commands, "reshard", "resharding", "reshard", "cut a checkpoint otherwise, format and names kept"
+    )
+    command.add_argument("source", metavar="SRC", help="the checkpoint")
+    command.add_argument("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")
+    _add_kind(command)
+    command.add_argument("--world-size", type=int, metavar="N", help="for how many ranks (dcp, local)")
+    command.add_argument(
+        "--max-shard-size", type=parse_size, metavar="SIZE", help="of a file, as 1GB (hf, safetensors)"
+    )
+    _add_writing(command)
+
+
+def _add_extract(commands: Any) -> None:
+    command = _command(commands, "extract", "extracting", "extract", "copy some tensors to a file of their own")
+    command.add_argument("source", metavar="SRC", help="the checkpoint")
+    command.add_argument("target", metavar="DST", help="a .safetensors or .pt file, or a .json with all but tensors")
+    _add_kind(command)
+    _add_selection(command)
+    _add_writing(command)
+
+
+def _add_latest(commands: Any) -> None:
+    command = _command(commands, "latest", "latest", "latest", "print the newest checkpoint of a folder that is whole")
+    command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints")
+    command.add_argument("--no-verify", action="store_true", help="do not read it, nor compare it with its hashes")
+
+
+def _add_repair(commands: Any) -> None:
+    command = _command(
+        commands, "repair", "repairing", "repair", "mend links, and what killed writers left, in a folder"
+    )
+    command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints, while none does")
+    command.add_argument("--link", metavar="NAME", help="let this link lead to the newest checkpoint that is whole")
+    command.add_argument("--delete", action="store_true", help="delete what killed writers left unfinished")
+    command.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+
+
+def _add_source(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", metavar="SRC", help="a file, a folder, a link, or per-rank files with {rank} in it")
+    _add_kind(command)
+    _add_stores(command)
+
+
+def _add_kind(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--from", dest="kind", choices=_KINDS, default="auto", help="what SRC is (default: look)")
+
+
+def _add_selection(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--include", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
+    command.add_argument("--exclude", metavar="GLOB", action="append", help="no tensors of such names; repeatable")
+
+
+def _add_writing(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--overwrite", action="store_true", help="replace what is there")
+    add("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    add("--quiet", action="store_true", help="no progress bar")
+    _add_stores(command)
+
+
+def _add_stores(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tmp-dir", metavar="PATH", help="where what comes from or goes to a store lies meanwhile")
+    command.add_argument(
+        "--jobs", type=_count, default=4, metavar="N", help="files of a store moved at a time (default: 4)"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: give 1 or more")
+    return int(text)
+
+
+def _shares(text: str) -> list[float]:
+    """Return how much of each there is, such that all are 1 together."""
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    total = sum(weights)
+    if not all(weight >= 0 for weight in weights) or not 0 < total < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 0 on, as 3,1 or 0.5,0.25,0.25")
+    return [weight / total for weight in weights]

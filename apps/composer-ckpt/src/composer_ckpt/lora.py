@@ -12,9 +12,9 @@ import torch
 
 from composer_checkpoint import IncompatibleCheckpointError
 from composer_checkpoint.tensors import StoredTensor
-from composer_ckpt.descriptions import metadata_of
+from composer_ckpt.folders import metadata_of
+from composer_ckpt.output import counted
 from composer_ckpt.selection import cast, renamed_by
-from composer_ckpt.sizes import counted
 from composer_ckpt.sources import opened
 from composer_ckpt.ties import Pair, find_ties, have_same_elements, settle_ties, under_each_name, untied_config
 from composer_hf.adapters import base_after_init, changes_base, is_adapter_weight

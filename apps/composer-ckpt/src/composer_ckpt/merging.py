@@ -8,9 +8,9 @@ import torch
 
 from composer_checkpoint import UnfittingWeightsError
 from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized, refuse_sparse
-from composer_ckpt.converting import write_converted
+from composer_ckpt.convert import write_converted
 from composer_ckpt.dtypes import refuse_without_numbers
-from composer_ckpt.outcomes import Result, UsageError
+from composer_ckpt.output import Result, UsageError
 from composer_ckpt.selection import select
 from composer_ckpt.sources import Accept, opened
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_checkpoint.tensors import StoredTensor
-from composer_ckpt.inspecting import dtype_name
-from composer_ckpt.sizes import counted, format_size
+from composer_ckpt.inspect import dtype_name
+from composer_ckpt.output import counted, format_size
 
 __all__ = ["Plan", "Progress", "peak_bytes"]
 

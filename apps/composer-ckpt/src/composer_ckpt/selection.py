@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeVar
 
-from composer_ckpt.outcomes import UsageError
+from composer_ckpt.output import UsageError
 
 if TYPE_CHECKING:
     from composer_checkpoint.tensors import StoredTensor

@@ -1,5 +1,7 @@
 """Opening what a command was given, here or in a store."""
 
+import argparse
+import filecmp
 import os
 import posixpath
 import re
@@ -12,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from composer_checkpoint import NoCheckpointError, UnsafeCheckpointError, load_file, verify_file
+from composer_checkpoint import Found, NoCheckpointError, UnsafeCheckpointError, find_newest, load_file, verify_file
 from composer_checkpoint import verify as verify_checkpoint
 from composer_checkpoint.inspection import Kind, follow_pointers
 from composer_checkpoint.remote.fetch import (
@@ -25,9 +27,22 @@ from composer_checkpoint.remote.fetch import (
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import reach
 from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open_checkpoint
-from composer_ckpt.outcomes import UsageError
+from composer_ckpt.output import MismatchError, Result, UsageError
 
-__all__ = ["Accept", "fetched", "find_files", "kind_of", "opened", "place_of", "reaching_stores", "verify_hashes"]
+__all__ = [
+    "check_request",
+    "publish",
+    "folder_of",
+    "latest",
+    "Accept",
+    "fetched",
+    "find_files",
+    "kind_of",
+    "opened",
+    "place_of",
+    "reaching_stores",
+    "verify_hashes",
+]
 
 _RANK = "{rank}"
 _SYMLINK = ".symlink"
@@ -213,3 +228,94 @@ def _objects(store: ObjectStore, wanted: str, name: str) -> dict[str, str]:
         return below
     pattern = re.compile(re.escape(name).replace(re.escape(_RANK), "[0-9]+"))
     return {found: relative for found, relative in below.items() if pattern.fullmatch(relative)}
+
+
+def check_request(options: argparse.Namespace, target: str) -> None:
+    """Refuse options for the Hub that do not fit.
+
+    Raises:
+        UsageError: If something else than a Hugging Face folder is written, or nobody says to which repository.
+    """
+    if options.push_to_hub is not None and target != "hf":
+        raise UsageError(f"--push-to-hub is of Hugging Face folders, and this writes {target}. Leave it out.")
+    given = {"--private": options.private, "--test-uploaded-model": options.test_uploaded_model}
+    if options.push_to_hub is None and any(given.values()):
+        names = ", ".join(name for name, value in given.items() if value)
+        raise UsageError(f"{names} needs --push-to-hub REPO, such as 'me/my-model'.")
+
+
+def publish(folder: str | Path, options: argparse.Namespace) -> str:
+    """Send all files of a folder to a repository in one commit, and return the commit's address.
+
+    Args:
+        folder: With the files.
+        options: Of `convert`.
+
+    Raises:
+        OSError: If the Hub refuses, or cannot be reached.
+        MismatchError: If `--test-uploaded-model` finds that the Hub has other files.
+    """
+    from huggingface_hub import HfApi, hf_hub_download  # it takes a second to load, and few publish
+
+    api = HfApi()
+    # With --overwrite only may there be a repository of this name: its files would be replaced.
+    repo = api.create_repo(options.push_to_hub, private=options.private or None, exist_ok=options.replaces_repo).repo_id
+    commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a model that composer-ckpt wrote")
+    if options.test_uploaded_model:
+        with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=options.tmp_dir) as place:
+            names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+            for name in names:
+                hf_hub_download(repo, name, revision=commit.oid, local_dir=place)
+            _compare(folder, place, names, repo)
+    return commit.commit_url
+
+
+def _compare(folder: str | Path, arrived: str, names: list[str], repo: str) -> None:
+    _, other, failed = filecmp.cmpfiles(folder, arrived, names, shallow=False)
+    if other or failed:
+        raise MismatchError(
+            f"the Hub has not what was sent to {repo}: {', '.join([*other, *failed][:5])}. The folder here is whole. "
+            f"Look at the repository, and send it again."
+        )
+
+
+def latest(options: argparse.Namespace) -> Result:
+    """Run the command."""
+    folder = folder_of(options.folder)
+    found = find_newest(folder, verify=_believe if options.no_verify else None)
+    if found is None:
+        raise NoCheckpointError(
+            f"there is no whole checkpoint in {options.folder}. `composer-ckpt verify` says of one what is wrong with "
+            f"it."
+        )
+    return Result(os.fspath(found.path), _as_data(found, options.folder))
+
+
+def folder_of(typed: str) -> Path:
+    """Return the folder that was typed.
+
+    Raises:
+        UsageError: If it is none of this machine.
+    """
+    if is_uri(typed):
+        raise UsageError(
+            f"FOLDER={typed!r} is in a store, where the object latest-rank0.pt.symlink names the newest. Name a folder "
+            f"of this machine."
+        )
+    if not os.path.isdir(typed):
+        raise UsageError(f"FOLDER={typed!r} is no folder. Name the one that a run saves to.")
+    return Path(typed)
+
+
+def _believe(path: Path) -> None:
+    """Take whatever has a checkpoint's name for whole: what is not has no such name."""
+
+
+def _as_data(found: Found, folder: str) -> dict[str, Any]:
+    time: Any = found.info.get("timestamp") or {}
+    return {
+        "folder": folder,
+        "path": os.fspath(found.path),
+        "timestamp": dict(time.get("Timestamp", time)),
+        "skipped": [{"path": os.fspath(skip.path), "reason": skip.reason} for skip in found.skipped],
+    }

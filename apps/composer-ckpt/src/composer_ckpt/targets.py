@@ -1,5 +1,6 @@
 """Where a command writes to: refused before anything is read, if what is there must stay."""
 
+import argparse
 import os
 import posixpath
 import tempfile
@@ -13,10 +14,9 @@ from composer_checkpoint.commit import is_of_checkpoint, refuse_existing, remove
 from composer_checkpoint.remote.fetch import is_uri, maybe_create_object_store_from_uri, parse_uri
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
-from composer_ckpt.outcomes import UsageError
-from composer_ckpt.sizes import counted
+from composer_ckpt.output import UsageError, counted
 
-__all__ = ["clear_leftovers", "may_replace", "written_to"]
+__all__ = ["refuse_for_source", "refuse_for_target", "clear_leftovers", "may_replace", "written_to"]
 
 _RANK = "{rank}"
 # What makes others take a folder for a checkpoint: it goes first, and comes last.
@@ -198,3 +198,61 @@ def _upload(local: Path, target: str, place: str, store: ObjectStore, older: lis
                 upload.result()
     finally:
         uploader.wait_and_close()
+
+
+_RUN_WHERE_TRUSTED = ("composer", "pt")
+_WEIGHTS_ALONE = ("safetensors", "hf", "modular")  # of the folder of `composer.checkpoint`, the model's part is read
+
+
+def refuse_for_target(options: argparse.Namespace, target: str) -> None:
+    """Refuse options that say what Hugging Face folders have, where something else is written.
+
+    Args:
+        options: Of `convert` or `merge`.
+        target: The format that is written.
+
+    Raises:
+        UsageError: If there are such options.
+    """
+    if target == "hf":
+        return
+    only_hf = {
+        "--peft": options.peft != "auto",
+        "--base-model": options.base_model is not None,
+        "--format": options.format != "safetensors",
+        "--max-shard-size": options.max_shard_size is not None,
+        "--config": options.config is not None,
+        "--config-override": options.config_override is not None,
+        "--tokenizer": options.tokenizer is not None,
+    }
+    if given := [name for name, is_given in only_hf.items() if is_given]:
+        raise _unfitting(given, "of Hugging Face folders", f"this writes {target}")
+
+
+def refuse_for_source(options: argparse.Namespace, kind: str, target: str) -> None:
+    """Refuse options that say how other kinds of checkpoints are read.
+
+    Args:
+        options: Of `convert` or `merge`.
+        kind: What is read.
+        target: The format that is written.
+
+    Raises:
+        UsageError: If there are such options.
+    """
+    found = f"SRC={options.source!r} is {kind}"
+    if options.trust and kind not in _RUN_WHERE_TRUSTED:
+        raise _unfitting(["--trust"], "of .pt files", found)
+    if options.deepspeed_weights != "fp32" and kind != "deepspeed":
+        raise _unfitting(["--deepspeed-weights"], "of DeepSpeed's folders", found)
+    if options.trust_remote_code and "hf" not in (kind, target):
+        raise _unfitting(["--trust-remote-code"], "of Hugging Face folders", f"{found}, and this writes {target}")
+    state = {"--optimizer": options.optimizer, "--resumption": options.resumption}
+    if kind in _WEIGHTS_ALONE and (given := [name for name, is_given in state.items() if is_given]):
+        raise _unfitting(given, "of what resumes a run", f"{found}, of which weights alone are read")
+
+
+def _unfitting(names: Iterable[str], whose: str, found: str) -> UsageError:
+    names = [*names]
+    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
+    return UsageError(f"{', '.join(names)} {verb} {whose}, and {found}. Leave {them} out.")

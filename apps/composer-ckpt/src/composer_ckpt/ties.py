@@ -1,6 +1,6 @@
 """Weights that a model has as one, where an adapter has changed one of them, and of those that are no longer equal."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name, tied_names
 
-__all__ = ["Pair", "find_ties", "have_same_elements", "settle_ties", "under_each_name", "untied_config"]
+__all__ = ["side_by_side", "Pair", "find_ties", "have_same_elements", "settle_ties", "under_each_name", "untied_config"]
 
 _PREFIX = "model."
-_BLOCK_NUMEL = 1 << 20
 _TIED = "tie_word_embeddings"
 Pair = tuple[str, str]
 Weights = dict[str, StoredTensor]
@@ -121,3 +120,46 @@ def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
 
 def _ties_of_model(model: torch.nn.Module | None) -> dict[str, str]:
     return {} if model is None else tied_names(model)  # pyright: ignore[reportArgumentType]  # of transformers
+
+
+_BLOCK_NUMEL = 1 << 20
+
+
+def side_by_side(name: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield, piece by piece, the elements that at least one of two sparse tensors has a place for.
+
+    Args:
+        name: What they are called, for the message.
+        a: One of them.
+        b: Another one of the same layout and shape.
+
+    Raises:
+        IncompatibleCheckpointError: If torch cannot bring their elements into one order.
+    """
+    try:
+        values = _aligned(_coordinates(a.read()), _coordinates(b.read()))
+    except (RuntimeError, NotImplementedError) as error:
+        raise IncompatibleCheckpointError(
+            f"{name} is a tensor of layout {a.read().layout}, of a kind that is not compared ({error!s:.200}). Choose "
+            f"others with --keys, or load the files with load_file() and compare it dense."
+        ) from error
+    yield from zip(*(each.reshape(-1).split(_BLOCK_NUMEL) for each in values), strict=True)
+
+
+def _coordinates(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
+
+
+def _aligned(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if a.sparse_dim() != b.sparse_dim():
+        raise RuntimeError(f"{a.sparse_dim()} of its dims are sparse, and {b.sparse_dim()} in the other file")
+    places = torch.cat([a.indices(), b.indices()], dim=1)
+    if not places.shape[1]:
+        return a.values(), b.values()
+    known, order = torch.unique(places, dim=1, return_inverse=True)
+    found: list[torch.Tensor] = []
+    for tensor, own in ((a, order[: a.indices().shape[1]]), (b, order[a.indices().shape[1] :])):
+        values = torch.zeros((known.shape[1], *tensor.values().shape[1:]), dtype=tensor.dtype)
+        values[own] = tensor.values()
+        found.append(values)
+    return found[0], found[1]

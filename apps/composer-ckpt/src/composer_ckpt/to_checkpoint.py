@@ -20,8 +20,8 @@ from composer_checkpoint.tensors import (
     stream_sharded,
     tensors_in,
 )
-from composer_ckpt.descriptions import saved_description
-from composer_ckpt.outcomes import MismatchError
+from composer_ckpt.folders import saved_description
+from composer_ckpt.output import MismatchError
 from composer_ckpt.plans import Plan, Progress
 from composer_ckpt.selection import renamed_by
 from composer_ckpt.weights import chosen_weights, notes_on_the_rest

@@ -22,12 +22,11 @@ from composer_checkpoint.tensors import (
     stream_pt,
     stream_shards,
 )
-from composer_ckpt.descriptions import metadata_of
+from composer_ckpt.folders import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters, of_other_adapters
-from composer_ckpt.outcomes import MismatchError, UsageError
+from composer_ckpt.output import DEFAULT_SHARD_BYTES, MismatchError, UsageError
 from composer_ckpt.plans import Plan, Progress
 from composer_ckpt.selection import once_each, refuse_doubles, renamed_by
-from composer_ckpt.sizes import DEFAULT_SHARD_BYTES
 from composer_ckpt.weights import chosen_weights, notes_on_the_rest
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata

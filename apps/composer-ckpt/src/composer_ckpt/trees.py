@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from composer_ckpt.sizes import counted, format_size
+from composer_ckpt.output import counted, format_size
 
 __all__ = ["draw_tree"]
 

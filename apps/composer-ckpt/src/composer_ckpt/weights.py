@@ -8,10 +8,9 @@ import torch
 from composer_checkpoint import CorruptCheckpointError
 from composer_checkpoint.tensors import StoredTensor, TensorSource, tensors_in
 from composer_ckpt.dtypes import has_numbers
-from composer_ckpt.outcomes import UsageError
+from composer_ckpt.output import UsageError, counted
 from composer_ckpt.plans import casts
 from composer_ckpt.selection import cast, rename, renamed_by, select
-from composer_ckpt.sizes import counted
 
 __all__ = ["chosen_weights", "notes_on_nan", "notes_on_the_rest", "without_wrappers"]
 

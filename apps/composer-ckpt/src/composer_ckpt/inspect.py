@@ -11,11 +11,8 @@ from composer_checkpoint import Manifest
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of
 from composer_ckpt.dtypes import has_numbers
 from composer_ckpt.folders import describe_folder
-from composer_ckpt.outcomes import ExitCode, Result
-from composer_ckpt.printable import as_lines
-from composer_ckpt.progress import progress_bar
+from composer_ckpt.output import ExitCode, Result, as_lines, format_size, progress_bar
 from composer_ckpt.selection import select
-from composer_ckpt.sizes import format_size
 from composer_ckpt.sources import opened
 from composer_ckpt.trees import draw_tree
 

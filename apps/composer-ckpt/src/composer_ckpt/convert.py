@@ -10,14 +10,10 @@ from typing import cast
 from composer_checkpoint import CheckpointConflictError
 from composer_checkpoint.remote.fetch import get_file, is_uri
 from composer_checkpoint.tensors import Target, TensorSource
-from composer_ckpt.fitting import refuse_for_source, refuse_for_target
-from composer_ckpt.hub import check_request, publish
-from composer_ckpt.outcomes import Result, UsageError
+from composer_ckpt.output import Result, UsageError, format_size, progress_bar
 from composer_ckpt.plans import Plan
-from composer_ckpt.progress import progress_bar
-from composer_ckpt.sizes import format_size
-from composer_ckpt.sources import Accept, opened, reaching_stores
-from composer_ckpt.targets import clear_leftovers, may_replace, written_to
+from composer_ckpt.sources import Accept, check_request, opened, publish, reaching_stores
+from composer_ckpt.targets import clear_leftovers, may_replace, refuse_for_source, refuse_for_target, written_to
 from composer_ckpt.weights import notes_on_nan
 
 __all__ = ["convert", "write_converted"]

@@ -17,9 +17,7 @@ from composer_checkpoint.tensors import (
     stream_shards,
 )
 from composer_ckpt.folders import is_weight_file
-from composer_ckpt.outcomes import Result, UsageError
-from composer_ckpt.progress import progress_bar
-from composer_ckpt.sizes import DEFAULT_SHARD_BYTES, counted, format_size
+from composer_ckpt.output import DEFAULT_SHARD_BYTES, Result, UsageError, counted, format_size, progress_bar
 from composer_ckpt.sources import fetched, opened, place_of
 from composer_ckpt.targets import clear_leftovers, may_replace
 

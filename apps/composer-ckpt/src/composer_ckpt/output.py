@@ -1,0 +1,138 @@
+"""Numbers of bytes as people write them, in powers of 1000 as Hugging Face has them."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+__all__ = [
+    "ExitCode",
+    "MismatchError",
+    "Result",
+    "UsageError",
+    "as_lines",
+    "printable",
+    "progress_bar",
+    "DEFAULT_SHARD_BYTES",
+    "format_size",
+    "parse_size",
+]
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Return how many bytes a text such as `'1GB'` or `'500MiB'` means.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is no size above 0.
+
+    Example:
+        >>> parse_size("1.5GB"), parse_size("2kib"), parse_size("7")
+        (1500000000, 2048, 7)
+    """
+    match = _WRITTEN.fullmatch(text)
+    factor = None if match is None else _UNITS.get(match[2].upper())
+    size = 0 if match is None or factor is None else int(float(match[1]) * factor)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number above 0 and a unit, as 5GB or 500MiB")
+    return size
+
+
+def format_size(size_bytes: float) -> str:
+    """Return a number of bytes in the largest decimal unit that it fills.
+
+    Example:
+        >>> format_size(1500), format_size(6_740_000_000), format_size(12)
+        ('1.50 kB', '6.74 GB', '12 B')
+    """
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a number with the name of what it counts.
+
+    Example:
+        >>> counted(1, "tensor"), counted(2, "tensor")
+        ('1 tensor', '2 tensors')
+    """
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+class ExitCode(IntEnum):
+    """What the command returns."""
+
+    FINE = 0
+    FAILURE = 1
+    """A failure, a damaged checkpoint, or differences."""
+    USAGE = 2
+    MISMATCH = 3
+    """What was written is not what was read."""
+    UNSAFE = 4
+    """The checkpoint asks for more than data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command found."""
+
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    code: int = ExitCode.FINE
+
+
+class UsageError(ValueError):
+    """The arguments do not fit each other or the checkpoint."""
+
+
+class MismatchError(RuntimeError):
+    """What was written is not what was read."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text with escapes in place of what a terminal would obey rather than show; line ends stay.
+
+    Example:
+        >>> printable("\x1b[31mred\nblue")
+        '\\x1b[31mred\nblue'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character == "\n" else ascii(character)[1:-1] for character in text
+    )
+
+
+def as_lines(lines: list[str]) -> str:
+    r"""Join lines, with escapes for what is not printable in them: a name in a file must not begin a line of its own.
+
+    Example:
+        >>> print(as_lines(["ok", "a\nok: forged"]))
+        ok
+        a\nok: forged
+    """
+    return "\n".join(printable(line).replace("\n", r"\n") for line in lines)
+
+
+@contextmanager
+def progress_bar(title: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Callable[[int], object]]:
+    """Yield a function that is called with the number of bytes after each step.
+
+    The bar goes to the standard error, and is shown if that is a terminal.
+    """
+    from tqdm import tqdm  # here, so that help does not wait for it
+
+    hidden = quiet or not sys.stderr.isatty()
+    with tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+        yield bar.update
