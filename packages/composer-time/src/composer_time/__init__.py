@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from composer_time.serializable import Serializable
 from composer_time.string_enum import StringEnum
-from composer_time.time import Time, ensure_time
-from composer_time.time_unit import TimeUnit
+from composer_time.time import Time, TimeUnit, ensure_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
