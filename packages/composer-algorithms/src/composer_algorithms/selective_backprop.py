@@ -21,7 +21,7 @@ from composer_dist.strategy import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.batches import batch_set
 from composer_events.event import Event
-from composer_models.eval_mode import model_eval_mode
+from composer_models.base import model_eval_mode
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -344,7 +344,7 @@ def _check_loss(loss_fun: object) -> None:
 def _inner_loss(model: nn.Module) -> object:
     """Return the function that gets the options of `model.loss`."""
     from composer_models import ComposerClassifier  # they load the metrics, which the function above does not need
-    from composer_models.module_adapter import ModuleAdapter
+    from composer_models.base import ModuleAdapter
 
     loss: Any = find_loss(model)
     for kind, name in ((ComposerClassifier, "_loss_fn"), (ModuleAdapter, "loss_fn")):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from composer_hf import generation
 from composer_hf.adapters import (
     adapter_of,
     filter_state_dict_peft,
@@ -23,6 +22,7 @@ from composer_hf.adapters import (
 from composer_hf.argument_kinds import check_model, check_tokenizer
 from composer_hf.compiled import as_written, compile_calls, take_out
 from composer_hf.from_checkpoint import hf_from_composer_checkpoint
+from composer_hf.generation import continuations
 from composer_hf.model_traits import forward_args, resolve_shift, warn_of_lost_alibi
 from composer_hf.published_weights import published_name
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
@@ -209,7 +209,7 @@ class HuggingFaceModel(ComposerModel):
         mode = batch.get("mode") if isinstance(batch, Mapping) else None
         if mode == "generate":
             self.labels = batch.get("labels")
-            return generation.continuations(self, batch)
+            return continuations(self, batch)
         if not self.use_logits and mode != "icl_task":
             return outputs if outputs is not None else self.forward(batch)
         labels = batch.get("labels")

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from composer_models.base import ComposerModel as ComposerModel
+    from composer_models.base import ModuleAdapter as ModuleAdapter
+    from composer_models.base import model_eval_mode as model_eval_mode
     from composer_models.classification import ComposerClassifier as ComposerClassifier
     from composer_models.classification import composer_timm as composer_timm
     from composer_models.detection import MAP as MAP
-    from composer_models.eval_mode import model_eval_mode as model_eval_mode
     from composer_models.gpt import GPT as GPT
     from composer_models.gpt import ComposerGPT as ComposerGPT
     from composer_models.gpt import GPTBlock as GPTBlock
-    from composer_models.gpt_config import GPTConfig as GPTConfig
+    from composer_models.gpt import GPTConfig as GPTConfig
     from composer_models.initializers import Initializer as Initializer
     from composer_models.losses import DiceLoss as DiceLoss
     from composer_models.losses import binary_cross_entropy_with_logits as binary_cross_entropy_with_logits
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from composer_models.metrics import MIoU as MIoU
     from composer_models.metrics import metrics_by_name as metrics_by_name
     from composer_models.mnist import mnist_model as mnist_model
-    from composer_models.module_adapter import ModuleAdapter as ModuleAdapter
     from composer_models.nlp_metrics import BinaryF1Score as BinaryF1Score
     from composer_models.nlp_metrics import LanguageCrossEntropy as LanguageCrossEntropy
     from composer_models.nlp_metrics import LanguagePerplexity as LanguagePerplexity

@@ -18,7 +18,7 @@ from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
 from composer_events.logger import Logger
 from composer_events.state import State
-from composer_models.eval_mode import model_eval_mode
+from composer_models.base import model_eval_mode
 from composer_time import Time, TimeUnit
 
 __all__ = ["Generate"]

@@ -19,8 +19,7 @@ from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine, Traces
 from composer_events.event import Event
 from composer_events.state import State
-from composer_models.base import ComposerModel
-from composer_models.eval_mode import model_eval_mode
+from composer_models.base import ComposerModel, model_eval_mode
 from composer_time import Timestamp, TimeUnit
 
 __all__ = ["LoopBatch"]
