@@ -6,12 +6,16 @@ makes an optimizer of, so with a plain AdamW elsewhere in the program the hooks 
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from composer_optim.schedulers import as_finite, check_flag
+
+__all__ = ["check_group"]
 
 # Named after the module's path in Composer, whose users tune `composer` loggers.
 log = logging.getLogger("composer.optim.decoupled_weight_decay")
@@ -76,3 +80,65 @@ def warn_of_large_decay(optimizer: Optimizer) -> None:
             largest,
             type(optimizer).__name__,
         )
+
+
+Check = Callable[[str, Any], None]
+
+
+def check_group(options: Mapping[str, Any]) -> None:
+    """Check the options of one group of parameters.
+
+    Args:
+        options: By name. Those that are not known here are the optimizer's own affair.
+
+    Raises:
+        TypeError: If an option is of the wrong kind.
+        ValueError: If a number is NaN, infinite, or out of its range.
+    """
+    for name, check in _CHECKS.items():
+        if name in options:
+            check(name, options[name])
+    if options.get("nesterov") and (options.get("momentum", 0) <= 0 or options.get("dampening", 0) != 0):
+        raise ValueError(
+            f"nesterov=True looks ahead along the momentum, and momentum={options.get('momentum', 0)!r}, "
+            f"dampening={options.get('dampening', 0)!r}. Use a momentum above 0, and no dampening."
+        )
+
+
+def _check_not_negative(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):  # which is on a device, perhaps, and nobody waits for it
+        as_finite(name, value, least=0.0)
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        as_finite(name, value)
+
+
+def _check_betas(name: str, value: object) -> None:
+    if isinstance(value, str | Tensor) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be two numbers, such as (0.9, 0.95).")
+    for index, beta in enumerate(value):
+        if not isinstance(beta, Tensor) and not 0 <= as_finite(f"{name}[{index}]", beta) < 1:
+            raise ValueError(f"{name}[{index}]={beta!r} must be 0 or more and less than 1.")
+
+
+def _check_flag_or_none(name: str, value: object) -> None:
+    if value is not None:
+        check_flag(name, value)
+
+
+_CHECKS: Mapping[str, Check] = {
+    "lr": _check_not_negative,
+    "momentum": _check_not_negative,
+    "dampening": _check_number,
+    "weight_decay": _check_not_negative,
+    "eps": _check_not_negative,
+    "betas": _check_betas,
+    "nesterov": check_flag,
+    "amsgrad": check_flag,
+    "maximize": check_flag,
+    "capturable": check_flag,
+    "foreach": _check_flag_or_none,
+    "fused": _check_flag_or_none,
+}

@@ -11,8 +11,7 @@ from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from composer_optim._decay import decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
-from composer_optim._options import check_group
+from composer_optim._decay import check_group, decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
 
 __all__ = ["DecoupledSGDW"]
 

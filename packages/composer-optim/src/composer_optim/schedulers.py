@@ -12,9 +12,10 @@ Whoever makes a scheduler gets a `TypeError` for a factor (`alpha`, `gamma`, `t_
 `ValueError` for one that is not finite, for a `gamma` below 0, and for a length that training cannot last.
 """
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 
-from composer_optim._shapes import checked_factor, checked_power, cosine, fraction_done, linear, polynomial
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time
 
@@ -28,6 +29,8 @@ __all__ = [
     "CosineAnnealingScheduler",
     "CosineAnnealingWarmRestartsScheduler",
     "PolynomialScheduler",
+    "as_finite",
+    "check_flag",
 ]
 
 
@@ -286,3 +289,67 @@ def _convert_period(period: Time, name: str, state: SchedulerState, ssr: float) 
             f"scale schedule ratio of {ssr}. It needs at least one whole unit: make {name} longer."
         )
     return converted
+
+
+def as_finite(name: str, value: object, least: float = -math.inf) -> float:
+    """Return a number as a float.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is NaN, infinite, too large for a float, or less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r} is not a number. Give one, such as 0.1.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number, value = math.inf, "a number larger than any float"  # whose thousands of digits Python does not write
+    if not math.isfinite(number) or number < least:
+        at_least = "" if least == -math.inf else f"{least:g} or more and "
+        raise ValueError(f"{name}={value!r} must be {at_least}finite. Give a number such as 0.1.")
+    return number
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError if a value is neither true nor false, such as the text 'False'."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is neither True nor False.")
+
+
+def fraction_done(now: int, start: int, end: int) -> float:
+    """Return how far `now` is on the way from `start` to `end`, in [0, 1]; 1 where there is no way to go."""
+    if end <= start:
+        return 1.0
+    return min(1.0, max(0.0, (now - start) / (end - start)))
+
+
+def linear(done: float, alpha_i: float, alpha_f: float) -> float:
+    """Go from `alpha_i` to `alpha_f` along a straight line."""
+    return alpha_i + done * (alpha_f - alpha_i)
+
+
+def cosine(done: float, alpha_f: float) -> float:
+    """Go from 1 to `alpha_f` along half a period of the cosine."""
+    return alpha_f + (1.0 - alpha_f) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def checked_factor(name: str, factor: float, least: float = -math.inf) -> float:
+    """Return what a learning rate is multiplied by.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is NaN, infinite, or less than `least`.
+    """
+    as_finite(name, factor, least)
+    return factor
+
+
+def checked_power(power: float) -> float:
+    """Return the exponent of `polynomial`, which would divide by zero at the end of the way if it were negative."""
+    as_finite("power", power, least=0.0)
+    return power
+
+
+def polynomial(done: float, power: float, alpha_f: float) -> float:
+    """Go from 1 to `alpha_f` as the `power`-th power of what is left of the way."""
+    return alpha_f + (1.0 - alpha_f) * (1.0 - done) ** power

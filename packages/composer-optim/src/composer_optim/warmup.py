@@ -11,9 +11,17 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from composer_optim._numbers import check_flag
-from composer_optim._shapes import checked_factor, checked_power, cosine, fraction_done, linear, polynomial
-from composer_optim.schedulers import ComposerScheduler, MultiStepScheduler
+from composer_optim.schedulers import (
+    ComposerScheduler,
+    MultiStepScheduler,
+    check_flag,
+    checked_factor,
+    checked_power,
+    cosine,
+    fraction_done,
+    linear,
+    polynomial,
+)
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length, parse_time
 from composer_time import Time, TimeUnit
 

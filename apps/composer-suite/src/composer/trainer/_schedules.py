@@ -14,7 +14,7 @@ from composer_dist import get_global_rank
 from composer_events.batches import ensure_tuple
 from composer_events.state import State
 from composer_optim import compile_composer_schedulers
-from composer_optim.side_by_side import check_together, compiled_for, set_last_rates, set_rates
+from composer_optim.compile import check_together, compiled_for, set_last_rates, set_rates
 from composer_optim.torch_schedulers import check_ratio, scale_pytorch_schedulers
 from composer_time import Time, Timestamp, TimeUnit, ensure_time
 
