@@ -244,7 +244,7 @@ def test_nothing_of_the_length_is_saved_but_the_table_of_positions():
 def test_who_exports_or_reloads_a_model_with_alibi_is_told_that_transformers_does_not_know_it(tmp_path, caplog):
     from composer.models import HuggingFaceModel
     from composer_hf import HuggingFaceMetadata
-    from composer_hf.pretrained_folder import write_description
+    from composer_hf.publishing import write_description
 
     model, ids = gpt2("sdpa", model_class=GPT2LMHeadModel), tokens()
     cf.apply_alibi(model, 40)

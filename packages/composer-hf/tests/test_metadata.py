@@ -9,7 +9,7 @@ import transformers
 from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError, load_file
 from composer_hf import HuggingFaceMetadata, HuggingFaceModel, MissingMetadataError
 from composer_hf.model_classes import build_config, find_class
-from composer_hf.pretrained_folder import readable_config, write_tokenizer
+from composer_hf.publishing import readable_config, write_tokenizer
 from composer_hf.saved_state import get_peft_config_from_composer_state_dict
 
 

@@ -31,8 +31,8 @@ from composer_ckpt.weights import chosen_weights, notes_on_the_rest
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
-from composer_hf.pretrained_folder import pretrained_folder
 from composer_hf.published_weights import PublishedPiece, plan_weights, published_name
+from composer_hf.publishing import pretrained_folder
 
 __all__ = ["plan_folder", "with_adapter"]
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from composer_hf.causal_lm import ComposerHFCausalLM as ComposerHFCausalLM
     from composer_hf.causal_lm import hf_causal_lm as hf_causal_lm
     from composer_hf.checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
-    from composer_hf.from_checkpoint import hf_from_composer_checkpoint as hf_from_composer_checkpoint
     from composer_hf.metadata import HuggingFaceMetadata as HuggingFaceMetadata
     from composer_hf.metadata import MissingMetadataError as MissingMetadataError
     from composer_hf.model import HuggingFaceModel as HuggingFaceModel
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from composer_hf.saved_state import (
         get_peft_config_from_composer_state_dict as get_peft_config_from_composer_state_dict,
     )
+    from composer_hf.saved_state import hf_from_composer_checkpoint as hf_from_composer_checkpoint
     from composer_hf.sharding_hints import prepare_hf_model_for_fsdp as prepare_hf_model_for_fsdp
 
 # The model's class needs torch and, once it is used, transformers, which take seconds to load.

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
@@ -26,17 +27,16 @@ from composer_events.formatting import check_placeholders
 from composer_events.intervals import create_interval_scheduler
 from composer_events.logger import Logger
 from composer_events.state import State
-from composer_hf.gathering import gather_weights
+from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model import HuggingFaceModel
-from composer_hf.pretrained_folder import pretrained_folder
-from composer_hf.published_weights import plan_weights
-from composer_hf.publishing import as_dtype
+from composer_hf.published_weights import plan_weights, published_name
+from composer_hf.publishing import as_dtype, pretrained_folder
 from composer_hf.registering import ModelRegistry, find_registry, in_background, register_folder, wait_on_all_ranks
 from composer_hf.weight_files import FORMATS, Format, main_dtype, parse_size, total_bytes, write_weight_files
 from composer_time import Time
 
-__all__ = ["HuggingFaceCheckpointer"]
+__all__ = ["HuggingFaceCheckpointer", "gather_weights"]
 
 log = getLogger(__name__)
 
@@ -363,3 +363,27 @@ def _model_of(state: "State") -> HuggingFaceModel:
 
 def _zero_stage(config: Any) -> int:
     return int(((config or {}).get("zero_optimization") or {}).get("stage", 0))
+
+
+def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
+    """Return copies of the weights, gathered one after the other. Every rank must call this.
+
+    Args:
+        model: The model, without what spreads it. Of one with an adapter, what was trained is returned.
+        dtype: What floating point weights are converted to.
+        keep: Whether this rank gets them; others get nothing.
+    """
+    seen: dict[int, Tensor | None] = {}
+    weights: dict[str, Tensor] = {}
+    beside = model.names_trained_beside_adapter()
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain = published_name(name)
+        if model.using_peft and not is_adapter_weight(plain) and plain not in beside:
+            continue
+        if id(value) not in seen:  # what is tied is one weight
+            whole: Tensor = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+            target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+            seen[id(value)] = whole.to("cpu", target, copy=True) if keep else None
+        if (copied := seen[id(value)]) is not None:
+            weights[name] = copied
+    return weights

@@ -1,16 +1,18 @@
 """A Hugging Face model as the training loop asks for it."""
 
 import copy
+import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from contextlib import nullcontext
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from composer_dist import dist
 from composer_hf.adapters import (
     adapter_of,
     filter_state_dict_peft,
@@ -19,30 +21,27 @@ from composer_hf.adapters import (
     peft_installed,
     trained_beside_adapter,
 )
-from composer_hf.argument_kinds import check_model, check_tokenizer
-from composer_hf.compiled import as_written, compile_calls, take_out
-from composer_hf.from_checkpoint import hf_from_composer_checkpoint
-from composer_hf.generation import continuations
-from composer_hf.model_traits import forward_args, resolve_shift, warn_of_lost_alibi
+from composer_hf.model_traits import (
+    as_written,
+    compile_calls,
+    forward_args,
+    resolve_shift,
+    take_out,
+    warn_of_lost_alibi,
+)
 from composer_hf.published_weights import published_name
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
 from composer_hf.saved_state import (
     describe,
     get_hf_config_from_composer_state_dict,
     get_peft_config_from_composer_state_dict,
+    hf_from_composer_checkpoint,
     load_model,
     load_tokenizer,
 )
 from composer_hf.sharding_hints import add_sharding_hints
-from composer_hf.vocabulary import fit_vocabulary
+from composer_hf.tokenizer_files import fit_vocabulary
 from composer_models import ComposerModel, MissingConditionalImportError
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-    from torchmetrics import Metric
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-else:  # for typing.get_type_hints, without the seconds that these libraries take to import
-    Metric = PeftConfig = PreTrainedModel = PreTrainedTokenizerBase = Any
 
 __all__ = [
     "HuggingFaceModel",
@@ -52,7 +51,17 @@ __all__ = [
     "maybe_get_underlying_model",
     "peft_installed",
     "write_huggingface_pretrained_from_composer_checkpoint",
+    "continuations",
+    "check_model",
+    "check_tokenizer",
 ]
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from torchmetrics import Metric
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+else:  # for typing.get_type_hints, without the seconds that these libraries take to import
+    Metric = PeftConfig = PreTrainedModel = PreTrainedTokenizerBase = Any
 
 log = getLogger(__name__)
 
@@ -426,3 +435,89 @@ def _adapter_weights(module: HuggingFaceModel, weights: Mapping[str, Any]) -> di
     peft_model: Any = module.model
     name = adapter_of(peft_model)
     return filter_state_dict_peft(weights, peft_model.peft_config[name], name, remove_adapter_names=False)
+
+
+def continuations(model: "HuggingFaceModel", batch: Mapping[str, Any]) -> list[str]:
+    """Return the text with which a model goes on from each of a batch's prompts. Every rank must call this.
+
+    Args:
+        model: The model.
+        batch: Has `input_ids`, and may have `attention_mask` and `generation_kwargs`.
+
+    Raises:
+        ValueError: If the model has no tokenizer.
+    """
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            "Generation eval cannot be used without providing a tokenizer to the model constructor. Pass "
+            "tokenizer=... to HuggingFaceModel."
+        )
+    prompts = batch["input_ids"]
+    generated = model.generate(
+        prompts,
+        attention_mask=batch.get("attention_mask"),
+        synced_gpus=dist.get_world_size() > 1,
+        **batch.get("generation_kwargs", {}),
+    )
+    # A model with an encoder gives back what the decoder made, and the others begin with the prompt.
+    new = generated if model.config.is_encoder_decoder else generated[:, prompts.shape[1] :]
+    texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+    if len(tokenizer(" a", add_special_tokens=False)["input_ids"]) != 1:
+        return [f" {text}" for text in texts]  # which decoding took away from the first word
+    return texts
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model of transformers, and does not look like one.
+
+    Raises:
+        TypeError: If it is no module, or has no configuration of transformers.
+    """
+    if isinstance(model, str | os.PathLike):
+        raise TypeError(
+            f"model={model!r} is a name, and the model itself is needed. Give "
+            f"AutoModelForCausalLM.from_pretrained({model!r}) of transformers, or what another of its Auto classes "
+            f"makes of the name."
+        )
+    if isinstance(model, type):
+        raise TypeError(
+            f"model={model!r} is a class, and a model is needed. Give {model.__name__}(config), or "
+            f"{model.__name__}.from_pretrained(...)."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model={model!r:.200} is no torch.nn.Module. HuggingFaceModel takes a PreTrainedModel of transformers, or "
+            f"a peft.PeftModel."
+        )
+    if not hasattr(getattr(model, "config", None), "to_json_string"):
+        raise TypeError(
+            f"model={model!r:.200} has no `config` of transformers, which every checkpoint keeps. HuggingFaceModel "
+            f"takes a PreTrainedModel of transformers, or a peft.PeftModel. Wrap another module with "
+            f"ComposerModel.from_module(module, loss_fn), of composer.models."
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse a tokenizer that no checkpoint could keep. Any object with a length and `save_pretrained` is one.
+
+    Raises:
+        TypeError: If it has not both.
+    """
+    if isinstance(tokenizer, str | os.PathLike):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} is a name, and the tokenizer itself is needed: every checkpoint calls its "
+            f"save_pretrained. Give AutoTokenizer.from_pretrained({tokenizer!r}) of transformers."
+        )
+    if isinstance(tokenizer, type):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} is a class, and a tokenizer is needed. Give "
+            f"{tokenizer.__name__}.from_pretrained(...)."
+        )
+    if not (isinstance(tokenizer, Sized) and hasattr(tokenizer, "save_pretrained")):
+        raise TypeError(
+            f"tokenizer={tokenizer!r:.200} is no tokenizer, which has len() and save_pretrained, as those of "
+            f"transformers have. Give AutoTokenizer.from_pretrained(...), or "
+            f"PreTrainedTokenizerFast(tokenizer_object=...) around a tokenizers.Tokenizer. With None, "
+            f"checkpoints keep none."
+        )

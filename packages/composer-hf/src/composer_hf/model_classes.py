@@ -5,18 +5,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
 from composer_checkpoint import CheckpointError, IncompatibleCheckpointError, UnsafeCheckpointError
-from composer_hf.code_settings import without_code
 from composer_hf.metadata import HuggingFaceMetadata
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_config", "build_model", "find_class", "meta_model"]
+__all__ = ["build_config", "build_model", "find_class", "meta_model", "without_code"]
 
 _TRUSTED_PACKAGES: Final = ("transformers", "composer", "composer_hf", "peft")
 _ENTRY_POINTS: Final = "composer.hf_models"
@@ -153,3 +152,35 @@ def _telling_what_does_not_fit(metadata: HuggingFaceMetadata) -> Iterator[None]:
             f"transformers builds no {metadata.model_class!r:.200} of the checkpoint's configuration: "
             f"{type(error).__name__}: {str(error).strip().rstrip('.'):.300}. Give the configuration that fits."
         ) from error
+
+
+# An implementation of attention or of experts may be the name of a kernel on the Hub, which is downloaded and imported.
+# transformers saves none: who loads the model chooses it. peft imports `megatron_core` where it has a configuration.
+_NAMES: Final = frozenset(
+    {
+        "auto_map",
+        "attribute_map",  # lets one setting mean another; transformers has it on the class
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+        *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+        *("megatron_config", "megatron_core"),
+    }
+)
+
+
+def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of somebody else's checkpoint without those that name code, at any depth.
+
+    Args:
+        settings: As `config.json` or `adapter_config.json` has them.
+
+    Example:
+        >>> without_code({"n_layer": 2, "text_config": {"attn_implementation": "somebody/kernel"}})
+        {'n_layer': 2, 'text_config': {}}
+    """
+    return {name: _cleaned(value) for name, value in settings.items() if name not in _NAMES}
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_code(cast("Mapping[str, Any]", value))
+    return [_cleaned(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
