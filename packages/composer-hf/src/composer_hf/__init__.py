@@ -42,7 +42,7 @@ _HOME = {
     "ComposerHFCausalLM": "causal_lm",
     "hf_causal_lm": "causal_lm",
     "HuggingFaceCheckpointer": "checkpointer",
-    "hf_from_composer_checkpoint": "from_checkpoint",
+    "hf_from_composer_checkpoint": "saved_state",
     "write_huggingface_pretrained_from_composer_checkpoint": "publishing",
     "get_hf_config_from_composer_state_dict": "saved_state",
     "get_peft_config_from_composer_state_dict": "saved_state",
