@@ -255,7 +255,7 @@ def _length_of(interval: Any) -> Time[Any] | None:
     return length if isinstance(length, Time) else None
 
 
-def check_agreement(
+def check_same_on_ranks(
     model: ComposerModel,
     optimizers: Sequence[Optimizer],
     algorithms: Sequence[Algorithm],

@@ -5,13 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from composer.trainer import _arguments as arguments
-from composer.trainer import _schedules as schedules
 from composer.trainer._argument_kinds import check_kinds
+from composer.trainer._arguments import check_same_precision, choose_precision
 from composer.trainer._evaluators import make_evaluators
 from composer.trainer._loss_scaling import make_scaler
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable
-from composer.trainer._schedules import Schedule
+from composer.trainer._schedules import Schedule, stay_stopped, to_duration
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
             "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
         )
     check_kinds(asked)
-    longer = schedules.to_duration(asked.duration, "duration")
+    longer = to_duration(asked.duration, "duration")
     schedule = Schedule.of(asked.schedulers, asked.scale_schedule_ratio, asked.step_schedulers_every_batch)
     evaluators = make_evaluators(
         asked.eval_dataloader,
@@ -47,9 +46,9 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
         state.device,
         present=state.evaluators,
     )
-    new_precision = arguments.choose_precision(asked.precision or state.precision, state.device)
+    new_precision = choose_precision(asked.precision or state.precision, state.device)
     if workings.strategy.has_own_precision:
-        arguments.check_same_precision(new_precision, state.precision)
+        check_same_precision(new_precision, state.precision)
     scaler = make_scaler(new_precision, state.device, state.optimizers)
     microbatching = None
     if asked.device_train_microbatch_size is not None or asked.grad_accum is not None:
@@ -69,7 +68,7 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
         if longer is not None:
             state.max_duration = state.timestamp.get(longer.unit) + longer
         plan.set_schedule(schedule, begins_now=True)
-    schedules.stay_stopped(state, stopped)
+    stay_stopped(state, stopped)
     if asked.reset_time:
         plan.begin_again(batches)
     if asked.spin_dataloaders is not None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from composer.trainer import _sharding as sharding
 from composer.trainer._caller import level_of_user
+from composer.trainer._sharding import check_repeatable
 from composer_dist.ddp import DDP
 from composer_dist.devices import Device
 from composer_dist.strategy import Strategy
@@ -158,7 +158,7 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
             f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
             "averaged apart from the backward pass, past the hook. Leave the hook out, or give the size as a number."
         )
-    sharding.refuse_unrepeatable(strategy)
+    check_repeatable(strategy)
     if is_deepspeed:
         raise ValueError(
             "device_train_microbatch_size='auto' does not go with deepspeed_config: DeepSpeed's engine cannot repeat "

@@ -9,14 +9,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer.trainer import _arguments as arguments
-from composer.trainer import _checkpoints as checkpoints
-from composer.trainer import _distributed as distributed
-from composer.trainer import _schedules as schedules
-from composer.trainer import _sharding as sharding
 from composer.trainer._argument_kinds import check_kinds, refuse_twice
+from composer.trainer._arguments import (
+    check_dist_timeout,
+    check_members,
+    check_model,
+    check_seed,
+    check_subset,
+    choose_optimizers,
+    choose_precision,
+    choose_run_name,
+)
+from composer.trainer._checkpoints import Loading, Saving, check_uploaders, choose_saver
 from composer.trainer._compilation import Compilation
 from composer.trainer._destinations import choose_destinations
+from composer.trainer._distributed import (
+    check_same_on_ranks,
+    choose_strategy,
+    complete_deepspeed_config,
+    share_run_name,
+    size_for_deepspeed,
+)
 from composer.trainer._evaluators import make_evaluators
 from composer.trainer._loss_scaling import make_scaler
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable, size_of_batches
@@ -25,7 +38,8 @@ from composer.trainer._profiling import bind_profiler, check_profiler
 from composer.trainer._python_log import check_log_level
 from composer.trainer._recomputation import check_recomputation
 from composer.trainer._refusals import share_refusal
-from composer.trainer._schedules import Schedule, check_optimizers_of
+from composer.trainer._schedules import Schedule, check_optimizers_of, to_duration
+from composer.trainer._sharding import facts_of, plan_sharding, read_parallelism, share_mesh
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer_dist.devices import get_device
 from composer_events.algorithm import Algorithm
@@ -81,7 +95,7 @@ class Parts:
     duration: Time[int] | None
     schedule: Schedule
     saver: CheckpointSaver | None
-    loading: checkpoints.Loading
+    loading: Loading
     run_name: str | None
     on_divergence: OnDivergence | None
 
@@ -105,36 +119,36 @@ def _check_alone(given: Given) -> Parts:
     check_log_level(given.python_log_level)
     check_kinds(given)
     compilation = Compilation.of(given.compile_config, given.model)
-    model = arguments.check_model(compilation.model)
+    model = check_model(compilation.model)
     device = get_device(given.device)
-    precision = arguments.choose_precision(given.precision, device)
+    precision = choose_precision(given.precision, device)
     schedule = Schedule.of(given.schedulers, given.scale_schedule_ratio, given.step_schedulers_every_batch)
-    duration = schedules.to_duration(given.max_duration, "max_duration")
+    duration = to_duration(given.max_duration, "max_duration")
     schedule.scale(duration)  # which refuses to leave nothing of it
-    algorithms = arguments.check_members("algorithms", given.algorithms, Algorithm)
-    callbacks = arguments.check_members("callbacks", given.callbacks, Callback)
+    algorithms = check_members("algorithms", given.algorithms, Algorithm)
+    callbacks = check_members("callbacks", given.callbacks, Callback)
     destinations = choose_destinations(given)
     refuse_twice(loggers=destinations, callbacks=callbacks)
     refuse_twice(algorithms=algorithms)
     evaluators = make_evaluators(
         given.eval_dataloader, model, given.eval_interval, given.eval_subset_num_batches, device
     )
-    arguments.check_subset("train_subset_num_batches", given.train_subset_num_batches)
+    check_subset("train_subset_num_batches", given.train_subset_num_batches)
     check_profiler(given.profiler, destinations)
     size = given.device_train_microbatch_size
     if size is None and given.grad_accum is None and given.train_dataloader is not None:
-        size = distributed.size_for_deepspeed(given.deepspeed_config, given.train_dataloader)
+        size = size_for_deepspeed(given.deepspeed_config, given.train_dataloader)
     microbatching = Microbatching.of(size, given.grad_accum, device, profiler=given.profiler)
     data_spec = None if given.train_dataloader is None else check_data(given.train_dataloader, microbatching)
-    arguments.check_seed(given.seed)
-    arguments.check_dist_timeout(given.dist_timeout)
+    check_seed(given.seed)
+    check_dist_timeout(given.dist_timeout)
     on_divergence = to_policy(given.on_divergence, is_deepspeed=given.deepspeed_config is not None)
-    optimizers = arguments.choose_optimizers(given.optimizers, model)
+    optimizers = choose_optimizers(given.optimizers, model)
     check_optimizers_of(schedule.schedulers, optimizers)
     spread = _choose_spread(given, device, precision, microbatching, data_spec, algorithms, callbacks)
     scaler = None if spread.strategy.has_own_precision else make_scaler(precision, device, optimizers)
-    run_name = arguments.choose_run_name(given.run_name)
-    loading = checkpoints.Loading.of(given)
+    run_name = choose_run_name(given.run_name)
+    loading = Loading.of(given)
     # Last, since a saver for an address makes a folder for what it is going to send there.
     saver = _add_saver(given, loading, run_name, callbacks, destinations)
     return Parts(
@@ -170,9 +184,9 @@ def _choose_spread(
     callbacks: list[Callback],
 ) -> Spread:
     """Return how the model is spread, by a strategy that can do what the other arguments ask for."""
-    parallelism_config = sharding.read_parallelism(given)
+    parallelism_config = read_parallelism(given)
     recomputes = check_recomputation(given.activation_checkpointing, parallelism_config)
-    deepspeed_config = distributed.complete_deepspeed_config(
+    deepspeed_config = complete_deepspeed_config(
         given.deepspeed_config,
         parallelism_config=parallelism_config,
         data_spec=data_spec,
@@ -181,13 +195,13 @@ def _choose_spread(
         algorithms=algorithms,
         callbacks=callbacks,
     )
-    strategy = distributed.choose_strategy(
+    strategy = choose_strategy(
         device,
         algorithms,
         given.ddp_sync_strategy,
         given.ddp_comm_hook,
         deepspeed_config,
-        sharding.plan_sharding(parallelism_config, precision, is_auto=microbatching.is_auto),
+        plan_sharding(parallelism_config, precision, is_auto=microbatching.is_auto),
     )
     refuse_unrepeatable(microbatching, strategy)
     return Spread(strategy, deepspeed_config, parallelism_config, recomputes)
@@ -195,15 +209,15 @@ def _choose_spread(
 
 def _add_saver(
     given: Given,
-    loading: checkpoints.Loading,
+    loading: Loading,
     run_name: str | None,
     callbacks: list[Callback],
     destinations: Iterable[LoggerDestination],
 ) -> CheckpointSaver | None:
     """Return what saves checkpoints, if anything does, and see to it that it is among the callbacks."""
-    saving = checkpoints.Saving.of(given)
-    checkpoints.check_uploaders(saving, loading, [*destinations, *callbacks])
-    saver = checkpoints.choose_saver(saving, loading, callbacks, run_name)
+    saving = Saving.of(given)
+    check_uploaders(saving, loading, [*destinations, *callbacks])
+    saver = choose_saver(saving, loading, callbacks, run_name)
     if saver is not None and saver not in callbacks:
         callbacks.append(saver)
     return saver
@@ -231,7 +245,7 @@ def check_agreement(given: Given, parts: Parts) -> None:
         "load_path",
         "autoresume",
     )
-    distributed.check_agreement(
+    check_same_on_ranks(
         parts.model,
         parts.optimizers,
         parts.algorithms,
@@ -243,7 +257,7 @@ def check_agreement(given: Given, parts: Parts) -> None:
             "max_duration": parts.duration,
             "precision": parts.precision,
             "deepspeed_config": parts.spread.deepspeed_config,
-            "parallelism_config": sharding.facts_of(parts.spread.strategy),
+            "parallelism_config": facts_of(parts.spread.strategy),
             "CheckpointSaver": None if parts.saver is None else parts.saver.filename.filename,
         },
     )
@@ -277,7 +291,7 @@ def make_state(given: Given, parts: Parts, rank_zero_seed: int) -> State:
         callbacks=[*parts.destinations, *parts.callbacks],
     )
     bind_profiler(given.profiler, state, None if parts.saver in ensure_tuple(given.callbacks) else parts.saver)
-    state.run_name = distributed.share_run_name(state.run_name)
+    state.run_name = share_run_name(state.run_name)
     vars(state)["strategy"] = parts.spread.strategy  # for whoever saves: it has the whole weights
-    sharding.share_mesh(parts.spread.strategy, state)
+    share_mesh(parts.spread.strategy, state)
     return state

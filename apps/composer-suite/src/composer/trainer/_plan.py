@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from composer.trainer import _arguments as arguments
-from composer.trainer import _distributed as distributed
+from composer.trainer._arguments import check_iterable, check_subset
 from composer.trainer._data import TrainBatches
+from composer.trainer._distributed import share_length
 from composer.trainer._evaluation import restore_dataloader
 from composer.trainer._schedules import SchedulerSteps, check_time_left
 from composer_events.data_spec import ensure_data_spec
@@ -31,7 +31,7 @@ def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
     Raises:
         TypeError, ValueError, AttributeError: If it cannot be read, or its batches cannot be cut.
     """
-    arguments.check_iterable("train_dataloader", dataloader)
+    check_iterable("train_dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)
     microbatching.resolve(data_spec)
     return data_spec
@@ -62,7 +62,7 @@ class Plan:
         """Train on this from now on. Every rank must call this."""
         state = self._state
         state.set_dataloader(data_spec.dataloader, label, subset_num_batches)
-        distributed.share_length(state)
+        share_length(state)
         state.train_dataloader = data_spec.dataloader
         self._set_microbatching(data_spec)
         self._batches = TrainBatches(data_spec, state, self._engine, self._ranks, self._position)
@@ -75,7 +75,7 @@ class Plan:
             ValueError: If there is none.
         """
         if subset_num_batches is not None:
-            arguments.check_subset("train_subset_num_batches", subset_num_batches)
+            check_subset("train_subset_num_batches", subset_num_batches)
         if dataloader is not None:
             subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
             return self.set_data(check_data(dataloader, self.microbatching), label, subset_num_batches)
@@ -87,7 +87,7 @@ class Plan:
         self._set_microbatching(self._batches.data_spec)
         if subset_num_batches is not None:
             self._state.dataloader_len = subset_num_batches
-            distributed.share_length(self._state)
+            share_length(self._state)
         return self._batches
 
     def _set_microbatching(self, data_spec: DataSpec) -> None:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from composer.trainer import _termination as termination
 from composer.trainer._stop_agreement import StopAgreement
+from composer.trainer._termination import TERMINATION_SIGNALS, end_run, is_free_signal
 from composer_dist import get_global_rank, get_world_size
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Preemption"]
 
-_SIGNALS = [*termination.SIGNALS, signal.SIGINT]
+_SIGNALS = [*TERMINATION_SIGNALS, signal.SIGINT]
 # Handlers that would end the process before the batch has.
-_NOT_CALLED = (signal.default_int_handler, termination.end)
+_NOT_CALLED = (signal.default_int_handler, end_run)
 
 # The name that `python_log_level` of a Trainer reaches.
 _log = logging.getLogger("composer.trainer.trainer")
@@ -91,7 +91,7 @@ class Preemption:
         for signum in _SIGNALS:
             previous = signal.getsignal(signum)
             # A signal that is ignored, as under nohup, stays so; a handler that is not Python's could not be put back.
-            is_known = previous != signal.SIG_DFL or termination.is_free(signum)
+            is_known = previous != signal.SIG_DFL or is_free_signal(signum)
             if previous is not None and previous != signal.SIG_IGN and is_known:
                 self._previous[signum] = signal.signal(signum, self._on_signal)
 

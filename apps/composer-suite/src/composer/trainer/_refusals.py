@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer.trainer import _arguments as arguments
+from composer.trainer._arguments import check_dist_timeout
 from composer_dist import RankDisagreementError, agreement, dist, get_world_size
 from composer_dist.devices import Device, get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
@@ -73,7 +73,7 @@ def _device_of(given: Given) -> Device:
 
 def _timeout_s_of(given: Given) -> float:
     try:
-        arguments.check_dist_timeout(given.dist_timeout)
+        check_dist_timeout(given.dist_timeout)
     except Exception:
         return DEFAULT_TIMEOUT_S
     return given.dist_timeout

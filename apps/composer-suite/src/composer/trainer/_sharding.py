@@ -26,7 +26,7 @@ __all__ = [
     "plan_sharding",
     "read_parallelism",
     "refuse_late_surgery",
-    "refuse_unrepeatable",
+    "check_repeatable",
     "share_mesh",
     "watch_reductions",
 ]
@@ -151,7 +151,7 @@ def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
     return cast("FSDP", strategy).watch_reductions() if hasattr(strategy, "plan") else None
 
 
-def refuse_unrepeatable(strategy: Strategy) -> None:
+def check_repeatable(strategy: Strategy) -> None:
     """Refuse a sharded model whose steps cannot be repeated.
 
     Raises:

@@ -21,10 +21,10 @@ from composer_events.engine import is_closing
 if TYPE_CHECKING:
     from composer_events.engine import Engine
 
-__all__ = ["SIGNALS", "close", "end", "is_free", "postponed", "take_signals"]
+__all__ = ["TERMINATION_SIGNALS", "close_engine", "end_run", "is_free_signal", "postponed", "take_signals"]
 
 # SIGUSR1 is what schedulers such as Slurm can send some time before their SIGTERM. Windows does not have it.
-SIGNALS: Final = [signal.SIGTERM] + ([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])
+TERMINATION_SIGNALS: Final = [signal.SIGTERM] + ([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])
 
 _POLL_S: Final = 0.05
 _ONE_S: Final = 1.0  # a launcher and a scheduler may both send the same request
@@ -66,12 +66,12 @@ def take_signals(engine: Engine) -> None:
     if _process.pid != os.getpid():
         _process = _Process()
     _process.engines.add(engine)
-    for signum in SIGNALS:
-        if signal.getsignal(signum) == signal.SIG_DFL and is_free(signum):
-            signal.signal(signum, end)
+    for signum in TERMINATION_SIGNALS:
+        if signal.getsignal(signum) == signal.SIG_DFL and is_free_signal(signum):
+            signal.signal(signum, end_run)
 
 
-def close(engine: Engine) -> None:
+def close_engine(engine: Engine) -> None:
     """Close the callbacks of an engine, and let signals do again what they did where it was the last.
 
     Args:
@@ -104,7 +104,7 @@ def postponed() -> Iterator[None]:
         _process.num_busy -= 1
 
 
-def end(signum: int, frame: FrameType | None) -> None:
+def end_run(signum: int, frame: FrameType | None) -> None:
     """Leave the process for a signal, in the way that lets everything close.
 
     What is being closed comes first. A process that Python ends already goes on with that, until it is asked again.
@@ -131,7 +131,7 @@ def end(signum: int, frame: FrameType | None) -> None:
         _end_at_once(signum)
 
 
-def is_free(signum: int) -> bool:
+def is_free_signal(signum: int) -> bool:
     """Answer whether no handler is set of which Python does not know, as those of `faulthandler.register` are.
 
     Where the system does not tell, there is none.
@@ -145,8 +145,8 @@ def is_free(signum: int) -> bool:
 
 
 def _give_back() -> None:
-    for signum in SIGNALS:
-        if signal.getsignal(signum) is end:
+    for signum in TERMINATION_SIGNALS:
+        if signal.getsignal(signum) is end_run:
             signal.signal(signum, signal.SIG_DFL)
 
 
@@ -155,7 +155,7 @@ def _is_busy() -> bool:
 
 
 def _ask_again(signum: int) -> None:
-    """Send a signal again once nothing keeps it waiting, unless `close` has raised: in `__del__` that would be lost."""
+    """Send a signal again once nothing keeps it waiting, unless `close_engine` raised, which `__del__` would lose."""
     time.sleep(_POLL_S)
     while _is_busy():
         time.sleep(_POLL_S)

@@ -7,14 +7,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from composer.trainer import _checkpoints as checkpoints
-from composer.trainer import _distributed as distributed
-from composer.trainer import _schedules as schedules
-from composer.trainer import _sharding as sharding
-from composer.trainer import _termination as termination
 from composer.trainer._autocast import make_autocast
 from composer.trainer._batch import BatchTrainer
+from composer.trainer._checkpoints import check_load_path, load
 from composer.trainer._clock import Clock
+from composer.trainer._distributed import seed_rank, share_seed
 from composer.trainer._divergence_guard import make_guard
 from composer.trainer._evaluation import Evaluation
 from composer.trainer._evaluators import check_metrics, make_evaluators, metrics_by_name, metrics_of
@@ -29,6 +26,9 @@ from composer.trainer._preemption import Preemption
 from composer.trainer._ranks import Ranks
 from composer.trainer._recomputation import recompute_activations
 from composer.trainer._report import Report, log_run_facts
+from composer.trainer._schedules import SchedulerSteps, following_load
+from composer.trainer._sharding import share_mesh
+from composer.trainer._termination import take_signals
 from composer.trainer._train_metrics import TrainMetrics
 from composer.trainer.loop import Loop
 from composer_checkpoint.data_position import DataPosition
@@ -84,17 +84,17 @@ class Workings:
         self.strategy = parts.spread.strategy
         clip_by_strategy(parts.algorithms, self.strategy)
         self.ranks = Ranks(self.strategy)
-        rank_zero_seed = distributed.share_seed(given.seed)
+        rank_zero_seed = share_seed(given.seed)
         if given.deterministic_mode:
             reproducibility.configure_deterministic_mode()
-        distributed.seed_rank(rank_zero_seed, self.strategy)
+        seed_rank(rank_zero_seed, self.strategy)
         self.strategy.place(parts.model, parts.optimizers)
         self.state = make_state(given, parts, rank_zero_seed)
-        checkpoints.check_load_path(parts.loading, self.state)
+        check_load_path(parts.loading, self.state)
         self.position = DataPosition.attach(self.state, given.spin_dataloaders)
         self.logger = Logger(self.state, parts.destinations)
         self.engine = Engine(self.state, self.logger, given.algorithm_passes)
-        termination.take_signals(self.engine)
+        take_signals(self.engine)
         self._take_model(parts.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)
         self._clock = Clock()
@@ -120,8 +120,8 @@ class Workings:
             self._prepare_model()
         self.engine.run_event(Event.BEFORE_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
-        with schedules.following_load(state):
-            checkpoints.load(parts.loading, self.saver, state, self.logger, self.engine)
+        with following_load(state):
+            load(parts.loading, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:
@@ -131,7 +131,7 @@ class Workings:
             self._prepare_model()
         self._compilation.apply(state.model)
         # Whatever algorithms drew so far, training draws the same numbers.
-        distributed.seed_rank(state.rank_zero_seed, self.strategy)
+        seed_rank(state.rank_zero_seed, self.strategy)
 
     def _take_model(self, model: ComposerModel) -> None:
         self.model = model
@@ -154,7 +154,7 @@ class Workings:
         state = self.state
         recompute_activations(state.model, self._recomputes)
         state.model, state.optimizers = self.strategy.prepare(state.model, list(state.optimizers))
-        sharding.share_mesh(self.strategy, state)
+        share_mesh(self.strategy, state)
 
     def set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
         """Evaluate with these from now on."""
@@ -207,7 +207,7 @@ class Workings:
             engine=self.engine,
             batches=batches,
             train_batch=train_batch,
-            schedulers=schedules.SchedulerSteps(state, self.plan.steps_every_batch),
+            schedulers=SchedulerSteps(state, self.plan.steps_every_batch),
             evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), self._clock, self.take_evaluators),
             report=self._report,
             clock=self._clock,

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torch.optim import Optimizer
 
-from composer.trainer import _distributed as distributed
-from composer.trainer import _export as export
-from composer.trainer import _sharding as sharding
-from composer.trainer import _termination as termination
 from composer.trainer._argument_kinds import to_plain
 from composer.trainer._blame import name_stage
 from composer.trainer._destinations import record_failure
+from composer.trainer._distributed import begin_fit, join
+from composer.trainer._export import export_model
 from composer.trainer._first_failure import begin_stage
 from composer.trainer._fit_arguments import take_fit_arguments
 from composer.trainer._given import Given
@@ -24,7 +22,9 @@ from composer.trainer._keywords import naming_unknown
 from composer.trainer._parts import check, check_agreement
 from composer.trainer._prediction import check_prediction
 from composer.trainer._python_log import set_log_level
+from composer.trainer._sharding import needs_group
 from composer.trainer._standalone_evaluation import evaluate_alone
+from composer.trainer._termination import close_engine, postponed
 from composer.trainer._workings import Workings
 from composer.trainer.divergence import OnDivergence
 from composer.utils import checkpoint
@@ -247,7 +247,7 @@ class Trainer:
         given = Given(locals(), Trainer.__init__.__kwdefaults__ or {})
         parts = check(given)
         set_log_level(given.python_log_level)
-        distributed.join(parts.device, given.dist_timeout, is_needed=sharding.needs_group(parts.spread.strategy))
+        join(parts.device, given.dist_timeout, is_needed=needs_group(parts.spread.strategy))
         check_agreement(given, parts)
 
         self._workings = Workings(given, parts)
@@ -262,7 +262,7 @@ class Trainer:
         try:
             self._workings.begin(given, parts)
         except BaseException:
-            termination.close(self.engine)  # nobody else can: there will be no Trainer to close
+            close_engine(self.engine)  # nobody else can: there will be no Trainer to close
             raise
         if given.auto_log_hparams:
             self.local_hparams = self._workings.local_hparams
@@ -324,7 +324,7 @@ class Trainer:
         batches = take_fit_arguments(workings, asked)
         # A failure is written down while a signal does not end the process: the launcher sends one when a rank fails.
         with workings.preemption.watched(), self._failing_alone():
-            distributed.begin_fit(self.state, workings.ranks, batches.data_spec, self.strategy)
+            begin_fit(self.state, workings.ranks, batches.data_spec, self.strategy)
             workings.make_loop(batches).fit()
         for optimizer in self.state.optimizers:
             self.strategy.zero_grad(optimizer)
@@ -403,7 +403,7 @@ class Trainer:
             ValueError: If the model is sharded, or a sample is needed and there is none.
             RuntimeError: If the model cannot be written in this format.
         """
-        export.export_model(
+        export_model(
             self.state,
             self.logger,
             save_format,
@@ -468,7 +468,7 @@ class Trainer:
         The ranks wait for each other, unless this one has failed and leaves the others behind.
         """
         try:
-            termination.close(self.engine)
+            close_engine(self.engine)
         finally:
             self._workings.plan.close()
         if not self._has_failed:
@@ -490,7 +490,7 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            with termination.postponed():
+            with postponed():
                 self._has_failed = True
                 name_stage(error, self.state)
                 record_failure(error, self.state)
