@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from composer.trainer._stop_agreement import StopAgreement
+from composer.trainer._shutdown import StopAgreement
 from composer_dist import get_global_rank
 from composer_dist.testing import run_ranks
 

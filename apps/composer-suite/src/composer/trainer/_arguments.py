@@ -1,15 +1,22 @@
 """Checks of what the user gave to the Trainer, each turned into the one form that is used inside."""
 
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
 import math
 import os
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
 
-from composer.trainer._argument_kinds import is_whole
-from composer.trainer._caller import call_for_user, level_of_user
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU, validate_precision
 from composer_events.arguments import to_interval
@@ -19,6 +26,22 @@ from composer_events.evaluator import Evaluator
 from composer_models import ComposerModel
 from composer_optim import DecoupledSGDW
 from composer_time import Time, TimeUnit, ensure_time
+
+if TYPE_CHECKING:
+    from composer.trainer._build import Given
+
+__all__ = [
+    "check_kinds",
+    "is_whole",
+    "refuse_twice",
+    "to_plain",
+    "call_for_user",
+    "level_of_user",
+    "naming_unknown",
+    "say_unknown",
+    "WITHOUT_NEWER_NAME",
+    "translate",
+]
 
 # The bases of the models that HuggingFaceModel wraps, by the packages that they are in.
 _PUBLISHED = {("transformers", "PreTrainedModel"), ("peft", "PeftModel")}
@@ -218,3 +241,273 @@ def choose_run_name(run_name: str | None) -> str | None:
             "Give a name without '..'."
         )
     return name
+
+
+# A text such as 'no' would count as yes.
+_FLAGS = (
+    "spin_dataloaders",
+    "step_schedulers_every_batch",
+    "progress_bar",
+    "log_to_console",
+    "log_traces",
+    "auto_log_hparams",
+    "load_weights_only",
+    "load_strict_model_weights",
+    "load_progress_bar",
+    "load_trusted",
+    "load_restart_epoch",
+    "save_overwrite",
+    "save_weights_only",
+    "save_metrics",
+    "save_async",
+    "autoresume",
+    "accumulate_train_batch_on_tokens",
+    "deterministic_mode",
+    "reset_time",
+)
+_PATHS = ("save_folder", "save_filename", "save_latest_filename", "load_path")
+
+
+def check_kinds(arguments: SimpleNamespace) -> None:
+    """Check flags, labels and lists of names of the constructor or of `fit`, as far as these are there.
+
+    Raises:
+        TypeError: If one is of another kind.
+    """
+    given = vars(arguments)
+    for name in _FLAGS:
+        value = given.get(name)
+        if value is not None and not (isinstance(value, Integral) and value in (0, 1)):
+            raise TypeError(f"{name}={value!r} must be True or False.")
+    label = given.get("train_dataloader_label", "train")
+    if not isinstance(label, str):
+        raise TypeError(f"train_dataloader_label={label!r} must be a text, such as 'train'; progress bars show it.")
+    config = given.get("precision_config")
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"precision_config={config!r} must be a dict of settings of an 8-bit precision, or None.")
+    _check_places(given)
+    names = given.get("load_exclude_algorithms")
+    if names is not None and not _is_list_of_names(names):
+        raise TypeError(
+            f"load_exclude_algorithms={names!r} must be a list of class names of algorithms, such as ['BlurPool']."
+        )
+
+
+def _check_places(given: Mapping[str, Any]) -> None:
+    for name in _PATHS:
+        value = given.get(name)
+        is_left_out = value is None and (name != "save_filename" or name not in given)
+        if not is_left_out and not isinstance(value, str | os.PathLike):
+            raise TypeError(
+                f"{name}={value!r} must be a text or a path{'' if name == 'save_filename' else ', or None'}."
+            )
+
+
+def _is_list_of_names(names: Any) -> bool:
+    is_many = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+    return is_many and all(isinstance(name, str) for name in names)
+
+
+def refuse_twice(**members: Iterable[object]) -> None:
+    """Refuse to call one object twice at each event.
+
+    Args:
+        members: What listens, by the name of the argument that holds it.
+
+    Raises:
+        ValueError: If one of them is there twice, in one argument or in two.
+    """
+    seen: dict[int, str] = {}
+    for name, several in members.items():
+        for member in several:
+            before = seen.setdefault(id(member), name)
+            if before is not name or sum(other is member for other in several) > 1:
+                where = f"twice in {name}" if before is name else f"in {before} and in {name}"
+                raise ValueError(
+                    f"The same {type(member).__name__} is {where}, so it would be called twice at each event: "
+                    f"{member!r}. Leave it out once, or make a second one."
+                )
+
+
+def is_whole(value: object) -> bool:
+    """Say whether a value is a whole number, which truth values are not here."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a number of NumPy's as Python's, and anything else as it is."""
+    is_numpys = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if is_numpys else value
+
+
+TResult = TypeVar("TResult")
+
+_HERE = str(Path(__file__).parent)
+
+
+def level_of_user() -> int:
+    """Return the `stacklevel`, for the function that asks, of the first line outside the Trainer's own modules."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def call_for_user(function: Callable[..., TResult], *args: Any) -> TResult:
+    """Call a function whose warnings are about the first line outside the Trainer's own modules."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function(*args)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=level_of_user())
+    return result
+
+
+TParameters = ParamSpec("TParameters")
+
+
+def naming_unknown(**meant: str) -> Callable[[Callable[TParameters, TResult]], Callable[TParameters, TResult]]:
+    """Make a method say what was meant by a keyword that it does not have.
+
+    Args:
+        meant: By keyword, what to write instead, where names that look alike do not say it.
+    """
+
+    def decorate(method: Callable[TParameters, TResult]) -> Callable[TParameters, TResult]:
+        names = [name for name in inspect.signature(method).parameters if name != "self"]
+
+        @functools.wraps(method)
+        def checked(*args: TParameters.args, **kwargs: TParameters.kwargs) -> TResult:
+            for name in kwargs:
+                if name not in names:
+                    raise TypeError(say_unknown(method.__name__, name, names, meant.get(name)))
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def say_unknown(method: str, name: str, names: Iterable[str], instead: str | None = None) -> str:
+    """Return the error about a keyword that is none, with those that look like it.
+
+    Args:
+        method: Of the Trainer.
+        name: What was typed.
+        names: The keywords there are.
+        instead: What to write, if it is known better.
+    """
+    if instead is None:
+        near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+        where = "Trainer" if method == "__init__" else f"Trainer.{method}"
+        instead = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"See the docstring of {where} for all."
+    return f"Trainer.{method}() got an unexpected keyword argument {name!r}. {instead}"
+
+
+WITHOUT_NEWER_NAME: dict[str, Any] = {
+    "save_artifact_name": None,
+    "save_latest_artifact_name": None,
+    "compute_training_metrics": True,
+    "fsdp_config": None,
+    "fsdp_auto_wrap": None,
+    "load_fsdp_monolith_rank0_only": None,
+}
+"""What is known by its older name alone, and what it is where nobody gives it."""
+
+_INTERVALS = {"epoch": "1ep", "batch": "1ba"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Older:
+    """One older name.
+
+    Attributes:
+        instead: What to write today.
+        apply: Writes a value onto the arguments.
+        newer: The argument that it became, which must not be given too.
+    """
+
+    instead: str
+    apply: Callable[[Given, Any], None]
+    newer: str | None = None
+
+
+def translate(given: Given, older: Mapping[str, Any]) -> None:
+    """Write arguments with older names onto those of today.
+
+    Raises:
+        TypeError: If a name never was one of an argument.
+        ValueError: If an argument is given under both names, or its value is not one that it could have.
+    """
+    for name in older:
+        if name not in _OLDER:
+            raise TypeError(say_unknown("__init__", name, [*(known for known, _ in given.items()), *_OLDER]))
+    for name, value in older.items():
+        known = _OLDER[name]
+        if known.newer is not None and not given.is_default(known.newer):
+            raise ValueError(
+                f"{name}={value!r} and {known.newer}={getattr(given, known.newer)!r} are two names of one argument. "
+                f"Give {known.newer} alone."
+            )
+        warnings.warn(
+            f"{name}={value!r} is an older spelling. {known.instead}", DeprecationWarning, stacklevel=level_of_user()
+        )
+        known.apply(given, value)
+
+
+def _keep(name: str, instead: str) -> _Older:
+    return _Older(instead, lambda given, value: setattr(given, name, value))
+
+
+def _clip_gradients(given: Given, threshold: Any) -> None:
+    from composer_algorithms.gradient_clipping import GradientClipping  # here, since few scripts are that old
+
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise ValueError(f"grad_clip_norm={threshold!r} must be a number; the norm of a gradient is clipped to it.")
+    if threshold <= 0:
+        return  # what -1 meant, the default of that time
+    algorithms = given.algorithms
+    several = [] if algorithms is None else list(algorithms) if isinstance(algorithms, (list, tuple)) else [algorithms]
+    if any(isinstance(algorithm, GradientClipping) for algorithm in several):
+        raise ValueError(
+            f"grad_clip_norm={threshold!r} and algorithms={several!r} both clip gradients. Give the GradientClipping "
+            "alone."
+        )
+    given.algorithms = [*several, GradientClipping("norm", threshold)]
+
+
+def _choose_console_interval(given: Given, level: Any) -> None:
+    name = str(getattr(level, "value", level)).lower()
+    if name not in _INTERVALS:
+        raise ValueError(f"console_log_level={level!r} must be 'epoch' or 'batch'.")
+    given.console_log_interval = _INTERVALS[name]
+
+
+def _set_load_strict(given: Given, value: Any) -> None:
+    given.load_strict_model_weights = bool(value)
+
+
+_OLDER: dict[str, _Older] = {
+    "load_strict": _Older("Write load_strict_model_weights=....", _set_load_strict, "load_strict_model_weights"),
+    "load_chunk_size": _Older("Leave it out: downloads choose the size themselves.", lambda given, value: None),
+    "save_artifact_name": _keep(
+        "save_artifact_name",
+        "Give save_folder an address, or the list of callbacks a CheckpointSaver(remote_file_name=...).",
+    ),
+    "save_latest_artifact_name": _keep(
+        "save_latest_artifact_name",
+        "Give save_folder an address, or the list of callbacks a CheckpointSaver(latest_remote_file_name=...).",
+    ),
+    "grad_clip_norm": _Older("Write algorithms=GradientClipping('norm', ...).", _clip_gradients),
+    "compute_training_metrics": _keep(
+        "compute_training_metrics", "Let the model's get_metrics(is_train=True) return {} where they are not wanted."
+    ),
+    "fsdp_config": _keep("fsdp_config", "Write parallelism_config={'fsdp': ...}."),
+    "fsdp_auto_wrap": _keep("fsdp_auto_wrap", "Write parallelism_config={'fsdp': {'auto_wrap': ...}}."),
+    "load_fsdp_monolith_rank0_only": _keep(
+        "load_fsdp_monolith_rank0_only", "Write parallelism_config={'fsdp': {'load_monolith_rank0_only': ...}}."
+    ),
+    "console_log_level": _Older(
+        "Write console_log_interval='1ep' or '1ba'.", _choose_console_interval, "console_log_interval"
+    ),
+}

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer.trainer._caller import level_of_user
+from composer.trainer._arguments import level_of_user
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import check_ignore_keys
 from composer_events.arguments import to_interval
 
 if TYPE_CHECKING:
-    from composer.trainer._given import Given
+    from composer.trainer._build import Given
     from composer_checkpoint.ignore_keys import IgnoreKeys
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events.callback import Callback
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_time import Time
 
-__all__ = ["Loading", "Saving", "check_load_path", "check_uploaders", "choose_saver", "find_saver", "load"]
+__all__ = ["Loading", "Saving", "check_load_path", "check_uploaders", "choose_saver", "find_saver", "load_at_start"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def check_load_path(loading: Loading, state: State) -> None:
         check_local_path(os.fspath(loading.load_path), state)
 
 
-def load(
+def load_at_start(
     loading: Loading, saver: CheckpointSaver | None, state: State, logger: Logger, engine: Engine
 ) -> list[dict[str, Any]] | None:
     """Load what was asked for, or what the run left when it was killed, and return the random numbers of the ranks.

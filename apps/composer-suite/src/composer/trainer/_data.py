@@ -1,15 +1,17 @@
 """The batches of the training dataloader, epoch after epoch, also across several calls of `fit`."""
 
 import math
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
-from composer.trainer._blame import in_stage
-from composer.trainer._caller import level_of_user
-from composer.trainer._ranks import Ranks, next_batch
-from composer.trainer._users_functions import transform_batch
+from composer.trainer._arguments import level_of_user
+from composer.trainer._error_context import in_stage
+from composer.trainer._rank_sync import Ranks, next_batch
+from composer.trainer._step import transform_batch
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_global_rank, get_local_rank, get_world_size
 from composer_dist.stale_memory import tidy_shared_memory
@@ -193,3 +195,28 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
             f"{returned} max_duration={duration.to_timestring()!r} counts samples, and would never be reached. Count "
             "them, or give a duration in batches ('500ba')."
         )
+
+
+class Clock:
+    """Measures batches one after the other: a batch lasts from the end of the one before to its own end."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+
+    def start_batch(self) -> None:
+        """Begin to count now; what came before belongs to no batch."""
+        self._started_s = time.perf_counter()
+
+    def end_batch_s(self) -> float:
+        """Return how many seconds the batch that ends now has taken, and begin the next one."""
+        started_s, self._started_s = self._started_s, time.perf_counter()
+        return self._started_s - started_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the batch that is being measured."""
+        paused_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started_s += time.perf_counter() - paused_s

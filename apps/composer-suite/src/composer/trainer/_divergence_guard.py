@@ -2,31 +2,88 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._arrivals import LAG, Arrivals
-from composer.trainer._finite import is_sharded, names_of_bad, note_non_finite
-from composer.trainer._guard import Guard, Unguarded
-from composer.trainer._kept_buffers import KeptBuffers
-from composer.trainer._loss_means import TOTAL, mean_total, missing_share
+from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
+from composer.trainer._restore import KeptBuffers, Snapshot, StepUndo
 from composer.trainer._sharding import watch_reductions
-from composer.trainer._snapshot import Snapshot
-from composer.trainer._spikes import Spikes
-from composer.trainer._step_control import has_fused_step, overflow_of, takes_none, tell_device
-from composer.trainer._undo import StepUndo
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist import get_world_size
-from composer_dist.strategy import Strategy
+from composer_dist.strategy import Strategy, canonical_name
 from composer_events.state import State
 
 if TYPE_CHECKING:
     from composer_dist.deepspeed import DeepSpeed
+
+
+class Guard(Protocol):
+    """What `BatchTrainer` asks around each step."""
+
+    def begin_batch(self) -> None:
+        """Remember what the forward passes of a batch may ruin."""
+        ...
+
+    def mark(self, loss: Tensor) -> Tensor:
+        """Return the loss, so that no rank steps while a divergence has not reached the host yet."""
+        ...
+
+    def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
+        """Say whether the optimizer may step with the gradients there are, or do about it what was asked for."""
+        ...
+
+    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
+        """Say the contrary within a closure, and leave what is to be done to the end of the `closures`."""
+        ...
+
+    def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return the context of a step of an optimizer that evaluates the loss itself."""
+        ...
+
+    def check_weights(self) -> None:
+        """Raise if the weights are not fit to be saved. Every rank must call this."""
+        ...
+
+    def end_fit(self) -> None:
+        """Wait for what is still on its way from the device, and act on it. Every rank must call this."""
+        ...
+
+
+class Unguarded:
+    """Lets every step happen."""
+
+    def begin_batch(self) -> None:
+        """Do nothing."""
+
+    def mark(self, loss: Tensor) -> Tensor:
+        """Return the loss."""
+        return loss
+
+    def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
+        """Say yes."""
+        return True
+
+    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
+        """Say no."""
+        return False
+
+    def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def check_weights(self) -> None:
+        """Do nothing."""
+
+    def end_fit(self) -> None:
+        """Do nothing."""
+
 
 _log = logging.getLogger(__name__)
 
@@ -345,3 +402,178 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _values(entries: Mapping[str, object]) -> list[Tensor]:
     return [value for value in entries.values() if isinstance(value, Tensor)]
+
+
+LAG = 2  # batches; until then the device has enough to do for nobody to notice that the host waits
+
+
+class Arrivals:
+    """Brings a few numbers of each batch to the host, in their order.
+
+    They are read after a fixed number of batches, on all ranks alike: a rank that acted on what has just happened to
+    arrive would leave the others alone in their next collective.
+
+    Args:
+        device: Where they are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting: deque[tuple[int, Tensor, torch.Event]] = deque()
+
+    def send(self, batch: int, numbers: Tensor) -> None:
+        """Start the copy of a batch's numbers, which may change from now on."""
+        on_host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+        event = torch.Event(self._device)
+        event.record()
+        self._waiting.append((batch, on_host, event))
+
+    def take(self, *, wait: bool = False) -> Iterator[tuple[int, list[float]]]:
+        """Yield the numbers that are due, each with its batch.
+
+        Args:
+            wait: Whether to wait for all that were sent.
+        """
+        while len(self._waiting) > (0 if wait else LAG):
+            batch, on_host, event = self._waiting.popleft()
+            event.synchronize()
+            yield batch, on_host.tolist()
+
+    def forget(self) -> None:
+        """Drop what has not been taken."""
+        self._waiting.clear()
+
+
+_PLAIN = {Tensor}  # what needs no look at each
+
+
+def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
+    """Set `found` to 1 if any of the tensors holds an Inf or a NaN, and leave it as it is otherwise.
+
+    Nobody waits for the device.
+
+    Args:
+        tensors: On one device. None of their values changes.
+        found: A float32 scalar on that device.
+        one: A 1, of the same kind.
+
+    Returns:
+        Whether `found` speaks of whole tensors: of sharded ones it speaks of this rank's parts.
+    """
+    is_plain = {*map(type, tensors)} == _PLAIN
+    try:
+        # The one kernel that looks at many tensors: GradScaler's, told to divide by 1. A sum of norms, which is the
+        # public way, takes five times as long. Given DTensors, it asks the ranks that share the first of them, who
+        # need not be those that share the others.
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+            tensors if is_plain else [_local(tensor) for tensor in tensors], found, one
+        )
+    except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
+        values = [values for tensor in tensors if (values := _plain_values(tensor)).numel()]
+        if values:
+            norms = torch.stack([torch.linalg.vector_norm(part, torch.inf).to(found) for part in values])
+            found.logical_or_(~torch.isfinite(norms).all())
+    return is_plain or not any(is_sharded(tensor) for tensor in tensors)
+
+
+def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:
+    """Return the names of the first tensors that are not finite. It waits for the device.
+
+    Args:
+        tensors: With their names.
+        may_be_marked: Whether the first number of each rank's part of a tensor may be a mark, which says that others
+            are not finite. It counts only where there are no others.
+    """
+    named = list(tensors)
+    names = [name for name, tensor in named if not _is_finite(tensor, 1)] if may_be_marked else []
+    names = [canonical_name(name) for name in names or (name for name, tensor in named if not _is_finite(tensor))]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _is_finite(tensor: Tensor, num_marks: int = 0) -> bool:
+    """Say whether a tensor is finite, behind so many numbers of each rank's part if it is sharded."""
+    found = torch.zeros((), device=tensor.device)
+    part = _local(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
+    note_non_finite([part], found, torch.ones_like(found))
+    if is_sharded(tensor):
+        found = _over_ranks(found, tensor)
+    return not found.item()
+
+
+def _over_ranks(found: Tensor, tensor: Any) -> Tensor:
+    """Return what any of the ranks that share a tensor has found."""
+    from torch.distributed.tensor import DTensor, Partial  # loaded where there are such tensors, and slow to
+
+    mesh = tensor.device_mesh
+    return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+
+
+def _plain_values(tensor: Any) -> Tensor:
+    """Return what this rank has of a tensor, densely."""
+    local = _local(tensor)
+    if local.layout is torch.sparse_coo:
+        return local.coalesce().values()
+    return local if local.layout is torch.strided else local.values()
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # nobody differentiates by it
+        return tensor.to_local()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Say whether a tensor is a DTensor, whose module takes a third as long to import as torch itself."""
+    return hasattr(tensor, "to_local")
+
+
+_NUM_USUAL = 32  # among which the median is what a loss usually is
+_FEWEST = 3  # before which nobody knows what is usual
+
+
+class Spikes:
+    """Tells a loss that jumps from those that are as usual.
+
+    Args:
+        factor: How many times as large as the median of the latest usual ones it is.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._usual: deque[float] = deque(maxlen=_NUM_USUAL)
+
+    def is_spike(self, loss: float) -> bool:
+        """Return whether a loss jumps; one that does not counts as usual from now on, unless it is not finite."""
+        if not math.isfinite(loss):
+            return False
+        if len(self._usual) >= _FEWEST and abs(loss) > self._factor * median(self._usual):
+            return True
+        self._usual.append(abs(loss))
+        return False
+
+
+def takes_none(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer undoes its step where a closure returns `None`, as SAM does."""
+    return getattr(optimizer, "_step_supports_amp_closure", False)
+
+
+def has_fused_step(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer's kernels look themselves at whether they may step."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def tell_device(optimizer: Any, found: Tensor | None) -> None:
+    """Let a fused optimizer step only if `found` is 0, by the attributes through which GradScaler tells it."""
+    if found is not None:
+        optimizer.grad_scale, optimizer.found_inf = None, found
+    elif hasattr(optimizer, "found_inf"):
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def overflow_of(scaler: Any, optimizer: Optimizer) -> Tensor:
+    """Return more than 0 if the scaler has seen an overflow; it has no public way to ask."""
+    per_device = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return torch.stack([found.to(next(iter(per_device))) for found in per_device.values()]).sum()

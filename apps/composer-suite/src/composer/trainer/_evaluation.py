@@ -1,38 +1,49 @@
 """Evaluation of one evaluator over its dataloader: its events, forward passes and metrics."""
 
+from __future__ import annotations
+
+import copy
 import datetime
 import functools
 import inspect
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
-from composer.trainer._autocast import Autocast
-from composer.trainer._batch import cut
-from composer.trainer._blame import in_stage, name_setters
-from composer.trainer._caller import level_of_user
-from composer.trainer._clock import Clock
-from composer.trainer._fitting import halve, release_memory
-from composer.trainer._out_of_memory import Attempts, Stage
-from composer.trainer._padding import Padding, without_last
-from composer.trainer._ranks import Ranks, next_batch
-from composer.trainer._undo import MetricsUndo
-from composer.trainer._users_functions import transform_batch, transform_microbatch
+from composer.trainer._arguments import check_interval, check_iterable, check_subset, level_of_user
+from composer.trainer._data import Clock
+from composer.trainer._error_context import in_stage, name_setters
+from composer.trainer._oom import Attempts, Stage, halve, release_memory
+from composer.trainer._rank_sync import Ranks, next_batch
+from composer.trainer._restore import MetricsUndo
+from composer.trainer._step import Autocast, cut, transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
+from composer_checkpoint.seeded_batches import SeededBatches, can_be_seeded, derive_seed, seeded
 from composer_dist import dist, get_global_rank, get_world_size
 from composer_dist.ddp import share_buffers
+from composer_dist.devices import Device
 from composer_dist.strategy import Strategy
+from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
-from composer_events.evaluator import Evaluator
+from composer_events.evaluator import Evaluator, ensure_evaluator
 from composer_events.event import Event
 from composer_events.logger import Logger
 from composer_events.metric_entries import by_entry
 from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
 from composer_time import Time, Timestamp
+
+if TYPE_CHECKING:
+    from composer.trainer._build import Workings
+
+__all__ = ["EvaluationBatches", "evaluate_alone"]
 
 _NO_BATCH: Any = object()
 
@@ -257,3 +268,261 @@ def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
     if outputs is not None and outputs.default is inspect.Parameter.empty:
         return functools.partial(eval_forward, outputs=None)
     return eval_forward
+
+
+class EvaluationBatches:
+    """Opens the dataloaders of evaluators, so that what a DataLoader draws follows from the training's batch alone.
+
+    Otherwise it would matter to the rest of training whether persistent workers had been started before or not.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._seeded: dict[int, SeededBatches] = {}  # kept, since the workers may persist
+
+    def open(self, evaluator: Evaluator) -> Iterator[Any]:
+        """Return the batches of an evaluation that is made now."""
+        loader, batch = evaluator.dataloader.dataloader, self._state.timestamp.num_batches
+        seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
+        if isinstance(loader, DataLoader) and can_be_seeded(loader):
+            batches = self._seeded.setdefault(id(loader), SeededBatches(loader, get_global_rank()))
+            return batches.open(seed, batch)
+        if isinstance(loader, DataLoader):
+            with seeded(derive_seed(seed, batch, get_global_rank())):
+                return iter(loader)
+        return iter(loader)
+
+
+_log = logging.getLogger("composer.trainer.trainer")
+
+
+def make_evaluators(
+    given: Any,
+    model: ComposerModel,
+    eval_interval: Any,
+    subset_num_batches: int,
+    device: Device,
+    present: Sequence[Evaluator] = (),
+) -> list[Evaluator]:
+    """Wrap each dataloader into an Evaluator that computes all metrics of the model.
+
+    Args:
+        given: One dataloader, DataSpec or Evaluator, several of one kind, or None.
+        model: Says which metrics there are.
+        eval_interval: For evaluators that have no interval.
+        subset_num_batches: For evaluators that say nothing about it; -1 for all batches.
+        device: Where they run.
+        present: Those that stay where none are given.
+
+    Raises:
+        TypeError: If the model's metrics have no names.
+        ValueError: If Evaluators and other dataloaders are mixed, if none of the metrics that one names is there, if a
+            dataloader's end cannot be known and no subset limits it, if the size of microbatches is to be found out on
+            another device than a GPU, or if a metric has no values to begin with.
+    """
+    items = _listed(given)
+    if not items:
+        _warn_of_idle(eval_interval, subset_num_batches, present)
+    kinds = {isinstance(item, Evaluator) for item in items}
+    if len(kinds) > 1:
+        raise ValueError(
+            "Mixing Evaluator with other classes is not allowed, please wrapall other classes with the Evaluator "
+            f"class. eval_dataloader holds {[type(item).__name__ for item in items]}."
+        )
+    metrics = metrics_by_name(model, is_train=False)
+    if items:
+        check_metrics(metrics)
+    names = list(metrics)
+    check_subset("eval_subset_num_batches", subset_num_batches)
+    check_interval(eval_interval)
+    for item in items:
+        check_iterable("eval_dataloader", item)
+    # Copies, since what is filled in is this Trainer's business, and the user may give them to another one.
+    evaluators = [copy.copy(ensure_evaluator(item, names)) for item in items]
+    warn_of_known_labels(evaluators, [])
+    for evaluator in evaluators:
+        _check_names(evaluator, metrics)
+        if evaluator.auto_microbatching and device.name != "gpu":
+            raise ValueError(
+                f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
+                f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
+            )
+        if evaluator.subset_num_batches is None:
+            evaluator.subset_num_batches = subset_num_batches
+        if evaluator.eval_interval is None:
+            evaluator.eval_interval = eval_interval
+        if evaluator.subset_num_batches == -1:
+            _refuse_endless(evaluator)
+    return evaluators
+
+
+def _check_names(evaluator: Evaluator, metrics: Mapping[str, Any]) -> None:
+    if evaluator.metric_names and not evaluator.select_metrics(metrics):
+        there = ", ".join(metrics if evaluator.metrics is None else evaluator.metrics) or "none at all"
+        raise ValueError(
+            f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric is called so. "
+            f"There are {there}. Name some of these, or leave metric_names out for all."
+        )
+
+
+def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence[Evaluator]) -> None:
+    if eval_interval in (0, 1) and subset_num_batches == -1:
+        return
+    labels = ", ".join(repr(evaluator.label) for evaluator in present)
+    keep = f" again; {labels} of before keep what they have" if labels else ""
+    warnings.warn(
+        f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
+        f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
+        f"eval_dataloader{keep}.",
+        stacklevel=level_of_user(),
+    )
+
+
+def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evaluator]) -> None:
+    """Say where two evaluators of one label will write over each other's results."""
+    known = {evaluator.label for evaluator in others}
+    for evaluator in evaluators:
+        if evaluator.label in known and others:
+            warnings.warn(
+                f"eval_dataloader label {evaluator.label!r} is that of another evaluator of this Trainer; its metrics "
+                "are replaced. Use Evaluator(label=...) with a label of its own.",
+                stacklevel=level_of_user(),
+            )
+        elif evaluator.label in known:
+            _log.warning("Several evaluators have the label %r and share its metrics.", evaluator.label)
+        known.add(evaluator.label)
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    if isinstance(given, (list, tuple)) and given and not all(map(_is_batch, given)):
+        return ensure_tuple(given)
+    is_none = given is None or (isinstance(given, (list, tuple)) and not given)
+    return () if is_none else (given,)
+
+
+def _is_batch(item: Any) -> bool:
+    """Say whether an item of a list is a batch, and the list a dataloader, or a dataloader, one of several."""
+    return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
+
+
+def _refuse_endless(evaluator: Evaluator) -> None:
+    loader = evaluator.dataloader.dataloader
+    if not hasattr(loader, "__len__"):
+        return
+    try:
+        len(loader)
+    except TypeError as error:
+        raise ValueError(
+            f"eval_subset_num_batches must be set when using an infinite sized dataloader: evaluator "
+            f"{evaluator.label!r} has {loader!r}, whose length is unknown. Say how many batches an evaluation reads."
+        ) from error
+
+
+def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
+    """Return the model's own metrics of training or of evaluation.
+
+    Raises:
+        TypeError: If `get_metrics` returns them without names.
+    """
+    metrics: Any = model.get_metrics(is_train=is_train)
+    # By what it has, since neither a ModuleDict nor a MetricCollection is a Mapping.
+    if hasattr(metrics, "keys") and hasattr(metrics, "items"):
+        return metrics
+    raise TypeError(
+        f"{type(model).__name__}.get_metrics(is_train={is_train}) returned {metrics!r}, a {type(metrics).__name__}. It "
+        "returns a dict of names to metrics, such as {'MulticlassAccuracy': MulticlassAccuracy(...)}, and {} where "
+        "there are none."
+    )
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuse metrics that have nothing to count from.
+
+    Raises:
+        ValueError: With the name of one that was made on the meta device.
+    """
+    for name, metric in metrics.items():
+        states = [value for part in metric.modules() for value in getattr(part, "metric_state", {}).values()]
+        if any(isinstance(state, Tensor) and state.is_meta for state in states):
+            raise ValueError(
+                f"the metric {name!r} of the model, a {type(metric).__name__}, is on the meta device, where it has no "
+                f"numbers to count from and nobody can give it any. Make the model's metrics below "
+                f"`with torch.device('cpu'):`, also where the rest of the model is made on the meta device."
+            )
+
+
+def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Any]:
+    """Return own copies of the metrics that the evaluator names."""
+    return copy.deepcopy(evaluator.select_metrics(metrics_by_name(model, is_train=False)))
+
+
+class Padding:
+    """Finds the repeated samples of one pass over a dataloader.
+
+    They are the last sample of each of the last ranks, in the batch with which the sampler comes to its end.
+
+    Args:
+        dataloader: Any; only one over a DistributedSampler that does not drop its tail repeats samples.
+    """
+
+    def __init__(self, dataloader: Any) -> None:
+        self._num_repeated = 0
+        self._is_own = False
+        self._num_left = 0
+        sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+        if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+            dataset: Any = sampler.dataset  # of a length, since the sampler was made
+            self._num_repeated = sampler.total_size - len(dataset)
+            self._is_own = sampler.rank >= sampler.num_replicas - self._num_repeated
+            self._num_left = sampler.num_samples
+
+    def in_batch(self, num_samples: int | float) -> tuple[int, bool]:
+        """Return how many samples of the next batch are repeated on all ranks together, and whether this rank has one.
+
+        Args:
+            num_samples: How many samples the batch has on this rank.
+        """
+        if self._num_repeated == 0:
+            return 0, False
+        self._num_left -= int(num_samples)
+        return (0, False) if self._num_left > 0 else (self._num_repeated, self._is_own)
+
+
+def without_last(microbatch: Any, data_spec: DataSpec) -> tuple[Any, bool]:
+    """Return a microbatch without its last sample, and whether anything is left that counts.
+
+    A microbatch of one sample is returned as it is: it is computed all the same, because the other ranks may wait for
+    this rank's part of the model.
+    """
+    num_samples = int(data_spec.get_num_samples_in_batch(microbatch))
+    if num_samples <= 1:
+        return microbatch, False
+    return data_spec.split_batch(microbatch, num_samples - 1)[0], True
+
+
+def evaluate_alone(workings: Workings, eval_dataloader: Any, subset_num_batches: int) -> None:
+    """Evaluate on a dataloader, or with all evaluators there are.
+
+    Raises:
+        ValueError: If there is nothing to evaluate on.
+    """
+    state = workings.state
+    workings.take_evaluators()
+    evaluators: list[Evaluator] = list(state.evaluators)
+    if eval_dataloader is not None:
+        evaluators = make_evaluators(eval_dataloader, workings.model, 1, subset_num_batches, state.device)
+        warn_of_known_labels(evaluators, state.evaluators)
+        workings.add_metrics(evaluators)
+    if not evaluators:
+        raise ValueError("eval_dataloader must be provided to either Trainer init() or eval().")
+    workings.engine.run_event(Event.EVAL_STANDALONE_START)
+    state.evaluators = [*state.evaluators, *(e for e in evaluators if e not in state.evaluators)]
+    try:
+        evaluation = workings.make_evaluation()
+        for evaluator in evaluators:
+            subset = evaluator.subset_num_batches if subset_num_batches == -1 else subset_num_batches
+            evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
+    finally:
+        if eval_dataloader is not None:
+            state.evaluators = [e for e in state.evaluators if e not in evaluators]
+    workings.engine.run_event(Event.EVAL_STANDALONE_END)

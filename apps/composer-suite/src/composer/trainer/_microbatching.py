@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from composer.trainer._caller import level_of_user
+from composer.trainer._arguments import level_of_user
 from composer.trainer._sharding import check_repeatable
 from composer_dist.ddp import DDP
 from composer_dist.devices import Device

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from composer.trainer._arguments import check_iterable, check_subset
-from composer.trainer._blame import in_stage
-from composer.trainer._clock import Clock
-from composer.trainer._evaluation import restore_dataloader
-from composer.trainer._padding import Padding, without_last
-from composer.trainer._ranks import Ranks, next_batch
-from composer.trainer._users_functions import split, transform_batch, transform_microbatch
+from composer.trainer._data import Clock
+from composer.trainer._error_context import in_stage
+from composer.trainer._evaluation import Padding, restore_dataloader, without_last
+from composer.trainer._rank_sync import Ranks, next_batch
+from composer.trainer._step import split, transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
 from composer_dist.devices import DeviceCPU
+from composer_dist.strategy import unwrap_model
 from composer_events.arguments import check_flags
 from composer_events.data_spec import DataSpec, ensure_data_spec
 from composer_events.event import Event
@@ -25,12 +25,14 @@ from composer_models import model_eval_mode
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
-    from composer.trainer._autocast import Autocast
+    from composer.trainer._step import Autocast
+    from composer.utils.inference import ExportFormat
     from composer_dist.strategy import Strategy
     from composer_events.engine import Engine
+    from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["Prediction", "check_prediction"]
+__all__ = ["export_model", "Prediction", "check_prediction"]
 
 _NO_BATCH: Any = object()
 
@@ -150,3 +152,31 @@ def _join(parts: Sequence[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(_join(items) for items in zip(*parts, strict=True))
     return first
+
+
+def export_model(
+    state: State, logger: Logger, save_format: str | ExportFormat, save_path: str, *, sample_input: Any, **settings: Any
+) -> None:
+    """Write the model of a state, as `export_with_logger` does, with the latest batch as a sample where it needs one.
+
+    Args:
+        state: The state.
+        logger: The logger.
+        save_format: See `export_with_logger`.
+        save_path: See `export_with_logger`.
+        sample_input: One batch, or `None`.
+        **settings: See `export_with_logger`.
+    """
+    from composer.utils import inference  # here, since few trainings export
+
+    needs_sample = inference.ExportFormat(save_format) in (inference.ExportFormat.ONNX, inference.ExportFormat.EXPORT)
+    if sample_input is None and needs_sample:
+        sample_input = state.batch
+    inference.export_with_logger(
+        model=unwrap_model(state.model),
+        save_format=save_format,
+        save_path=save_path,
+        logger=logger,
+        sample_input=(sample_input, {}),
+        **settings,
+    )

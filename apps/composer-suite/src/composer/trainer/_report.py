@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from composer.trainer._loss_means import over_their_shares
-from composer.trainer._ranks import Ranks
-from composer.trainer._train_metrics import TrainMetrics
+from composer.trainer._rank_sync import Ranks, over_their_shares
+from composer.trainer._step import TrainMetrics
 from composer_dist import get_local_world_size, get_world_size
 from composer_events.logger import Logger, log_lazily
 from composer_events.metric_entries import by_entry

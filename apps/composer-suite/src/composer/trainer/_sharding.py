@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from composer.trainer._caller import level_of_user
+from composer.trainer._arguments import level_of_user
 from composer_dist import get_global_rank, get_world_size
 
 if TYPE_CHECKING:
-    from composer.trainer._given import Given
+    from composer.trainer._build import Given
     from composer_dist.ddp import DDPSyncStrategy
     from composer_dist.devices import Device, Precision
     from composer_dist.strategy import Strategy

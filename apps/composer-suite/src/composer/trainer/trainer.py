@@ -10,22 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torch.optim import Optimizer
 
-from composer.trainer._argument_kinds import to_plain
-from composer.trainer._blame import name_stage
-from composer.trainer._destinations import record_failure
-from composer.trainer._distributed import begin_fit, join
-from composer.trainer._export import export_model
-from composer.trainer._first_failure import begin_stage
-from composer.trainer._fit_arguments import take_fit_arguments
-from composer.trainer._given import Given
-from composer.trainer._keywords import naming_unknown
-from composer.trainer._parts import check, check_agreement
-from composer.trainer._prediction import check_prediction
-from composer.trainer._python_log import set_log_level
+from composer.trainer._arguments import naming_unknown, to_plain
+from composer.trainer._attachments import record_failure, set_log_level
+from composer.trainer._build import Given, Workings, check, check_agreement, take_fit_arguments
+from composer.trainer._error_context import name_stage
+from composer.trainer._evaluation import evaluate_alone
+from composer.trainer._prediction import check_prediction, export_model
+from composer.trainer._rank_sync import begin_stage
 from composer.trainer._sharding import needs_group
-from composer.trainer._standalone_evaluation import evaluate_alone
-from composer.trainer._termination import close_engine, postponed
-from composer.trainer._workings import Workings
+from composer.trainer._shutdown import close_engine, postponed
+from composer.trainer._strategies import begin_fit, join_process_group
 from composer.trainer.divergence import OnDivergence
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import IgnoreKeys
@@ -247,7 +241,7 @@ class Trainer:
         given = Given(locals(), Trainer.__init__.__kwdefaults__ or {})
         parts = check(given)
         set_log_level(given.python_log_level)
-        join(parts.device, given.dist_timeout, is_needed=needs_group(parts.spread.strategy))
+        join_process_group(parts.device, given.dist_timeout, is_needed=needs_group(parts.spread.strategy))
         check_agreement(given, parts)
 
         self._workings = Workings(given, parts)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from composer.trainer._caller import level_of_user
+from composer.trainer._arguments import level_of_user
 from composer.trainer._microbatching import size_of_batches
-from composer.trainer._ranks import Ranks, agreed_facts
-from composer.trainer._refusals import compare
+from composer.trainer._rank_sync import Ranks, agreed_facts, compare
 from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
@@ -34,13 +37,15 @@ if TYPE_CHECKING:
     from composer_events.data_spec import DataSpec
     from composer_events.evaluator import Evaluator
     from composer_events.state import State
-    from composer_fsdp import ShardingPlan
+    from composer_fsdp import ParallelismConfig, ShardingPlan
     from composer_models import ComposerModel
+
+__all__ = ["Compilation", "check_recomputation", "recompute_activations"]
 
 _PLAIN = (bool, int, float, str, Time, type(None))
 
 
-def join(device: Device, timeout_s: float, *, is_needed: bool) -> None:
+def join_process_group(device: Device, timeout_s: float, *, is_needed: bool) -> None:
     """Make the process group if this process is one of several; all of them wait here for each other.
 
     Args:
@@ -314,3 +319,104 @@ def _settings(optimizer: Optimizer) -> dict[str, str]:
         for name, value in group.items()
         if name != "params"
     }
+
+
+# The name that `python_log_level` of a Trainer reaches.
+_log = logging.getLogger("composer.trainer.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """The model that was given, and the way in which it runs compiled.
+
+    A module is compiled in place: its class, its attributes and the names in its state dict stay what they are.
+
+    Attributes:
+        model: The model itself, also if it was given inside of what `torch.compile` returns.
+        config: Arguments of `torch.compile`; `None` for a model that runs as it is written, or is compiled already.
+    """
+
+    model: Any
+    config: dict[str, Any] | None
+    is_compiled: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None, model: Any) -> Compilation:
+        """Check what the user gave, and take the model out of its compiled wrapper.
+
+        Raises:
+            TypeError: If `config` is no dict, or has a key that `torch.compile` does not know.
+            ValueError: If `torch.compile` refuses what a key says, such as a backend that is not there.
+        """
+        if config is not None:
+            _check(config)
+        inner = getattr(model, "_orig_mod", None)  # where `torch.compile` keeps it
+        if not (isinstance(model, nn.Module) and isinstance(inner, nn.Module)):
+            return cls(model, None if config is None else dict(config), is_compiled=config is not None)
+        if config is not None:
+            _log.warning("`model` is already compiled with `torch.compile`; compile_config=%r is ignored.", config)
+        else:
+            _log.warning("`model` is already compiled with `torch.compile`; it trains as it was compiled.")
+        # PyTorch has no public way to run a module in place as its compiled wrapper does. These are the two attributes
+        # by which `Module.compile` itself does it.
+        vars(inner)["_compiled_call_impl"] = vars(model)["dynamo_ctx"](inner._call_impl)
+        return cls(inner, None, is_compiled=True)
+
+    def apply(self, model: nn.Module) -> None:
+        """Let a model, perhaps wrapped for several ranks, run compiled from its next call on."""
+        if self.config is not None:
+            model.compile(**self.config)
+
+
+def _check(config: Any) -> None:
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"compile_config={config!r} is no dict of arguments of torch.compile. Give one, such as "
+            "{'mode': 'reduce-overhead'}, or {} for the defaults."
+        )
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    unknown = [name for name in config if name not in known]
+    if unknown:
+        raise TypeError(
+            f"compile_config has {unknown[0]!r}, which is no argument of torch.compile. Those are {', '.join(known)}."
+        )
+    try:
+        # It looks the backend and all settings up at once, and compiles at the first call, which never comes.
+        torch.compile(lambda: None, **config)
+    except Exception as error:
+        raise ValueError(
+            f"compile_config={dict(config)!r} is refused by torch.compile: {error} Backends here are "
+            f"{', '.join(torch.compiler.list_backends())}; {{}} takes the defaults."
+        ) from error
+
+
+_SELECTIVE = "selective"
+
+
+def check_recomputation(setting: Any, parallelism_config: ParallelismConfig | None) -> bool | str:
+    """Return what the argument `activation_checkpointing` says.
+
+    Raises:
+        ValueError: If it is none of what there is, or the settings of sharding have one of their own.
+    """
+    if not isinstance(setting, bool) and setting != _SELECTIVE:
+        raise ValueError(
+            f"activation_checkpointing={setting!r} is none that there is. Use True, False or {_SELECTIVE!r}, which "
+            "keeps the results of matrix products."
+        )
+    if setting and parallelism_config is not None:
+        raise ValueError(
+            f"activation_checkpointing={setting!r} is for models that are not sharded. Write it into the settings of "
+            f"sharding: parallelism_config={{'fsdp': {{'activation_checkpointing': {setting!r}}}}}."
+        )
+    return setting
+
+
+def recompute_activations(model: nn.Module, setting: bool | str) -> None:
+    """Let the modules that the model chooses compute their activations again, in place."""
+    if not setting:
+        return
+    from composer_fsdp.activation import apply_ac, warn_of_none_chosen  # few use it
+
+    if not apply_ac(model, setting, False):
+        warn_of_none_chosen(model, stacklevel=level_of_user())

@@ -1,29 +1,111 @@
 """One optimizer step: the batch cut into microbatches, each with its forward, loss and backward pass."""
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._autocast import Autocast
-from composer.trainer._blame import in_stage, name_setters
-from composer.trainer._fitting import Fitting
-from composer.trainer._guard import Guard
-from composer.trainer._loss_means import TOTAL, add_finite, mean_total
+from composer.trainer._divergence_guard import Guard
+from composer.trainer._error_context import in_stage, name_setters
 from composer.trainer._microbatching import refuse_uncounted, size_for, warn_of_padding
-from composer.trainer._ranks import Ranks
-from composer.trainer._train_metrics import TrainMetrics
-from composer.trainer._users_functions import split, transform_microbatch
+from composer.trainer._oom import Fitting
+from composer.trainer._rank_sync import TOTAL, Ranks, add_finite, mean_total
+from composer_dist import get_precision_context
+from composer_dist.devices import Precision
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
-from composer_models import ComposerModel
+from composer_models import ComposerModel, model_eval_mode
+
+__all__ = ["split", "transform_batch", "transform_microbatch"]
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+_NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
+
+
+def make_autocast(state: State, strategy: Strategy) -> Autocast:
+    """Return what makes the precision context of a state, as its precision, its device and what is around are now."""
+    if strategy.has_own_precision:
+        return nullcontext
+    # The device is named once here; looking it up anew would cost more than the context itself.
+    device_type = state.device.torch_device.type
+    enter = functools.partial(get_precision_context, state.precision, state.precision_config, device_type=device_type)
+    if state.precision is Precision.FP32 and not torch.is_autocast_enabled(device_type):
+        return _do_nothing  # full precision has only to end an autocast around it
+    return enter
+
+
+def _do_nothing() -> AbstractContextManager[Any]:
+    return _NOTHING
+
+
+class TrainMetrics:
+    """Updates `state.train_metrics` with each microbatch as it was before an algorithm changed it.
+
+    A model without train metrics costs nothing here.
+    """
+
+    def __init__(self, state: State, model: ComposerModel) -> None:
+        self._state = state
+        self._model = model
+        self._kept: Any = None
+        # Without an own eval_forward the outputs are taken as they are, so there is no mode to switch.
+        self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
+
+    def reset(self) -> None:
+        """Start anew, for another batch."""
+        if metrics := self._state.train_metrics:
+            for metric in metrics.values():
+                metric.reset()
+
+    def keep(self, microbatch: Any) -> None:
+        """Remember a microbatch whose containers algorithms are free to change from now on."""
+        if self._state.train_metrics:
+            self._kept = _copy_containers(microbatch)
+
+    @in_stage("the metrics of training")
+    def update(self, outputs: Any, autocast: Autocast) -> None:
+        """Show the remembered microbatch and the model's outputs to every metric, in the precision of training."""
+        metrics = self._state.train_metrics
+        if not metrics:
+            return
+        mode: AbstractContextManager[Any] = nullcontext() if self._reuses_outputs else model_eval_mode(self._model)
+        with torch.no_grad(), mode, autocast():
+            outputs = self._model.eval_forward(self._kept, outputs)
+            for metric in metrics.values():
+                self._model.update_metric(self._kept, outputs, metric)
+        self._kept = None
+
+    def compute(self) -> dict[str, Any]:
+        """Return the value of each metric over the microbatches seen, and put them on the state.
+
+        A run that was resumed right at the end of an epoch has seen none yet.
+        """
+        values = {
+            name: metric.compute()
+            for name, metric in (self._state.train_metrics or {}).items()
+            if getattr(metric, "update_called", True)  # what torchmetrics says of its own
+        }
+        self._state.train_metric_values.update(values)
+        return values
+
+
+def _copy_containers(batch: Any) -> Any:
+    """Copy the dicts, lists and tuples of a batch, with the very same tensors in them."""
+    if isinstance(batch, Mapping):
+        return {key: _copy_containers(value) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_copy_containers(value) for value in batch)
+    return batch
 
 
 class BatchTrainer:
@@ -295,3 +377,36 @@ def needs_closure(optimizer: Optimizer) -> bool:
     # Wrapped by PyTorch (hooks, schedulers), the method still shows the signature of the one it wraps.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def transform_batch(spec: DataSpec, batch: Any) -> Any:
+    """Return what `batch_transforms` makes of a batch, or raise TypeError if that is nothing."""
+    transformed = spec.batch_transforms(batch)
+    return _returned_nothing("batch_transforms", spec) if transformed is None else transformed
+
+
+def transform_microbatch(spec: DataSpec, microbatch: Any) -> Any:
+    """Return what `microbatch_transforms` makes of a microbatch, or raise TypeError if that is nothing."""
+    transformed = spec.microbatch_transforms(microbatch)
+    return _returned_nothing("microbatch_transforms", spec) if transformed is None else transformed
+
+
+def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
+    """Return the microbatches that `split_batch` makes of a batch.
+
+    Raises:
+        TypeError: If those are no microbatches.
+    """
+    microbatches = spec.split_batch(batch, size)
+    if not hasattr(microbatches, "__len__") or not len(microbatches):
+        raise TypeError(
+            f"split_batch={spec.split_batch!r} returned {microbatches!r}. It must return a list of microbatches, with "
+            f"one at least."
+        )
+    return microbatches
+
+
+def _returned_nothing(name: str, spec: DataSpec) -> NoReturn:
+    raise TypeError(
+        f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
+    )

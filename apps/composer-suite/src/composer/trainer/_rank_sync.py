@@ -4,19 +4,46 @@ A rank that is alone asks nobody. Ranks whose dataloaders keep step by construct
 asking, so they exchange nothing either, unless somebody reads the losses or the clock.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from __future__ import annotations
 
+import itertools
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as tdist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from composer.trainer._blame import name_dataset
-from composer.trainer._loss_means import LossMeans, over_their_shares
-from composer_dist import get_global_rank, get_world_size
+from composer.trainer._arguments import check_dist_timeout
+from composer.trainer._error_context import name_dataset
+from composer_dist import RankDisagreementError, agreement, dist, get_global_rank, get_world_size
 from composer_dist.ddp import sum_counts
+from composer_dist.devices import Device, get_device
+from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
+
+if TYPE_CHECKING:
+    from composer.trainer._build import Given
+
+__all__ = [
+    "begin_stage",
+    "first_failure_of_others",
+    "TOTAL",
+    "LossMeans",
+    "add_finite",
+    "mean_total",
+    "missing_share",
+    "over_their_shares",
+    "compare",
+    "share_refusal",
+    "open_store",
+]
 
 
 class Ranks:
@@ -204,3 +231,218 @@ def agreed_facts(dataloader: Any) -> dict[str, Any]:
         if sampler.num_replicas == 1:  # then each rank may have a dataset of its own
             del facts["dataset"], facts["sampler.num_samples"]
     return facts
+
+
+_MOST_KEPT: Final = 20_000  # characters, the last ones: the store has them in memory
+_KEY: Final = "first"
+
+_stages: Final = itertools.count()  # of this process; all ranks have as many
+_stage = next(_stages)
+
+
+def begin_stage() -> None:
+    """Forget what failed before. Every rank must call this, for each fit, evaluation and prediction."""
+    global _stage
+    _stage = next(_stages)
+
+
+def first_failure_of_others(error: BaseException) -> str | None:
+    """Tell the other ranks what this one has failed of, and return what one that failed before has told.
+
+    Nobody waits for another rank, which may be gone, and so may the store.
+
+    Args:
+        error: What ends this rank's training. A signal is nobody's failure, but a launcher sends one after a failure.
+
+    Returns:
+        The rank and its traceback; `None` if this rank is the first, or nothing was told.
+    """
+    if get_world_size() == 1:
+        return None
+    rank = f"Rank {get_global_rank()}"
+    told = f"{rank} failed first:\n{''.join(traceback.format_exception(error))[-_MOST_KEPT:]}"
+    try:
+        store = open_store(f"composer/failure/{_stage}")
+        if isinstance(error, Exception):
+            first = store.compare_set(_KEY, "", told).decode(errors="replace")
+        elif store.check([_KEY]):
+            first = store.get(_KEY).decode(errors="replace")
+        else:
+            return None
+    except Exception:  # of what kind it is depends on the store; that of this rank is what counts
+        return None
+    return None if first.startswith(f"{rank} ") else first
+
+
+TOTAL = "loss/train/total"
+"""The log name of the loss that is minimised."""
+
+_SHARE = "\0share"  # not part of a loss's own name
+"""Ends the name of the share of a batch that has a loss, next to the loss, which is a sum weighted by such shares."""
+
+_MISSING = "\0missing"
+"""The share of a batch whose total is not finite and so left out: the mean over one label of which none counts, say."""
+
+
+def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float) -> None:
+    """Add a microbatch's loss, weighted by its share in the batch, to those of the batch if it is finite.
+
+    A NaN would hide the losses of the other microbatches and ranks.
+    """
+    dtype = torch.promote_types(loss.dtype, torch.float32)
+    missing = torch.nan_to_num((loss * 0).to(dtype), nan=share)
+    _add(losses, name, torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0))
+    _add(losses, name + _SHARE, share - missing)
+    if name == TOTAL:
+        _add(losses, _MISSING, missing)
+
+
+def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
+    """Return the share of this rank's batch whose loss is not finite: 0 if all of it is."""
+    total = losses[TOTAL]
+    return losses[_MISSING] if _MISSING in losses else torch.nan_to_num(total * 0, nan=1.0)
+
+
+def mean_total(losses: Mapping[str, Tensor], strategy: Strategy) -> Tensor:
+    """Return the mean of the total over all ranks, without what is not finite. Every rank must call this."""
+    sums = {name: losses[name] for name in (TOTAL, TOTAL + _SHARE, _MISSING) if name in losses}
+    return over_their_shares(strategy.mean(sums))[TOTAL]
+
+
+class LossMeans:
+    """Averages the losses of each batch, by one collective whose size all ranks know.
+
+    A model may return other losses in one batch than in the next, and on one rank than on another. What is exchanged
+    is therefore made up of the names that any rank has had, each with the share of the batch that has it now. The ranks
+    compare their names at the first batch, and once more after a batch in which one of them has a new one.
+
+    Args:
+        strategy: Takes the means.
+
+    Attributes:
+        has_news: Whether this rank has a name that the ranks have not compared.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.has_news = False
+        self._strategy = strategy
+        self._names: list[str] = []  # apart from the total, which every rank has in every batch
+        self._own: set[str] = set()
+        self._is_first = True
+
+    def compare_names(self) -> None:
+        """Find out which names there are. Every rank must call this."""
+        self._names = sorted(set().union(*dist.all_gather_object(sorted(self._own))))
+        self.has_news = False
+
+    def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the mean of each loss over the samples, of all ranks, that have it. Every rank must call this."""
+        self._note({name for name in losses if name != TOTAL and name + _SHARE in losses})
+        if self._is_first:
+            self.compare_names()
+            self._is_first = False
+        total = losses[TOTAL].detach()
+        none, no_share = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.float32)
+        asked = {TOTAL: total, _MISSING: losses.get(_MISSING, no_share)}
+        asked[TOTAL + _SHARE] = losses.get(TOTAL + _SHARE, no_share)
+        for name in self._names:
+            asked[name] = losses.get(name, none).detach()
+            asked[name + _SHARE] = losses.get(name + _SHARE, no_share)
+        means = self._strategy.mean(asked)
+        return over_their_shares({name: means.get(name, value.detach()) for name, value in losses.items()})
+
+    def _note(self, names: set[str]) -> None:
+        if not names <= self._own:
+            self._own |= names
+            self.has_news = not self._own <= set(self._names)
+
+
+def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each loss over the share of the batch that has it: NaN where none of the batch has a finite one."""
+    means = {
+        name: loss / losses[name + _SHARE] if name + _SHARE in losses else loss
+        for name, loss in losses.items()
+        if not name.endswith((_SHARE, _MISSING))
+    }
+    if _MISSING in losses:  # otherwise the shares add up to 1 but for their rounding, and the total keeps its last bit
+        means[TOTAL] = torch.where(losses[_MISSING] > 0, means[TOTAL], losses[TOTAL])
+    return means
+
+
+def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
+    losses[name] = losses[name] + loss if name in losses else loss
+
+
+_MOST_SHOWN = 8
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which is another one in each process
+
+
+def share_refusal(refusal: Exception, given: Given) -> None:
+    """Tell the other ranks that this one refuses its arguments. Every rank must call this, or `compare`.
+
+    Raises:
+        RankDisagreementError: If they do not all refuse theirs in the same words.
+    """
+    try:
+        if get_world_size() == 1:
+            return
+        dist.initialize_dist(_device_of(given), _timeout_s_of(given))
+        compare({}, refusal)
+    except RankDisagreementError:
+        raise
+    except Exception:
+        return  # nobody is there to be told, and what is wrong here is known
+
+
+def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
+    """Raise, on every rank alike, if the ranks have different facts, or if some refuse their arguments.
+
+    Every rank must call this, or `share_refusal`.
+
+    Args:
+        facts: As `check_agreement` takes them.
+        refusal: With what this rank refuses its arguments, if it does.
+
+    Raises:
+        RankDisagreementError: With the facts that differ, or else with what each rank refuses.
+    """
+    said = None if refusal is None else _ADDRESS.sub("", f"{type(refusal).__name__}: {refusal}")
+    try:
+        agreement.check_agreement({"refusal": said, **facts})
+    except RankDisagreementError:
+        of_ranks = dist.all_gather_object(said)
+        if not any(of_ranks):
+            raise
+        refusals = [f"rank {rank}: {text}" for rank, text in enumerate(of_ranks) if text]
+        raise RankDisagreementError(
+            f"{len(refusals)} of {len(of_ranks)} ranks cannot use the arguments that they were given:\n  "
+            + "\n  ".join(refusals[:_MOST_SHOWN])
+            + "\nThe arguments of every rank must be good, and the same where they are not about files or loggers."
+        ) from refusal
+
+
+def _device_of(given: Given) -> Device:
+    try:
+        return get_device(given.device)
+    except Exception:
+        return get_device(None)  # which is what the other ranks most likely have
+
+
+def _timeout_s_of(given: Given) -> float:
+    try:
+        check_dist_timeout(given.dist_timeout)
+    except Exception:
+        return DEFAULT_TIMEOUT_S
+    return given.dist_timeout
+
+
+def open_store(key: str) -> Any:
+    """Return a client of the store, with keys of its own.
+
+    Args:
+        key: What the keys begin with.
+    """
+    # PyTorch keeps the store for itself; one of our own would need a port of its own.
+    shared = distributed_c10d._get_default_store()
+    # A client of its own, since the calls of one client wait for each other.
+    return tdist.PrefixStore(key, shared.clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there

@@ -1,0 +1,217 @@
+"""Where the Trainer's log goes: the loggers given, a progress bar, the console."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from composer.loggers.console_logger import ConsoleLogger
+from composer.loggers.file_logger import FileLogger
+from composer.loggers.mosaicml_logger import MOSAICML_ACCESS_TOKEN_ENV_VAR, MOSAICML_PLATFORM_ENV_VAR, MosaicMLLogger
+from composer.loggers.progress_bar_logger import ProgressBarLogger
+from composer.report.environment import recorder_of_environment
+from composer.report.recorder import RunRecorder
+from composer.trainer._arguments import how_to_make, level_of_user
+from composer.trainer._rank_sync import first_failure_of_others
+from composer_dist import get_global_rank
+from composer_events.batches import ensure_tuple
+from composer_events.hparams import extract_hparams
+from composer_events.logger_destination import LoggerDestination
+
+if TYPE_CHECKING:
+    from composer.profiler.profiler import Profiler
+    from composer.trainer._build import Given, Parts
+    from composer_checkpoint.saver import CheckpointSaver
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = [
+    "choose_destinations",
+    "record_failure",
+    "log_arguments",
+    "bind_profiler",
+    "check_profiler",
+    "check_log_level",
+    "set_log_level",
+]
+
+
+def choose_destinations(given: Given) -> list[LoggerDestination]:
+    """Return the destinations of the log: those given, then the recorder, the progress bar and the console if wanted.
+
+    Raises:
+        TypeError: If one of them is no LoggerDestination.
+        ValueError: If there is no such stream or interval.
+    """
+    destinations = list(ensure_tuple(given.loggers))
+    if not any(isinstance(destination, RunRecorder) for destination in destinations):
+        destinations += recorder_of_environment()
+    for destination in destinations:
+        if not isinstance(destination, LoggerDestination):
+            hint = how_to_make(destination, LoggerDestination)
+            raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination. {hint}")
+        if isinstance(destination, FileLogger | RunRecorder):
+            destination.is_resuming = given.autoresume
+    if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
+        destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
+    # Made even where it is not wanted, so that a wrong interval is an error wherever the script runs.
+    console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
+    if _wants_console(given) and not _is_given("log_to_console", ConsoleLogger, destinations):
+        if given.progress_bar:
+            warnings.warn(
+                "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
+                "Give progress_bar=False.",
+                stacklevel=level_of_user(),
+            )
+        destinations.append(console)
+    is_given = any(isinstance(destination, MosaicMLLogger) for destination in destinations)
+    on_platform = os.environ.get(MOSAICML_PLATFORM_ENV_VAR, "").lower() == "true"
+    if on_platform and os.environ.get(MOSAICML_ACCESS_TOKEN_ENV_VAR) and not is_given:
+        destinations.append(MosaicMLLogger())
+    return destinations
+
+
+def record_failure(error: BaseException, state: State) -> None:
+    """Tell the recorders of a run what has ended it, and its profiler when: who catches it may close much later."""
+    end_open_spans = getattr(state.profiler, "end_open_spans", None)  # the engine asks less of a profiler than ours has
+    if end_open_spans is not None:
+        end_open_spans()
+    of_others = first_failure_of_others(error)
+    for destination in state.callbacks:
+        if isinstance(destination, RunRecorder):
+            destination.note_failure(error, of_others)
+        elif isinstance(destination, MosaicMLLogger):
+            destination.log_exception(error)
+    if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
+        error.add_note(of_others.rstrip())  # that another rank is gone is not to be the last thing read
+
+
+def _wants_console(given: Given) -> bool:
+    # None was what older releases had by default: the console where there is no progress bar.
+    return not given.progress_bar if given.log_to_console is None else given.log_to_console
+
+
+def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
+    if not any(isinstance(destination, kind) for destination in destinations):
+        return False
+    warnings.warn(
+        f"loggers already holds a {kind.__name__}; {argument}=True adds no second.", stacklevel=level_of_user()
+    )
+    return True
+
+
+# Composer's constructor does not have these, and who compares the hyperparameters of runs is not to find more of them
+# than there were: they are there where they say something.
+_ONLY_IF_USED = frozenset(
+    {
+        "load_trusted",
+        "load_restart_epoch",
+        "save_keep",
+        "save_async",
+        "save_async_policy",
+        "on_divergence",
+        "activation_checkpointing",
+        "ddp_comm_hook",
+        "deepspeed_config",
+        "grad_accum",
+        "save_artifact_name",
+        "save_latest_artifact_name",
+        "compute_training_metrics",
+        "fsdp_config",
+        "fsdp_auto_wrap",
+        "load_fsdp_monolith_rank0_only",
+    }
+)
+
+
+def log_arguments(given: Given, parts: Parts, state: State, logger: Logger) -> dict[str, Any]:
+    """Log the arguments, as they are used, as hyperparameters, and return them."""
+    arguments = {name: value for name, value in given.items() if not (name in _ONLY_IF_USED and given.is_default(name))}
+    hparams = extract_hparams(
+        arguments
+        | {
+            "model": parts.model,
+            "algorithms": parts.algorithms,
+            "callbacks": [callback for callback in parts.callbacks if callback is not parts.saver],
+            "loggers": parts.destinations,
+            "optimizers": parts.optimizers[0] if len(parts.optimizers) == 1 else parts.optimizers,
+            "device": state.device,
+            "precision": state.precision,
+            "run_name": state.run_name,
+            "seed": state.rank_zero_seed + get_global_rank(),
+            "num_optimizers": len(parts.optimizers),
+            "rank_zero_seed": state.rank_zero_seed,
+            "is_model_compiled": parts.compilation.is_compiled,
+            "auto_microbatching": state.auto_microbatching,
+            "latest_remote_file_name": None,
+            "remote_ud_has_format_string": [False] * len(parts.destinations),
+        }
+    )
+    logger.log_hyperparameters(hparams)
+    return hparams
+
+
+def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None:
+    """Check the argument, warn of what profiling costs, and add to the destinations who sends the profiler's files.
+
+    Raises:
+        TypeError: If it is no Profiler.
+    """
+    if profiler is None:
+        return
+    from composer.profiler.profiler import Profiler  # few profile, and all would wait for torch's profiler to load
+    from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
+
+    if not isinstance(profiler, Profiler):
+        hint = " Call it: Profiler(schedule, trace_handlers)." if isinstance(profiler, type) else ""
+        raise TypeError(f"profiler={profiler!r} is no composer.profiler.Profiler.{hint}")
+    warnings.warn(
+        "The profiler is enabled. Using the profiler adds additional overhead when training.",
+        stacklevel=level_of_user(),
+    )
+    for name in profiler.remote_filenames:
+        sender = maybe_create_remote_uploader_downloader_from_uri(name, destinations)
+        if sender is not None:
+            destinations.append(sender)
+
+
+def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSaver | None) -> None:
+    """Let the state be profiled.
+
+    Args:
+        profiler: What profiles it, if anything does.
+        state: Its callbacks end with the profiler's.
+        saver: What saves checkpoints after all other callbacks had their turn, if the Trainer has made it.
+    """
+    if profiler is None:
+        return
+    state.profiler = profiler
+    profiler.bind_to_state(state)
+    if saver is not None:
+        state.callbacks.remove(saver)
+        state.callbacks.append(saver)
+
+
+def check_log_level(level: Any) -> None:
+    """Refuse a level of logging that is none.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    known = logging.getLevelNamesMapping()
+    if level is not None and (not isinstance(level, str) or level.upper() not in known):
+        raise ValueError(f"python_log_level={level!r} must be None or one of {', '.join(map(str.lower, known))}.")
+
+
+def set_log_level(level: str | None) -> None:
+    """Show what Composer's loggers say from this level on, each line with its time, rank, process and thread.
+
+    Without a level nothing is configured. What the application has configured for other loggers stays.
+    """
+    if level is None:
+        return
+    who = f"rank{get_global_rank()}[%(process)d][%(threadName)s]"
+    logging.basicConfig(format=f"%(asctime)s: {who}: %(levelname)s: %(name)s: %(message)s")
+    logging.getLogger("composer").setLevel(level.upper())

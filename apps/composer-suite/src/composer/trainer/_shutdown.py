@@ -1,0 +1,446 @@
+"""After which batch all ranks stop, if one of them is asked to.
+
+Ranks that train exchange no messages of their own for this. Each has a thread that looks into the store through which
+the ranks once met; the training itself only counts its batches and looks at a flag. The ranks agree so:
+
+1. Somebody's request is written into the store, and every thread comes upon it.
+2. Each thread closes a gate in front of its rank's next batch, and then says which batch the rank has entered already.
+   The rank counts a batch before it looks at the gate, so it never trains beyond what its thread has said.
+3. The latest batch that any rank has entered is the last one for all. The gates open, and each rank stops behind it.
+
+A rank that waits at its gate keeps nobody from finishing a batch that all have entered, and threads answer also while
+their rank waits for others in a collective, so nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from composer.trainer._rank_sync import open_store
+from composer_dist import get_global_rank, get_world_size
+from composer_events.engine import is_closing
+
+if TYPE_CHECKING:
+    from composer_checkpoint.saver import CheckpointSaver
+    from composer_events.engine import Engine
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = [
+    "Preemption",
+    "StopAgreement",
+    "TERMINATION_SIGNALS",
+    "close_engine",
+    "end_run",
+    "is_free_signal",
+    "postponed",
+    "take_signals",
+]
+
+_POLL_S: Final = 0.5  # how soon a request is noticed; each look is one short message to the store
+_ANSWER_POLL_S: Final = 0.02  # the same, once there is a request
+_PATIENCE_S: Final = 60.0  # threads answer within moments; who takes longer has died
+_NEVER: Final = "never"  # what a rank says that has come to the end of its training
+_fits: Final = itertools.count()  # of this process; all ranks have as many
+
+
+class StopAgreement:
+    """What this rank needs in order to stop together with all others.
+
+    Args:
+        ask: Returns what this rank has been asked for, such as the number of a signal, or `None` so far. A thread
+            calls it.
+
+    Attributes:
+        request: What the rank that was asked first was asked for, as soon as this one knows of it.
+    """
+
+    def __init__(self, ask: Callable[[], int | None]) -> None:
+        self.request: int | None = None
+        self._ask = ask
+        self._entered = 1  # the batch that this rank trains on, or is about to, counted from 1
+        self._is_closed = False  # the gate
+        self._last: int | None = None
+        self._is_known = threading.Event()
+        self._is_over = threading.Event()
+        self._has_failed = False
+        self._error: Exception | None = None
+        self._key = f"composer/stop/{next(_fits)}"
+        self._thread = threading.Thread(target=self._watch, name="composer-stop", daemon=True)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks stop, or have come to their end, after one and the same batch."""
+        return self._last is not None
+
+    def begin(self) -> None:
+        """Look out for requests from now on. Every rank must call this before its first batch."""
+        self._thread.start()
+
+    def stops_here(self) -> bool:
+        """Say, between two batches, whether all ranks stop after the one that has ended.
+
+        Raises:
+            RuntimeError: If the other ranks do not answer.
+        """
+        ended = self._entered
+        self._entered = ended + 1  # before the gate is looked at
+        if not self._is_closed:
+            return False
+        if not self._is_known.wait(_PATIENCE_S):
+            raise RuntimeError(
+                f"The ranks were asked to stop, by signal {self.request}, and within {_PATIENCE_S:g} s not all "
+                f"{get_world_size()} of them said where they are. One has probably died; its own output says why."
+            ) from self._error
+        return self._last is not None and ended >= self._last
+
+    def end(self, *, has_failed: bool) -> None:
+        """Look out no more, and return when no other rank needs an answer.
+
+        Args:
+            has_failed: Whether this rank leaves its training before the end, so that it can agree to nothing.
+        """
+        self._has_failed = has_failed
+        self._is_over.set()
+        self._thread.join(2 * _PATIENCE_S)
+
+    def _watch(self) -> None:
+        try:
+            store = open_store(self._key)
+            if self._is_asked(store):
+                self._is_closed = True
+                self._learn_last(store, str(self._entered))
+            elif not self._has_failed:
+                store.set("last" if get_global_rank() == 0 else _key_of(get_global_rank()), _NEVER)
+        except _NoAnswerError as error:
+            self._error = error
+        except RuntimeError:  # the process that has the store is gone, and with it whoever would answer
+            self._is_known.set()
+
+    def _is_asked(self, store: Any) -> bool:
+        """Wait until any rank is asked to stop, and say whether that was before the end of this one's training."""
+        while not self._is_over.is_set():
+            asked = self._ask()
+            if asked is not None:
+                store.compare_set("request", "", str(asked))  # the first one counts
+            if store.check(["request"]):
+                self.request = int(store.get("request"))
+                return True
+            self._is_over.wait(_POLL_S)
+        return False
+
+    def _learn_last(self, store: Any, entered: str) -> None:
+        """Find out the last batch: rank 0 reads what each rank says, and the others what it makes of that."""
+        if get_global_rank() == 0:
+            said = [entered, *(self._read(store, _key_of(rank)) for rank in range(1, get_world_size()))]
+            last = _NEVER if _NEVER in said else str(max(map(int, said)))
+            store.set("last", last)
+        else:
+            store.set(_key_of(get_global_rank()), entered)
+            last = self._read(store, "last")
+        self._last = None if last == _NEVER else int(last)
+        self._is_known.set()
+        self._wait_for_readers(store)
+
+    def _wait_for_readers(self, store: Any) -> None:
+        """Keep rank 0, which may have the store, until everybody knows."""
+        if self._last is not None and store.add("learned", 1) == get_world_size():
+            store.set("all learned", "")
+        if self._last is not None and get_global_rank() == 0:
+            self._read(store, "all learned")
+
+    def _read(self, store: Any, key: str) -> str:
+        """Return what another rank writes, once it is there; nothing waits that must end with this process."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not store.check([key]):
+            if self._has_failed or time.monotonic() > deadline:
+                raise _NoAnswerError(f"{key!r} was not written")
+            time.sleep(_ANSWER_POLL_S)
+        return store.get(key).decode()
+
+
+class _NoAnswerError(Exception):
+    """Another rank has not written what it should have."""
+
+
+def _key_of(rank: int) -> str:
+    return f"entered/{rank}"
+
+
+# SIGUSR1 is what schedulers such as Slurm can send some time before their SIGTERM. Windows does not have it.
+TERMINATION_SIGNALS: Final = [signal.SIGTERM] + ([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])
+
+_BUSY_POLL_S: Final = 0.05
+_ONE_S: Final = 1.0  # a launcher and a scheduler may both send the same request
+
+
+class _Process:
+    """What this process has yet to close.
+
+    Attributes:
+        pid: Its id, which a process that it forks does not have.
+        engines: Those whose callbacks are to be closed; nothing here keeps one alive.
+        num_busy: How many things are being done that no signal breaks off.
+        is_asked: Whether a signal waits for the end of these.
+        asked_at_s: When the process was first asked to end while Python was ending.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.num_busy = 0
+        self.is_asked = False
+        self.asked_at_s: float | None = None
+
+
+_process = _Process()
+
+
+def take_signals(engine: Engine) -> None:
+    """Let a signal that would kill this process raise `SystemExit` instead, until the engine is closed or gone.
+
+    A handler of the user's own stays, as it is up to that what the signal means; so does a signal that is ignored.
+
+    Args:
+        engine: Of a Trainer. It is closed when the interpreter ends, if not before.
+    """
+    global _process
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python lets no other thread set handlers
+    if _process.pid != os.getpid():
+        _process = _Process()
+    _process.engines.add(engine)
+    for signum in TERMINATION_SIGNALS:
+        if signal.getsignal(signum) == signal.SIG_DFL and is_free_signal(signum):
+            signal.signal(signum, end_run)
+
+
+def close_engine(engine: Engine) -> None:
+    """Close the callbacks of an engine, and let signals do again what they did where it was the last.
+
+    Args:
+        engine: That of `take_signals`.
+
+    Raises:
+        SystemExit: When they are closed, if a signal came meanwhile.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    with postponed():
+        try:
+            engine.close()
+        finally:
+            _process.engines.discard(engine)
+            if is_main and not list(_process.engines):
+                _give_back()
+        is_asked = is_main and _process.is_asked
+        _process.is_asked &= not is_asked
+    if is_asked:
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """Let what asks the process to end wait for the end of the context."""
+    _process.num_busy += 1
+    try:
+        yield
+    finally:
+        _process.num_busy -= 1
+
+
+def end_run(signum: int, frame: FrameType | None) -> None:
+    """Leave the process for a signal, in the way that lets everything close.
+
+    What is being closed comes first. A process that Python ends already goes on with that, until it is asked again.
+
+    Raises:
+        SystemExit: Unless something comes first, or there is nothing to close.
+    """
+    if _process.pid != os.getpid():  # a forked process ends as if this were not here
+        _end_at_once(signum)
+    elif not threading.main_thread().is_alive():  # Python waits for threads, and closes what is left
+        now_s = time.monotonic()
+        if _process.asked_at_s is None:
+            _process.asked_at_s = now_s
+        elif now_s - _process.asked_at_s > _ONE_S:
+            _end_at_once(signum)
+    elif _is_busy():
+        if not _process.is_asked:
+            _process.is_asked = True
+            threading.Thread(target=_ask_again, args=(signum,), name="composer-signal", daemon=True).start()
+    elif _process.is_asked or list(_process.engines):
+        _process.is_asked = False
+        raise SystemExit(128 + signal.SIGTERM)
+    else:
+        _end_at_once(signum)
+
+
+def is_free_signal(signum: int) -> bool:
+    """Answer whether no handler is set of which Python does not know, as those of `faulthandler.register` are.
+
+    Where the system does not tell, there is none.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
+    except OSError:
+        return True
+    return not int(caught, 16) >> (signum - 1) & 1
+
+
+def _give_back() -> None:
+    for signum in TERMINATION_SIGNALS:
+        if signal.getsignal(signum) is end_run:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+def _is_busy() -> bool:
+    return _process.num_busy > 0 or is_closing()
+
+
+def _ask_again(signum: int) -> None:
+    """Send a signal again once nothing keeps it waiting, unless `close_engine` raised, which `__del__` would lose."""
+    time.sleep(_BUSY_POLL_S)
+    while _is_busy():
+        time.sleep(_BUSY_POLL_S)
+    if _process.is_asked:
+        os.kill(os.getpid(), signum)
+
+
+def _end_at_once(signum: int) -> None:
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+_SIGNALS = [*TERMINATION_SIGNALS, signal.SIGINT]
+# Handlers that would end the process before the batch has.
+_NOT_CALLED = (signal.default_int_handler, end_run)
+
+# The name that `python_log_level` of a Trainer reaches.
+_log = logging.getLogger("composer.trainer.trainer")
+
+
+class Preemption:
+    """Ends a training for a signal, on all ranks after the same batch, whichever of them received it.
+
+    SIGTERM and SIGUSR1 end in exit status 143, SIGINT in 130. A second SIGINT is a `KeyboardInterrupt` at once.
+    """
+
+    def __init__(self, state: State, logger: Logger, saver: CheckpointSaver | None) -> None:
+        self._state = state
+        self._logger = logger
+        self._saver = saver
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+        self._agreement: StopAgreement | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take the signals of this process, if it is the main thread that trains; handlers of before come back.
+
+        Every rank must enter this.
+
+        Raises:
+            SystemExit: Where training came to its end while the ranks were asked to stop.
+        """
+        self._received = None
+        self._agreement = StopAgreement(lambda: self._received) if get_world_size() > 1 else None
+        self._handle()
+        has_failed = True
+        try:
+            if self._agreement is not None:
+                self._agreement.begin()
+            yield
+            has_failed = False
+        except SystemExit:
+            has_failed = not self._is_agreed()
+            raise
+        finally:
+            if self._agreement is not None:
+                self._agreement.end(has_failed=has_failed)
+            self._restore()
+        if self._received is not None or self._is_agreed():
+            raise self._exit()
+
+    def leave_if_asked(self) -> None:
+        """Save a checkpoint and leave, if all ranks stop after the batch that has just ended.
+
+        Raises:
+            SystemExit: Then.
+        """
+        if self._agreement is None:
+            is_asked = self._received is not None
+        else:
+            is_asked = self._agreement.stops_here()
+        if is_asked:
+            self._save()
+            raise self._exit()
+
+    def _handle(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python lets no other thread set handlers
+        for signum in _SIGNALS:
+            previous = signal.getsignal(signum)
+            # A signal that is ignored, as under nohup, stays so; a handler that is not Python's could not be put back.
+            is_known = previous != signal.SIG_DFL or is_free_signal(signum)
+            if previous is not None and previous != signal.SIG_IGN and is_known:
+                self._previous[signum] = signal.signal(signum, self._on_signal)
+
+    def _restore(self) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and self._received is not None:
+            self._restore()
+            raise KeyboardInterrupt
+        if self._received is None:
+            self._received = signum
+        handler = self._previous[signum]
+        if callable(handler) and handler not in _NOT_CALLED:
+            handler(signum, frame)
+
+    def _is_agreed(self) -> bool:
+        return self._agreement is not None and self._agreement.is_agreed
+
+    def _save(self) -> None:
+        state, saver = self._state, self._saver
+        batch = state.timestamp.num_batches
+        if saver is None:
+            _log.warning(
+                "Training stops after batch %d, as it was asked to by %s. Nothing is saved: give save_folder to go on "
+                "from here next time.",
+                batch,
+                self._name(),
+            )
+            return
+        saver.wait(state, self._logger)
+        if saver.last_checkpoint_batch != state.timestamp.batch:
+            saver.save(state, self._logger)
+        saver.wait(state, self._logger)
+        if get_global_rank() == 0:
+            _log.warning("Training stops after batch %d, as it was asked to by %s. It is saved.", batch, self._name())
+
+    def _exit(self) -> SystemExit:
+        return SystemExit(128 + (signal.SIGINT if self._signal() == signal.SIGINT else signal.SIGTERM))
+
+    def _name(self) -> str:
+        return signal.Signals(self._signal()).name
+
+    def _signal(self) -> int:
+        """Return the signal that ends the training: of all ranks' signals the first."""
+        agreed = None if self._agreement is None else self._agreement.request
+        signum = self._received if agreed is None else agreed
+        assert signum is not None
+        return signum
