@@ -12,7 +12,7 @@ import torch
 
 from composer.core import Callback, Evaluator
 from composer.loggers import ConsoleLogger
-from composer.loggers._config_block import format_config
+from composer.loggers._text_output import format_config
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from composer.callbacks._steady_reader import SteadyReader
+from composer.callbacks.system_metrics_monitor import SteadyReader
 
 
 def eventually(is_so, timeout_s=120.0):

@@ -16,12 +16,11 @@ from composer import Trainer
 from composer.algorithms import GradientClipping, LabelSmoothing
 from composer.callbacks import ThresholdStopper
 from composer.core import Algorithm, Callback, Engine, Evaluator, Event, State, Time
-from composer.loggers._snapshot import Snapshot
+from composer.loggers._logged_values import Snapshot
 from composer.models import ComposerClassifier, ComposerModel
 from composer.report import RunRecorder, read_run
 from composer.report.cli import main
-from composer.report.description import describe_runs
-from composer.report.downsampling import largest_triangles
+from composer.report.description import describe_runs, largest_triangles
 
 
 class Logs(Callback):
@@ -122,7 +121,7 @@ def test_a_device_that_has_failed_costs_its_own_values_only(tmp_path, monkeypatc
         def wait(self):
             raise RuntimeError("device-side assert triggered")
 
-    monkeypatch.setattr("composer.report._metric_lines.Snapshot", Failed)
+    monkeypatch.setattr("composer.report._run_files.Snapshot", Failed)
     monkeypatch.setattr(Snapshot, "_take", lambda self, value: value)
     train(tmp_path, callbacks=Logs(torch.ones(8, device="meta")))
     run = read_run(tmp_path / "run")
@@ -595,7 +594,7 @@ def test_short_curves_stay_whole(num_points):
 
 
 def test_acting_takes_little_memory_however_long_the_run_is():
-    from composer.report._acting import Acting
+    from composer.report._activity import Acting
 
     acting = Acting()
     for batch in range(0, 100_000, 3):
@@ -657,7 +656,7 @@ def test_who_acts_in_an_evaluation_before_any_batch_acts_in_the_first(tmp_path):
 )
 def test_a_slow_callback_belongs_to_the_part_that_its_event_is_in_or_ends(tmp_path, monkeypatch, event, part):
     clock = [0.0]
-    monkeypatch.setattr("composer.report._step_time.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("composer.report._activity.time.perf_counter", lambda: clock[0])
 
     class IsSlow(Callback):
         def run_event(self, happens, state, logger):

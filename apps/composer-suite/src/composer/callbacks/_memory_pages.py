@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import os
+import posixpath
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from xml.sax.saxutils import escape
 
-from composer.callbacks._byte_counts import readable
+import torch
+
+from composer_checkpoint.remote.logger import RemoteUploaderDownloader, maybe_create_remote_uploader_downloader_from_uri
+from composer_checkpoint.save_folder import ensure_folder_is_empty
+from composer_checkpoint.stores.base import parse_uri
+from composer_events.arguments import check_flags, check_places, check_texts
+from composer_events.formatting import OF_TIME, check_placeholders, format_name_with_dist_and_time
 
 if TYPE_CHECKING:
-    from composer.callbacks._cuda_memory import Snapshot
+    from composer_events.logger import Logger
+    from composer_events.state import State
 
-__all__ = ["segment_page", "timeline_page"]
+__all__ = [
+    "segment_page",
+    "timeline_page",
+    "MemoryFiles",
+    "has_cuda_memory",
+    "Snapshot",
+    "attach_out_of_memory_observer",
+    "record_history",
+    "stop_history",
+    "take_snapshot",
+    "draw_flamegraph",
+    "readable",
+]
 
 _MAX_FRAMES: Final = 24  # of a stack; the outer ones are the same everywhere
 
@@ -189,3 +216,206 @@ def _page(title: str, plots: list[dict[str, Any]], stacks: _Stacks) -> str:
     data = json.dumps({"plots": plots, "stacks": list(stacks.texts)}, separators=(",", ":"))
     # A file name must not end the element that the data is in.
     return _PAGE.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
+
+
+_log = logging.getLogger(__name__)
+
+
+def has_cuda_memory(state: State, what: str) -> bool:
+    """Answer whether the model is where CUDA's allocator is, and warn if not."""
+    parameter = next(state.model.parameters(), None)
+    where = "no device" if parameter is None else parameter.device.type
+    if where == "cuda" or (where == "meta" and torch.cuda.is_available()):
+        return True
+    warnings.warn(f"The {what} only works on CUDA devices, but the model is on {where}.", UserWarning, stacklevel=3)
+    return False
+
+
+class MemoryFiles:
+    """A folder for a run's files, and a name for them where loggers keep files.
+
+    Args:
+        folder: May use `{run_name}` and the ranks' placeholders.
+        remote_file_name: The folder in the store, or an address whose store is then uploaded to. `None` uploads
+            nothing.
+        overwrite: Whether there may be files in the folder, and files of these names in the store.
+
+    Raises:
+        TypeError: If an argument is of another kind.
+    """
+
+    def __init__(self, folder: str, remote_file_name: str | None, overwrite: bool) -> None:
+        check_places(folder=folder)
+        check_texts(remote_file_name=remote_file_name, may_be_none=True)
+        check_placeholders(OF_TIME, folder=folder, remote_file_name=remote_file_name)
+        check_flags(overwrite=overwrite)
+        self.folder = folder
+        self.remote_file_name = remote_file_name
+        self.overwrite = overwrite
+        self._uploaded: set[str] = set()
+
+    def prepare(self, state: State, logger: Logger) -> None:
+        """Make the folder, and see to it that an address is uploaded to. Every rank must call this.
+
+        Raises:
+            FileExistsError: If there are files in the folder that may not be replaced.
+        """
+        folder = self._formatted(self.folder, state)
+        os.makedirs(folder, exist_ok=True)
+        if not self.overwrite:
+            ensure_folder_is_empty(folder)
+        if self.remote_file_name is not None:
+            _add_uploader(self.remote_file_name, state, logger)
+
+    def path(self, filename: str, state: State) -> str:
+        """Return where a file belongs now."""
+        return os.path.join(self._formatted(self.folder, state), self._formatted(filename, state))
+
+    def keep(self, files: Mapping[str, Callable[[], bytes]], state: State, logger: Logger) -> None:
+        """Write and upload files, each for itself: training goes on without those that fail, which are logged.
+
+        Args:
+            files: By path, what makes their contents.
+            state: The state.
+            logger: The logger.
+        """
+        for path, make in files.items():
+            try:
+                Path(path).write_bytes(make())
+                if self.remote_file_name is not None:
+                    remote_folder = parse_uri(self._formatted(self.remote_file_name, state)).path
+                    remote_name = posixpath.join(remote_folder.lstrip("/"), os.path.basename(path))
+                    is_own = remote_name in self._uploaded  # where memory runs out again, the newer one counts
+                    logger.upload_file(remote_name, path, overwrite=self.overwrite or is_own)
+                    self._uploaded.add(remote_name)
+            except Exception:  # it watches training, and must not end it
+                _log.exception("%s could not be written or uploaded; the other files are.", path)
+
+    def _formatted(self, name: str, state: State) -> str:
+        return format_name_with_dist_and_time(name, state.run_name, state.timestamp)
+
+
+def _add_uploader(address: str, state: State, logger: Logger) -> None:
+    """Upload to the store of an address, unless a logger does."""
+    backend, bucket, _ = parse_uri(address)
+    places = logger.destinations
+    if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
+        return
+    uploader = maybe_create_remote_uploader_downloader_from_uri(address, [])
+    if uploader is not None:
+        logger.destinations = (*places, uploader)
+        state.callbacks.append(uploader)
+        uploader.init(state, logger)  # the loggers had their turn before the callbacks
+
+
+Snapshot = Mapping[str, Any]
+"""The segments that the allocator holds, with their blocks, and for each device what it did."""
+
+
+def record_history(max_entries: int) -> None:
+    """Begin to remember the last allocations and frees, with the lines of Python that made them."""
+    torch.cuda.memory._record_memory_history("all", max_entries=max_entries)
+
+
+def stop_history() -> None:
+    """Remember no more, and forget."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def take_snapshot() -> Snapshot:
+    """Return what is remembered."""
+    return torch.cuda.memory._snapshot()
+
+
+def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
+    """Have a function called when memory has run out, before the error is raised. It stays as long as the process.
+
+    Args:
+        observer: Gets the device, the bytes asked for, the bytes of the device and those free.
+    """
+    torch._C._cuda_attach_out_of_memory_observer(observer)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
+
+
+_WIDTH: Final = 1200
+_ROW_HEIGHT: Final = 16
+_LETTER_WIDTH: Final = 7
+_NARROWEST: Final = 0.1  # what is narrower than that cannot be seen
+
+
+@dataclass(slots=True)
+class _Frame:
+    name: str
+    size: int = 0
+    inner: dict[str, _Frame] = field(default_factory=dict)
+
+
+def draw_flamegraph(folded: str) -> str:
+    """Return a flame graph as SVG.
+
+    Args:
+        folded: Lines such as `outermost;inner;innermost 4096`: a stack and its bytes.
+
+    Reference:
+        Gregg. "The Flame Graph", Communications of the ACM 59(6), 2016.
+    """
+    root = _fold(folded)
+    boxes = list(_boxes(root, left=0.0, depth=0, scale=_WIDTH / max(root.size, 1)))
+    height = (1 + max((depth for _, _, depth, _ in boxes), default=0)) * _ROW_HEIGHT
+    drawn = "\n".join(
+        _draw(frame, left, height - (depth + 1) * _ROW_HEIGHT, width) for frame, left, depth, width in boxes
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'font-family="monospace" font-size="11">\n{drawn}\n</svg>\n'
+    )
+
+
+def _fold(folded: str) -> _Frame:
+    root = _Frame("all")
+    for line in folded.splitlines():
+        stack, _, size = line.rpartition(" ")
+        frame = root
+        frame.size += int(size)
+        for name in stack.split(";"):
+            frame = frame.inner.setdefault(name, _Frame(name))
+            frame.size += int(size)
+    return root
+
+
+def _boxes(root: _Frame, left: float, depth: int, scale: float) -> Iterator[tuple[_Frame, float, int, float]]:
+    """Yield each frame with its left end, its row from below and its width; stacks may be deeper than Python's."""
+    waiting = [(root, left, depth)]
+    while waiting:
+        frame, left, depth = waiting.pop()
+        if frame.size * scale < _NARROWEST:
+            continue
+        yield frame, left, depth, frame.size * scale
+        for inner in sorted(frame.inner.values(), key=lambda each: each.name):
+            waiting.append((inner, left, depth + 1))
+            left += inner.size * scale
+
+
+def _draw(frame: _Frame, left: float, top: int, width: float) -> str:
+    hue = zlib.crc32(frame.name.encode()) % 50  # the same colour wherever the name is, between red and yellow
+    num_letters = int(width / _LETTER_WIDTH) - 1
+    label = frame.name if len(frame.name) <= num_letters else frame.name[: max(num_letters - 1, 0)] + "…"
+    text = f'<text x="{left + 3:.1f}" y="{top + 12}">{escape(label)}</text>' if num_letters >= 3 else ""
+    return (
+        f"<g><title>{escape(frame.name)}: {readable(frame.size)}</title>"
+        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW_HEIGHT - 1}" fill="hsl({hue},80%,65%)"/>'
+        f"{text}</g>"
+    )
+
+
+def readable(size_bytes: int) -> str:
+    """Return a number of bytes in the largest unit of which there is one.
+
+    >>> readable(1536), readable(17)
+    ('1.5 KiB', '17 B')
+    """
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if unit != "B" else f"{size_bytes} B"

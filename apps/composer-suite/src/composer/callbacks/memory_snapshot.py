@@ -6,9 +6,14 @@ import logging
 import pickle
 from typing import TYPE_CHECKING
 
-from composer.callbacks import _cuda_memory
-from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
-from composer.callbacks._memory_pages import timeline_page
+from composer.callbacks._memory_pages import (
+    MemoryFiles,
+    has_cuda_memory,
+    record_history,
+    stop_history,
+    take_snapshot,
+    timeline_page,
+)
 from composer_events.arguments import check_counts, check_places, to_time
 from composer_events.callback import Callback
 from composer_events.formatting import OF_TIME, check_placeholders
@@ -87,7 +92,7 @@ class MemorySnapshot(Callback):
             self._batches_left_to_skip -= 1
             return
         self._end = state.timestamp.get(self.interval.unit) + self.interval
-        _cuda_memory.record_history(self.max_entries)
+        record_history(self.max_entries)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Keep the record when the interval is over."""
@@ -102,11 +107,11 @@ class MemorySnapshot(Callback):
 
     def _stop(self) -> None:
         self._enabled = False
-        _cuda_memory.stop_history()
+        stop_history()
 
     def _export(self, state: State, logger: Logger) -> None:
         try:
-            snapshot = _cuda_memory.take_snapshot()
+            snapshot = take_snapshot()
         except Exception:  # it watches training, and must not end it
             _log.exception("No snapshot of the memory could be taken.")
             return

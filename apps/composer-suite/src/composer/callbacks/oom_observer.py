@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING
 # Of this module only what turns a snapshot into lines is used; its pictures and pages need a network.
 from torch.cuda import _memory_viz
 
-from composer.callbacks import _cuda_memory
-from composer.callbacks._flamegraph import draw_flamegraph
-from composer.callbacks._memory_files import MemoryFiles, has_cuda_memory
-from composer.callbacks._memory_pages import segment_page, timeline_page
+from composer.callbacks._memory_pages import (
+    MemoryFiles,
+    attach_out_of_memory_observer,
+    draw_flamegraph,
+    has_cuda_memory,
+    record_history,
+    segment_page,
+    stop_history,
+    take_snapshot,
+    timeline_page,
+)
 from composer_events.arguments import check_counts, check_places
 from composer_events.callback import Callback
 from composer_events.formatting import OF_TIME, check_placeholders
@@ -122,21 +129,21 @@ class OOMObserver(Callback):
             if alive is not None and its_state is not None and its_logger is not None:
                 alive.keep_snapshot(its_state, its_logger)
 
-        _cuda_memory.attach_out_of_memory_observer(observe)
-        _cuda_memory.record_history(self.max_entries)
+        attach_out_of_memory_observer(observe)
+        record_history(self.max_entries)
 
     def close(self, state: State, logger: Logger) -> None:
         """Stop recording."""
         if self._enabled:
             self._enabled = False
-            _cuda_memory.stop_history()
+            stop_history()
 
     def keep_snapshot(self, state: State, logger: Logger) -> None:
         """Write and upload what is in memory now, unless the callback is closed."""
         if not self._enabled:
             return
         try:
-            snapshot = _cuda_memory.take_snapshot()
+            snapshot = take_snapshot()
         except Exception:  # the error to be seen is that memory ran out
             _log.exception("No snapshot of the memory could be taken.")
             return

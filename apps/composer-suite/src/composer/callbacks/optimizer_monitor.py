@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from composer.callbacks._at_hand import numbers_at_hand
 from composer_dist import dist
 from composer_dist.strategy import canonical_name
 from composer_events.arguments import check_counts, check_flags
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["OptimizerMonitor"]
+__all__ = ["OptimizerMonitor", "numbers_at_hand"]
 
 _NORM = "l2_norm"
 _GRADIENT = f"{_NORM}/grad"
@@ -144,3 +143,24 @@ def _num_shards(tensor: Any) -> int:
     for dimension, placement in enumerate(tensor.placements):
         parts *= mesh.size(dimension) if placement.is_shard() else 1
     return parts
+
+
+def numbers_at_hand(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name, with tensors of one element as numbers where they are on the CPU.
+
+    Loggers can keep and write these as they are. What is on an accelerator stays there.
+
+    >>> import torch
+    >>> numbers_at_hand({"norm": torch.tensor(1.5), "lr": 0.1})
+    {'norm': 1.5, 'lr': 0.1}
+    """
+    at_hand = {name: value for name, value in values.items() if _is_at_hand(value)}
+    if len({(value.dtype, value.shape) for value in at_hand.values()}) == 1:
+        numbers = torch.stack(list(at_hand.values())).flatten().tolist()  # sooner than one after the other
+    else:
+        numbers = [value.item() for value in at_hand.values()]
+    return {**values, **dict(zip(at_hand, numbers, strict=True))}
+
+
+def _is_at_hand(value: Any) -> bool:
+    return type(value) is Tensor and value.is_cpu and value.numel() == 1

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 
-from composer.callbacks._machine import GPU_KEYS, GPUReader, HostReader
-from composer.callbacks._steady_reader import SteadyReader
+from composer.loggers._service_queue import warn_of_trouble
 from composer_dist import dist
 from composer_events.arguments import check_flags
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
+from composer_models import MissingConditionalImportError
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
     from composer_time import Timestamp
 
-__all__ = ["SystemMetricsMonitor"]
+__all__ = ["SystemMetricsMonitor", "GPU_KEYS", "GPUReader", "HostReader", "SteadyReader"]
 
 _FRESH_S: Final = 1.0  # the drivers' own numbers are means over about as long
 
@@ -113,3 +117,129 @@ def _named_by_rank(of_ranks: Sequence[dict[str, float]], log_all_data: bool) -> 
             least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
             named |= {f"min_{key}_rank_{least}": values[least], f"max_{key}_rank_{most}": values[most]}
     return named
+
+
+GPU_KEYS: Final = ("gpu_percentage", "memory_percentage", "gpu_temperature_C", "gpu_power_usage_W")
+
+
+class HostReader:
+    """Read what the whole computer is doing.
+
+    Raises:
+        MissingConditionalImportError: If psutil is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._psutil = _import("psutil", "psutil")
+        self._psutil.cpu_percent()  # the next one is since this one
+
+    def read(self) -> dict[str, float]:
+        """Return percentages, and bytes and counts since the computer was started."""
+        psutil = self._psutil
+        numbers: dict[str, float] = {"cpu_percentage": psutil.cpu_percent()}
+        groups = {
+            "cpu_memory": psutil.virtual_memory(),
+            "disk_memory": psutil.disk_usage(os.sep),
+            "network": psutil.net_io_counters(),
+        }
+        for group, values in groups.items():
+            if values is not None:  # a computer without a network
+                numbers |= {f"{group}_{name}": value for name, value in values._asdict().items()}
+        return numbers
+
+
+class GPUReader:
+    """Read what this rank's GPU is doing, from its driver, which does not wait for what runs on it.
+
+    Raises:
+        MissingConditionalImportError: If nvidia-ml-py is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = _import("pynvml", "nvidia-ml-py")
+        self._nvml.nvmlInit()
+        self._handle: Any = None
+
+    def read(self) -> dict[str, float]:
+        """Return percentages, degrees Celsius and watts."""
+        nvml = self._nvml
+        if self._handle is None:
+            # By its unique name: numbers are those of the visible devices in torch, and of all of them in the driver.
+            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        handle = self._handle
+        use = nvml.nvmlDeviceGetUtilizationRates(handle)
+        return {
+            "gpu_percentage": use.gpu,
+            "memory_percentage": use.memory,
+            "gpu_temperature_C": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "gpu_power_usage_W": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        }
+
+
+def _import(module: str, package: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingConditionalImportError("system", package) from error
+
+
+T = TypeVar("T")
+
+
+class SteadyReader(Generic[T]):
+    """Read at the first question, and from then on at an interval, until it is closed.
+
+    A reading that fails ends the thread with one warning, and the last one that did not is what is known from then on.
+
+    Args:
+        what: What is read, for the warning.
+        read: Reads. The first call is made by whoever asks first, and raises there.
+        interval_s: How many seconds lie between two readings.
+
+    Example:
+        >>> reader = SteadyReader("the answer", lambda: 42, interval_s=1.0)
+        >>> reader.latest()
+        42
+        >>> reader.close()
+    """
+
+    def __init__(self, what: str, read: Callable[[], T], interval_s: float) -> None:
+        self._what, self._read, self._interval_s = what, read, interval_s
+        self._readings: _Readings[T] | None = None
+
+    def latest(self) -> T:
+        """Return the latest reading; the thread begins with the first question."""
+        if self._readings is not None:
+            return self._readings.latest
+        first = self._read()
+        self._readings = readings = _Readings(first)
+        # It knows nothing of this object, and so does not keep alive what nobody closes.
+        arguments = (self._what, self._read, self._interval_s, readings)
+        threading.Thread(target=_keep_reading, args=arguments, name="composer-reader", daemon=True).start()
+        return first
+
+    def close(self) -> None:
+        """End the thread. The next question begins anew."""
+        if self._readings is not None:
+            self._readings.ends.set()
+            self._readings = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Readings(Generic[T]):
+    def __init__(self, first: T) -> None:
+        self.latest = first
+        self.ends = threading.Event()
+
+
+def _keep_reading(what: str, read: Callable[[], T], interval_s: float, readings: _Readings[T]) -> None:
+    try:
+        read()  # some numbers are differences to what the same thread has read before
+        while not readings.ends.wait(interval_s):
+            readings.latest = read()
+    except Exception as error:  # training is not about the machine it runs on
+        if not readings.ends.is_set():
+            warn_of_trouble(f"{what} can no longer be read, so the last reading stays: {type(error).__name__}: {error}")

@@ -4,9 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO
 
-from composer.loggers._config_block import format_config
-from composer.loggers._streams import to_stream
-from composer.loggers._tables import table_as_json, table_as_text
+from composer.loggers._text_output import format_config, table_as_json, table_as_text, to_stream
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
 from composer_events.arguments import check_flags, to_time

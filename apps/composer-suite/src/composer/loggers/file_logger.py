@@ -13,10 +13,9 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from composer.loggers._kept_file import KeptFile
-from composer.loggers._snapshot import Snapshot
-from composer.loggers._stream_capture import StreamCapture
-from composer.loggers._tables import table_as_json
+from composer.loggers._logged_values import Snapshot
+from composer.loggers._retrying_file import KeptFile
+from composer.loggers._text_output import StreamCapture, table_as_json
 from composer_events.arguments import check_counts, check_flags, check_numbers, check_places
 from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger import Logger

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer.loggers._tables import table_as_json
+from composer.loggers._text_output import table_as_json
 from composer_events.logger import Logger
 from composer_events.logger_destination import BufferedDestination, LoggedMetrics, restored
 from composer_events.state import State

@@ -6,11 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from composer.loggers._images import LoggedImages
-from composer.loggers._optional import require
-from composer.loggers._outbox import PATIENCE_S, Outbox
-from composer.loggers._snapshot import Snapshot
-from composer.loggers._staged_file import StagedFile
+from composer.loggers._logged_values import LoggedImages, Snapshot
+from composer.loggers._service_queue import PATIENCE_S, Outbox, StagedFile, require
 from composer_dist import get_global_rank
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger

@@ -6,9 +6,8 @@ from typing import Any, TextIO
 
 import tqdm.auto
 
-from composer.loggers._config_block import format_config
-from composer.loggers._snapshot import as_number
-from composer.loggers._streams import to_stream
+from composer.loggers._logged_values import as_number
+from composer.loggers._text_output import format_config, to_stream
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
 from composer_events.arguments import check_flags

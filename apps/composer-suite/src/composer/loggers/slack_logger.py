@@ -3,20 +3,19 @@
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer.loggers._optional import require
-from composer.loggers._outbox import PATIENCE_S, Outbox
-from composer.loggers._slack_retries import retry_handlers
-from composer.loggers._snapshot import Snapshot
+from composer.loggers._logged_values import Snapshot
+from composer.loggers._service_queue import PATIENCE_S, Outbox, require
 from composer_events.arguments import check_counts, check_functions, check_text_lists, check_texts, to_time
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination, format_log_data_value
 from composer_events.state import State
 from composer_time import Time, TimeUnit
 
-__all__ = ["SlackLogger"]
+__all__ = ["SlackLogger", "retry_handlers"]
 
 _MOST_PER_MESSAGE = 50  # Slack takes no more blocks, of which a header is one,
 _LONGEST = 3000  # and no more characters in one
@@ -185,3 +184,35 @@ def _default_blocks(data: dict[str, Any], step: int | None) -> list[dict[str, An
     if step is not None and len(blocks) < _MOST_PER_MESSAGE:
         blocks.insert(0, {"type": "header", "text": {"type": "plain_text", "text": f"step {step}"}})
     return blocks
+
+
+_RECONNECT_S = 1.0
+_MOST_WAITS = 5  # for one message
+
+
+def retry_handlers() -> list[Any]:
+    """Return handlers for Slack's client, for connections that break and for messages that come too fast.
+
+    Those of the client itself draw by how much longer to wait from Python's own generator. They would do so on the
+    thread of the logger, and a batch that is being augmented on that of training would draw other numbers.
+    """
+    builtin = require("slack_sdk.http_retry.builtin_handlers", extra="slack")
+    intervals = require("slack_sdk.http_retry.builtin_interval_calculators", extra="slack")
+
+    class WaitsAsAsked(builtin.RateLimitErrorRetryHandler):
+        """A channel takes about one message a second; what comes faster is sent when Slack says that it may be."""
+
+        def prepare_for_next_attempt(
+            self, *, state: Any, request: Any, response: Any = None, error: Exception | None = None
+        ) -> None:
+            headers = {name.lower(): values for name, values in response.headers.items()}
+            state.next_attempt_requested = True
+            time.sleep(int(headers.get("retry-after", ["1"])[0]))
+            state.increment_current_attempt()
+
+    return [
+        builtin.ConnectionErrorRetryHandler(
+            interval_calculator=intervals.FixedValueRetryIntervalCalculator(_RECONNECT_S)
+        ),
+        WaitsAsAsked(max_retry_count=_MOST_WAITS),
+    ]

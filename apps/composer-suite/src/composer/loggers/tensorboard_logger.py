@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from composer.loggers._images import LoggedImages
-from composer.loggers._optional import require
-from composer.loggers._outbox import PATIENCE_S, Outbox
-from composer.loggers._snapshot import Snapshot, as_number
+from composer.loggers._logged_values import LoggedImages, Snapshot, as_number
+from composer.loggers._service_queue import PATIENCE_S, Outbox, require
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.hparams import convert_nested_dict_to_flat_dict

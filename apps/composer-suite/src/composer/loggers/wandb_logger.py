@@ -12,12 +12,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from composer.loggers._images import LoggedImages
-from composer.loggers._optional import require
-from composer.loggers._outbox import Outbox
-from composer.loggers._ranks import open_on_ranks
-from composer.loggers._snapshot import Snapshot
-from composer.loggers._staged_file import StagedFile
+from composer.loggers._logged_values import LoggedImages, Snapshot
+from composer.loggers._service_queue import Outbox, StagedFile, open_on_ranks, require
 from composer_dist import get_global_rank, get_world_size
 from composer_events.arguments import check_flags, check_mappings, check_text_lists, check_texts
 from composer_events.logger import Logger

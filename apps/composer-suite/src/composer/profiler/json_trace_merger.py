@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from composer.profiler._process_facts import describes_process, process_facts
-from composer.profiler._trace_files import END, append_events
+from composer.profiler._trace_files import END, append_events, describes_process, process_facts
 
 __all__ = ["extend_trace", "main", "merge_traces", "parse_trace", "read_trace"]
 

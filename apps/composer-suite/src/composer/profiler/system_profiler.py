@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer.loggers._trouble import warn_of_trouble
+from composer.loggers._service_queue import warn_of_trouble
 from composer_events.arguments import check_flags, check_seconds
 from composer_events.callback import Callback
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 import platform
 import sys
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 
 from composer import _version
 from composer_dist import get_world_size
+from composer_time import Time
 
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = ["environment", "profiler_times", "saved_checkpoints", "saved_traces"]
+__all__ = ["fit_settings", "typed_settings", "environment", "profiler_times", "saved_checkpoints", "saved_traces"]
 
 
 def saved_checkpoints(state: State) -> list[str]:
@@ -69,3 +76,133 @@ def profiler_times(state: State) -> list[dict[str, Any]]:
         for shares in (handler.shares_of_steps(),)
         for time in handler.times.values()
     ]
+
+
+T = TypeVar("T")
+
+_NOT_PLAIN: Final = object()
+_LONGEST: Final = 100  # of a tuple, and what is longer is data
+_DEEPEST: Final = 3
+_MOST_BITS: Final = 1024  # JSON's readers, and Python itself, have no more digits than these for a number
+_WEIGHTS: Final = frozenset({"params", "param_names"})
+
+
+def typed_settings(state: State) -> dict[str, Any]:
+    """Return the settings of the optimizers and the algorithms, by names such as `optimizer/lr`.
+
+    Before training begins they are as the script has them: schedulers and checkpoints have changed no learning rate.
+    What is not plain is left out, and so is a value that a device has and the host would have to wait for.
+    """
+    found: dict[str, Any] = {}
+    for name, optimizer in _numbered(("optimizer", each) for each in _attribute(state, "optimizers")):
+        found |= {name: type(optimizer).__name__, **_settings_of_groups(name, optimizer)}
+    algorithms = ((type(each).__name__, each) for each in _attribute(state, "algorithms"))
+    for name, algorithm in _numbered(algorithms):
+        found |= _below(f"algorithms/{name}", _plain_items(_or(_arguments, {}, algorithm)))
+    return found
+
+
+def fit_settings(state: State) -> dict[str, Any]:
+    """Return what a call of `fit` is set to: the batch size of each rank's dataloader, the duration, the precision."""
+    return _plain_items(
+        {
+            "train_dataloader/batch_size": _or(_batch_size, _NOT_PLAIN, state),
+            "max_duration": getattr(state, "max_duration", _NOT_PLAIN),
+            "precision": getattr(state, "precision", _NOT_PLAIN),
+        }
+    )
+
+
+def _or(function: Callable[[Any], T], otherwise: T, argument: Any) -> T:
+    """Call a function that looks into somebody else's object, which may raise whatever it likes."""
+    try:
+        return function(argument)
+    except Exception:
+        return otherwise
+
+
+def _attribute(state: State, name: str) -> list[Any]:
+    return _or(lambda state: list(getattr(state, name)), [], state)
+
+
+def _numbered(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Add a number to a name that comes again."""
+    counts: Counter[str] = Counter()
+    for name, value in named:
+        counts[name] += 1
+        yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), value
+
+
+def _settings_of_groups(name: str, optimizer: Any) -> dict[str, Any]:
+    """Return what all parameter groups have in common, and what not for each of them."""
+    groups = _or(lambda optimizer: [_plain_items(group, _WEIGHTS) for group in optimizer.param_groups], [], optimizer)
+    if not groups:
+        return {}
+    common = {key: value for key, value in groups[0].items() if all(_has(group, key, value) for group in groups)}
+    found = _below(name, common)
+    for number, group in enumerate(groups):
+        own = {key: value for key, value in group.items() if key not in common}
+        found |= _below(f"{name}/group{number}", own)
+    return found
+
+
+def _has(group: Mapping[str, Any], key: str, value: Any) -> bool:
+    return key in group and group[key] == value
+
+
+def _below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}/{name}": value for name, value in settings.items()}
+
+
+def _arguments(algorithm: Any) -> dict[str, Any]:
+    """Return the attributes that are called like the constructor's parameters.
+
+    Other public ones come and go with the batches, such as the weight that MixUp has drawn; they are taken where a
+    parameter has no attribute of its name, since one of them is likely to have its value. Properties are not asked.
+    """
+    kept: dict[str, Any] = vars(algorithm)
+    parameters = inspect.signature(type(algorithm)).parameters.values()
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    found = {name: kept[key] for name in names for key in (f"_{name}", name) if key in kept}
+    if len(found) == len(names) and names:
+        return found
+    return found | {name: value for name, value in kept.items() if not name.startswith("_")}
+
+
+def _batch_size(state: Any) -> Any:
+    loader = state.train_dataloader
+    size = getattr(loader, "batch_size", None)
+    return loader.batch_sampler.batch_size if size is None else size
+
+
+def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the entries that are plain, as JSON has them."""
+    plain = {
+        name: _or(_plain, _NOT_PLAIN, value)
+        for name, value in settings.items()
+        if isinstance(name, str) and name not in without
+    }
+    return {name: value for name, value in plain.items() if value is not _NOT_PLAIN}
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, Enum):  # before texts and numbers: a member may be one of them as well
+        return _plain(value.value, depth)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Time):
+        return str(cast("Time[Any]", value))
+    if isinstance(value, torch.Tensor):
+        is_here = value.device.type == "cpu" and value.ndim == 0 and type(value) in (torch.Tensor, torch.nn.Parameter)
+        return _plain(value.item()) if is_here else _NOT_PLAIN
+    if isinstance(value, Integral):
+        return int(value) if int(value).bit_length() <= _MOST_BITS else _NOT_PLAIN
+    if isinstance(value, Real):  # NumPy's among them
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, (tuple, list)):
+        items = cast("tuple[Any, ...]", value)
+        if len(items) > _LONGEST or depth == _DEEPEST:
+            return _NOT_PLAIN
+        plain = [_plain(item, depth + 1) for item in items]
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in plain) else plain
+    return _NOT_PLAIN

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from composer.report._units import units_of
-from composer.report.downsampling import largest_triangles
 from composer.report.runs import AXES, Curve, Run, read_run
 
-__all__ = ["describe_runs"]
+__all__ = ["describe_runs", "units_of", "largest_triangles"]
 
 
 def describe_runs(
@@ -93,3 +92,112 @@ def _flat(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+_SECONDS: Final = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
+_OF_TIME: Final = ("time/train", "time/val", "time/total")
+_TOLERANCE: Final = 1e-3  # of the ratio of two readings of one clock, which are rounded
+# The first that a whole name matches counts. Of names that anybody may have chosen no unit is guessed.
+_KNOWN: Final = tuple(
+    (re.compile(pattern), unit)
+    for pattern, unit in (
+        (r"time/batch(_in_epoch)?", "batches"),
+        (r"time/(epoch|sample|token)(_in_epoch)?", r"\1s"),
+        (r"throughput/(batches|samples|tokens)_per_sec", r"\1/s"),
+        (r"throughput/device/(batches|samples|tokens)_per_sec", r"\1/s per device"),
+        (r"throughput/flops_per_sec", "FLOP/s"),
+        (r"throughput/device/flops_per_sec", "FLOP/s per device"),
+        (r"throughput/device/mfu", "share of the peak"),
+        (r"memory/\w*(_mem|gigabytes)\w*", "GB"),
+        (r"memory/alloc_retries\w*", "retries"),
+        (r"trainer/device_train_microbatch_size", "samples"),
+        (r"(cpu|disk)_memory_percent|cpu_percentage|(m\w\w_)?(gpu|memory)_percentage_rank_\d+", "%"),
+        (r"(cpu|disk)_memory_\w+", "bytes"),
+        (r"network_bytes_\w+", "bytes since the start of the machine"),
+        (r"network_packets_\w+", "packets since the start of the machine"),
+        (r"(m\w\w_)?gpu_temperature_C_rank_\d+", "°C"),
+        (r"(m\w\w_)?gpu_power_usage_W_rank_\d+", "W"),
+    )
+)
+
+
+def units_of(curves: Mapping[str, Curve], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the units of a run's metrics by their names; those whose unit is not known are left out.
+
+    Args:
+        curves: What was logged.
+        config: The settings, by names with slashes: the estimate of what remains has its unit there.
+
+    Example:
+        >>> units_of({"throughput/device/samples_per_sec": ..., "loss/train/total": ...}, {})
+        {'throughput/device/samples_per_sec': 'samples/s per device'}
+    """
+    known = ((name, _known_unit(name)) for name in curves)
+    units = {name: unit for name, unit in known if unit is not None}
+    if (of_time := _unit_of_time(curves)) is not None:
+        units |= {name: of_time for name in _OF_TIME if name in curves}
+    if (remaining := config.get("time/remaining_estimate_unit")) in _SECONDS and "time/remaining_estimate" in curves:
+        units["time/remaining_estimate"] = remaining
+    return units
+
+
+def _known_unit(name: str) -> str | None:
+    for pattern, unit in _KNOWN:
+        if match := pattern.fullmatch(name):
+            return match.expand(unit) if "\\" in unit else unit
+    return None
+
+
+def _unit_of_time(curves: Mapping[str, Curve]) -> str | None:
+    """Return what a `SpeedMonitor` counts time in: it logs the clock by which the log itself has seconds."""
+    curve = curves.get("time/train")
+    if curve is None:
+        return None
+    for value, seconds in zip(reversed(curve.values), reversed(curve.at["time_s"]), strict=True):
+        if math.isfinite(value) and value > 0 and seconds > 0:
+            ratio = seconds / value
+            return next((unit for unit, of in _SECONDS.items() if math.isclose(ratio, of, rel_tol=_TOLERANCE)), None)
+    return None
+
+
+def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -> list[int]:
+    """Choose points of a curve so that its shape stays, peaks included.
+
+    The first and the last point stay; of each stretch between, the one that spans the largest triangle with its
+    neighbours. Points that are not finite stay as well where there are few of them: they are what is looked for.
+
+    Args:
+        x: Where the points are, in rising order.
+        y: The points.
+        num_points: How many to choose, 3 or more.
+
+    Returns:
+        Their indices, in order.
+
+    Reference:
+        Steinarsson, "Downsampling Time Series for Visual Representation", 2013.
+
+    Example:
+        >>> largest_triangles(range(7), [0, 0, 0, 9, 0, 0, 0], 3)
+        [0, 3, 6]
+    """
+    finite = [index for index, value in enumerate(y) if math.isfinite(value)]
+    others = [index for index, value in enumerate(y) if not math.isfinite(value)]
+    if len(others) > num_points:
+        others = others[:: math.ceil(len(others) / num_points)]
+    if len(finite) <= num_points:
+        return sorted(finite + others)
+    chosen = [finite[0]]
+    width = (len(finite) - 2) / (num_points - 2)
+    for number in range(num_points - 2):
+        begin, end = 1 + int(number * width), 1 + int((number + 1) * width)
+        after = finite[end : max(end + 1, 1 + int((number + 2) * width))] or finite[-1:]
+        mean_x, mean_y = sum(x[i] for i in after) / len(after), sum(y[i] for i in after) / len(after)
+        last_x, last_y = x[chosen[-1]], y[chosen[-1]]
+        chosen.append(
+            max(
+                finite[begin : max(end, begin + 1)],
+                key=lambda i: abs((last_x - mean_x) * (y[i] - last_y) - (last_x - x[i]) * (mean_y - last_y)),
+            )
+        )
+    return sorted([*chosen, finite[-1], *others])

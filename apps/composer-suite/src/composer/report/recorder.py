@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import os
+import sys
 import time
 import traceback
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from composer.loggers._trouble import warn_of_trouble
-from composer.report._acting import Acting
-from composer.report._endings import Plan, fatal_error, id_of_uncaught
-from composer.report._fact_files import FactFiles
-from composer.report._metric_lines import MetricLines
-from composer.report._run_facts import environment, profiler_times, saved_checkpoints, saved_traces
-from composer.report._run_folder import make_folder
-from composer.report._settings import fit_settings, typed_settings
-from composer.report._step_time import StepTime
+from composer.loggers._service_queue import warn_of_trouble
+from composer.report._activity import Acting, StepTime
+from composer.report._run_facts import (
+    environment,
+    fit_settings,
+    profiler_times,
+    saved_checkpoints,
+    saved_traces,
+    typed_settings,
+)
+from composer.report._run_files import FactFiles, MetricLines
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, now_at, read_json
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.event import Event
-from composer_events.formatting import check_placeholders
+from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["RunRecorder"]
+__all__ = ["RunRecorder", "Plan", "fatal_error", "id_of_uncaught", "make_folder", "VARIABLE", "recorder_of_environment"]
 
 _log = getLogger(__name__)
 _TRACES: Final = "algorithm_traces/"
@@ -415,3 +421,100 @@ def _locked(folder: Path) -> FolderLock:
         return FolderLock(folder).acquire()
     except FolderInUseError as error:
         raise FileExistsError(f"{str(folder)!r} belongs to a run that is still going on: {error}") from error
+
+
+def id_of_uncaught() -> int | None:
+    """Return which exception nobody caught; the exception itself would keep alive what its frames hold."""
+    return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
+
+
+def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
+    """Return the exception that is on its way or, where work was left undone, has ended the process.
+
+    Python forgets the latter as the exception on its way, and closes what is still open.
+
+    Args:
+        was_busy: Whether work was left undone.
+        id_of_earlier: Of what nobody had caught before the run began, as in an earlier cell of a notebook.
+    """
+    error = sys.exc_info()[1]
+    if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
+        return sys.last_value
+    return error
+
+
+class Plan:
+    """What is known when training begins of how it is to end.
+
+    Args:
+        state: The state then.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._duration = state.max_duration
+        self._reasons = frozenset(_reasons(state))
+
+    def reason_of_stop(self, state: State) -> str | None:
+        """Return who has ended training before its time and why, `None` if it was as long as planned."""
+        if self._duration is None or state.timestamp >= self._duration:
+            return None
+        told = [reason for reason in _reasons(state) if reason not in self._reasons]
+        ended = "" if state.max_duration is None else f" at {state.max_duration.to_timestring()}"
+        return "; ".join(told) or f"training has ended{ended}, and was to be {self._duration.to_timestring()} long"
+
+
+def _reasons(state: State) -> Iterator[str]:
+    """Yield what callbacks and algorithms say of why they have stopped training."""
+    for each in (*state.callbacks, *state.algorithms):
+        try:
+            reason = getattr(each, "stop_reason", None)
+        except Exception:  # whatever somebody else's property raises
+            continue
+        if isinstance(reason, str):
+            yield f"{type(each).__name__}: {reason}"
+
+
+def make_folder(template: str, run_name: str, *, may_hold_a_run: bool, goes_beside_others: bool) -> Path:
+    """Make the folder of a run and return it, as a path that holds wherever the process goes.
+
+    Args:
+        template: Its name, with the placeholders of `format_name_with_dist`.
+        run_name: The run's.
+        may_hold_a_run: Whether there may be a run in it, to be replaced or continued.
+        goes_beside_others: Whether, where there is one, a number is added to the name.
+
+    Raises:
+        FileExistsError: If there is a run in it and neither is wanted.
+        OSError: If it cannot be made.
+    """
+    folder = wanted = Path(format_name_with_dist(template, run_name)).absolute()
+    for number in itertools.count(2):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / METRICS).touch(exist_ok=may_hold_a_run)  # one of two runs that begin at once gets it
+        except FileExistsError:
+            if not goes_beside_others:
+                raise FileExistsError(
+                    f"folder={template!r} is {str(folder)!r} in this run, and holds an earlier one. Give "
+                    f"RunRecorder(overwrite=True), or the Trainer another run_name."
+                ) from None
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+        else:
+            return folder
+    raise AssertionError("there is always a higher number")
+
+
+VARIABLE = "COMPOSER_RUNS"
+"""The folder that gets a folder for each run. Not set, or empty: none."""
+
+
+def recorder_of_environment() -> list[RunRecorder]:
+    """Return what the Trainer adds to the loggers: a recorder, or nothing.
+
+    It is one that no training fails for, and that leaves the page to `composer report`.
+    """
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return []
+    literally = folder.replace("{", "{{").replace("}", "}}")
+    return [RunRecorder(os.path.join(literally, "{run_name}"), page=False, is_optional=True)]

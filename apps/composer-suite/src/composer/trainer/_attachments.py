@@ -11,8 +11,7 @@ from composer.loggers.console_logger import ConsoleLogger
 from composer.loggers.file_logger import FileLogger
 from composer.loggers.mosaicml_logger import MOSAICML_ACCESS_TOKEN_ENV_VAR, MOSAICML_PLATFORM_ENV_VAR, MosaicMLLogger
 from composer.loggers.progress_bar_logger import ProgressBarLogger
-from composer.report.environment import recorder_of_environment
-from composer.report.recorder import RunRecorder
+from composer.report.recorder import RunRecorder, recorder_of_environment
 from composer.trainer._arguments import how_to_make, level_of_user
 from composer.trainer._rank_sync import first_failure_of_others
 from composer_dist import get_global_rank

@@ -7,22 +7,21 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from logging import getLogger
+from itertools import islice
+from logging import DEBUG, WARNING, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer.loggers._kept_file import KeptFile
-from composer.loggers._snapshot import Snapshot, as_number
-from composer.report._undone import keep_lines
+from composer.loggers._logged_values import Snapshot, as_number
+from composer.loggers._retrying_file import KeptFile
+from composer.loggers._text_output import to_plain
 
 if TYPE_CHECKING:
     from composer_time import Timestamp
 
-__all__ = ["MetricLines"]
-
-_log = getLogger(__name__)
+__all__ = ["FactFiles", "MetricLines", "keep_lines"]
 _PLAIN = frozenset({bool, int, float})
 
 
@@ -150,3 +149,56 @@ def _as_count(step: Any) -> int | None:
         return int(step)
     except Exception:  # whatever somebody else's object raises
         return None
+
+
+_log = getLogger(__name__)
+
+
+class FactFiles:
+    """Files of JSON in a folder. One that cannot be written is a line of the log, the first time as a warning.
+
+    Args:
+        folder: Where they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._texts: dict[str, str] = {}
+        self._has_warned = False
+
+    def write(self, name: str, value: Any) -> None:
+        """Replace a file, unless it says so already."""
+        text = _as_json(value)
+        if self._texts.get(name) == text:
+            return
+        path, unfinished = self._folder / name, self._folder / f".{name}.unfinished"
+        try:
+            unfinished.write_text(text)
+            unfinished.replace(path)
+            self._texts[name] = text
+        except OSError as error:  # a full disk ends no training, and is full for longer than anybody wants to read
+            _log.log(DEBUG if self._has_warned else WARNING, "%s could not be written: %s", path, error)
+            self._has_warned = True
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, indent=1, default=str)
+    except Exception:  # settings may be any objects, with keys that JSON has not, or in each other
+        return json.dumps(to_plain(value), indent=1)
+
+
+def keep_lines(path: Path, num_lines: int) -> int:
+    """Keep the first lines of a file, without one in which a killed run broke off, and return how many there are.
+
+    The file is replaced when the new one is complete.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    num_kept = 0
+    with path.open("rb") as lines, unfinished.open("wb") as kept:
+        for line in islice(lines, num_lines):
+            if line.endswith(b"\n"):
+                kept.write(line)
+                num_kept += 1
+    unfinished.replace(path)
+    return num_kept

@@ -2,17 +2,26 @@
 
 import atexit
 import logging
+import sys
 import threading
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from shutil import copyfile, rmtree
+from tempfile import mkdtemp
+from types import TracebackType
 from typing import Any, TypeVar
 
-from composer.loggers._trouble import warn_of_trouble
+from composer_dist import dist, get_global_rank
 from composer_events.arguments import check_seconds
+from composer_models import MissingConditionalImportError
 
-__all__ = ["PATIENCE_S", "Outbox"]
+__all__ = ["PATIENCE_S", "Outbox", "open_on_ranks", "require", "StagedFile", "UncaughtErrors", "warn_of_trouble"]
 
 PATIENCE_S = 120.0
 """How many seconds the beginning and the end of a run wait for a service."""
@@ -244,3 +253,119 @@ def _connect(line: _Line, connect: Callable[[], TResult], answer: Future[TResult
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def open_on_ranks(
+    outbox: Outbox, connect: Callable[[], TResult], *raised: type[Exception], is_enabled: bool = True
+) -> list[TResult | None]:
+    """Open an outbox where it is used, and return what each rank got. Every rank must call this.
+
+    Args:
+        outbox: What to open.
+        connect: The first call.
+        *raised: Errors that are the user's to mend. They are raised on all ranks.
+        is_enabled: Whether this rank opens it.
+
+    Returns:
+        By rank: what `connect` returned; `None` where it was not called, raised or took too long.
+    """
+    found, error = None, None
+    if is_enabled:
+        try:
+            found = outbox.open(connect, *raised)
+        except raised as caught:
+            error = caught
+    told = dist.all_gather_object((found, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(told):
+        if text is not None:
+            raise RuntimeError(
+                f"rank {get_global_rank()} stops, since {outbox.service} has failed on rank {rank}: {text}"
+            )
+    return [result for result, _ in told]
+
+
+def require(module: str, *, extra: str) -> Any:
+    """Import a library that an extra of this distribution brings.
+
+    Raises:
+        MissingConditionalImportError: If it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise  # it is installed, and something that it needs is not
+        raise MissingConditionalImportError(extra, module.partition(".")[0].replace("_", "-")) from error
+
+
+class StagedFile:
+    """A copy, which is deleted by `remove`, or when nobody has it any more: a call that was to send it may be dropped.
+
+    Args:
+        file: What is copied.
+        service: For the name of the copy's folder.
+
+    Attributes:
+        path: The copy, under the file's own name.
+
+    Example:
+        >>> from pathlib import Path
+        >>> staged = StagedFile(Path(__file__), "example")
+        >>> staged.path.name
+        '_staged_file.py'
+        >>> staged.remove()
+        >>> staged.path.exists()
+        False
+    """
+
+    def __init__(self, file: Path, service: str) -> None:
+        folder = Path(mkdtemp(prefix=f"composer-{service}-"))
+        self._remove = weakref.finalize(self, rmtree, folder, ignore_errors=True)
+        self._remove.atexit = False  # when Python ends, services still take what is left
+        self.path = folder / file.name
+        copyfile(file, self.path)
+
+    def remove(self) -> None:
+        """Delete the copy."""
+        self._remove()
+
+
+class UncaughtErrors:
+    """Notice the exception that ends the process, between `watch` and `stop`.
+
+    `sys.excepthook` is called as before, and put back afterwards unless somebody else has hooked in meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._hook: Any = None
+        self._has_seen = False
+
+    def watch(self) -> None:
+        """Begin."""
+        self._before, self._hook, self._has_seen = sys.excepthook, self._notice, False
+        sys.excepthook = self._hook
+
+    def has_failed(self) -> bool:
+        """Answer whether an exception is on its way, or has ended the process."""
+        return self._has_seen or sys.exc_info()[1] is not None
+
+    def stop(self) -> None:
+        """End."""
+        if self._hook is not None and sys.excepthook is self._hook:
+            sys.excepthook = self._before
+        self._hook = None
+
+    def _notice(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._has_seen = True
+        self._before(kind, error, trace)
+
+
+def warn_of_trouble(message: str) -> None:
+    """Warn, with a `RuntimeWarning`; where warnings are errors, in Python's log at the level WARNING instead."""
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        _log.warning(message)

@@ -5,7 +5,7 @@ import os
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from composer.loggers._trouble import warn_of_trouble
+from composer.loggers._service_queue import warn_of_trouble
 
 __all__ = ["KeptFile"]
 

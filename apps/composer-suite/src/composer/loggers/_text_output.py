@@ -1,0 +1,207 @@
+"""The settings of a run, as text for its console."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TextIO, cast
+
+from composer_events.hparams import convert_flat_dict_to_nested_dict
+from composer_events.logger_destination import format_log_data_value
+
+__all__ = ["format_config", "table_as_json", "table_as_text", "to_stream", "to_plain", "StreamCapture"]
+
+_RULE = "*" * 30
+# A text that YAML reads as it stands: it begins like a word or a path, and no comment and no key begins in it.
+_PLAIN = re.compile(r"[A-Za-z_/](?:[\w./()=,+<>*-]| (?! |#|$)|:(?! |$))*")
+_OF_OTHER_KINDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+def format_config(hyperparameters: Mapping[str, Any]) -> str:
+    """Return hyperparameters as YAML between two rules.
+
+    Example:
+        >>> print(format_config({"optimizer/lr": 0.1, "seed": 17}))
+        ******************************
+        Config:
+        optimizer:
+          lr: 0.1
+        seed: 17
+        ******************************
+    """
+    named = {str(name): value for name, value in hyperparameters.items()}
+    with suppress(ValueError):  # of a name that is also the beginning of others: then they are shown as they are
+        named = convert_flat_dict_to_nested_dict(named)
+    lines = _to_yaml(to_plain(named))
+    return "\n".join([_RULE, "Config:", *lines, _RULE])
+
+
+def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
+    """Return nested settings as lines of YAML."""
+    lines: list[str] = []
+    for name, value in sorted(values.items()):
+        if isinstance(value, Mapping) and value:
+            lines += [f"{indent}{_scalar(name)}:", *_to_yaml(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{_scalar(name)}: {_scalar(value)}")
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    """Return a value as YAML reads it back: the texts, numbers and lists of JSON are YAML, too."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OF_OTHER_KINDS:
+        return value
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_quoted(name)}: {_quoted(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_quoted, value))}]"
+    if isinstance(value, float):
+        return _float(value)
+    # Escaped where a reader of YAML, or the console, takes no such character.
+    return json.dumps(value, ensure_ascii=not (isinstance(value, str) and value.isprintable()))
+
+
+def _quoted(item: Any) -> str:
+    """Return an item of a list or of a mapping on one line, where a comma ends a text that stands as it is."""
+    return json.dumps(item, ensure_ascii=not item.isprintable()) if isinstance(item, str) else _scalar(item)
+
+
+def _float(value: float) -> str:
+    if math.isfinite(value):
+        text = repr(float(value))
+        return text if "." in text or "e" not in text else text.replace("e", ".0e")  # a text to YAML 1.1 without a dot
+    return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+
+
+_WIDEST = 60  # characters; one long text must not push all other columns off the screen
+
+
+def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table as pandas writes it with `to_json(orient='split', index=False)`, other letters as they are.
+
+    Example:
+        >>> table_as_json(["a", "b"], [[1, "x"]])
+        '{"columns":["a","b"],"data":[[1,"x"]]}'
+    """
+    table = {"columns": list(columns), "data": [list(row) for row in rows]}
+    return json.dumps(table, separators=(",", ":"), ensure_ascii=False, default=_to_json)
+
+
+def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent: str = "") -> str:
+    """Return a table with its columns below each other, numbers to the right.
+
+    Example:
+        >>> print(table_as_text(["name", "loss"], [["first", 0.51234], ["b", 12.0]]))
+        name      loss
+        -----  -------
+        first   0.5123
+        b      12.0000
+
+    Raises:
+        ValueError: If a row has more or fewer cells than there are columns.
+    """
+    columns = [str(column) for column in columns]
+    for number, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(
+                f"rows[{number}]={list(row)!r} has {len(row)} cells, and the table {len(columns)} columns: "
+                f"{', '.join(columns)}. Give each row a cell for each column."
+            )
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(line[column]) for line in [columns, *cells]) for column in range(len(columns))]
+    is_number = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(columns))]
+
+    def line(texts: Sequence[str]) -> str:
+        parts = [
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(texts, widths, is_number, strict=True)
+        ]
+        return (indent + "  ".join(parts)).rstrip()
+
+    return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def _cell(value: Any) -> str:
+    text = " ".join((value if isinstance(value, str) else format_log_data_value(value)).split())
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+
+
+def _to_json(value: Any) -> Any:
+    """Turn what JSON does not know into what it does: numbers of NumPy and tensors, or text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_NAMES = ("stdout", "stderr")
+
+
+def to_stream(stream: Any) -> str | TextIO:
+    """Return a stream, or the name of one of Python's, which is looked up when it is written to.
+
+    Raises:
+        TypeError: If nothing can be written to it.
+        ValueError: If it is another word.
+    """
+    if isinstance(stream, str) and stream.lower() in _NAMES:
+        return stream.lower()
+    if isinstance(stream, str) or not callable(getattr(stream, "write", None)):
+        kind = ValueError if isinstance(stream, str) else TypeError
+        raise kind(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
+    return stream
+
+
+_DEEPEST = 50
+
+
+def to_plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
+    """Return a value with texts in place of what JSON cannot have, such as keys and what contains itself."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    within = (*outer, id(value))
+    if isinstance(value, (Mapping, list, tuple)) and id(value) not in outer and len(outer) < _DEEPEST:
+        if isinstance(value, Mapping):
+            return {_text(key): to_plain(item, within) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return [to_plain(item, within) for item in cast("list[Any]", value)]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # whatever somebody else's object raises
+        return f"<{type(value).__name__}: {type(error).__name__}>"
+
+
+class StreamCapture:
+    """Hand what is written to `sys.stdout` or `sys.stderr` to a listener as well.
+
+    Args:
+        name: `'stdout'` or `'stderr'`; the stream that has this name now.
+        listen: Called with each text, after the stream has it.
+    """
+
+    def __init__(self, name: str, listen: Callable[[str], None]) -> None:
+        self._stream: Any = getattr(sys, name)
+        self._listen: Callable[[str], None] | None = listen
+        self._write = self._stream.write
+        self._was_own = "write" in getattr(self._stream, "__dict__", {})
+        self._hook = self._write_and_tell
+        self._stream.write = self._hook
+
+    def stop(self) -> None:
+        """Put back what was there, and listen no more."""
+        self._listen = None
+        # Whoever has hooked in after this calls it still, and it only passes on.
+        if self._stream.write is not self._hook:
+            return
+        if self._was_own:
+            self._stream.write = self._write
+        else:
+            del self._stream.write
+
+    def _write_and_tell(self, text: str) -> Any:
+        result = self._write(text)
+        if self._listen is not None:
+            self._listen(text)
+        return result
