@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from composer_checkpoint._compatibility import PassingWeights, weight_names
 from composer_checkpoint._damaged_headers import naming_tensors
+from composer_checkpoint._finite import PassingWeights, weight_names
 from composer_checkpoint._pickle_inspection import Rehearsal, TensorSpec, rehearse
 from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError

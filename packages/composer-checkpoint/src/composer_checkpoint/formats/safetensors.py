@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from blake3 import blake3
 
-from composer_checkpoint._compatibility import PassingWeights
+from composer_checkpoint._finite import PassingWeights
 from composer_checkpoint._tree import doubled, path_text
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.file_io import (

@@ -1,0 +1,96 @@
+"""Which weights are NaN or infinite, by looking at the bits of their exponents."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.file_io import num_threads, tensor_bytes
+
+__all__ = ["PassingWeights", "non_finite_weights", "weight_names"]
+
+_WEIGHTS = re.compile("(state/)?model/")
+
+# Integers of each dtype's size, and the smallest that is NaN or an infinity: all exponent bits set, except for the
+# 8-bit format that has no infinity and one NaN. With the sign bit they are the largest of the unsigned integers.
+_BITS: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
+    "float64": (np.int64, np.uint64, 0x7FF << 52),
+    "float32": (np.int32, np.uint32, 0xFF << 23),
+    "bfloat16": (np.int16, np.uint16, 0xFF << 7),
+    "float16": (np.int16, np.uint16, 0x1F << 10),
+    "float8_e5m2": (np.int8, np.uint8, 0x1F << 2),
+    "float8_e4m3fn": (np.int8, np.uint8, 0x7F),
+}
+_ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # which has neither, and with which torch does not compute
+_PIECE = 1 << 16  # elements; they stay in the core's cache between the two looks at them
+
+
+def non_finite_weights(obj: Any, known_finite: Collection[str] = ()) -> list[str]:
+    """Return the names of weights that hold NaN or an infinity, without looking at those that are known not to."""
+    tensors = {name: leaf for name, leaf in named_leaves(obj) if isinstance(leaf, torch.Tensor)}
+    weights = {name: tensors[name].detach() for name in weight_names(tensors) if name not in known_finite}
+    if not weights:
+        return []
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="finite") as pool:
+        finite = pool.map(_is_finite, weights.values())
+        return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+
+
+def weight_names(names: Iterable[str]) -> list[str]:
+    """Return which names are the model's, or all where there is no model."""
+    names = list(names)
+    return [name for name in names if _WEIGHTS.match(name)] or names
+
+
+class PassingWeights:
+    """Looks at weights while their bytes pass by for another reason, so that they need not be read again.
+
+    Args:
+        weights: The number of the stretch of bytes in which each weight lies, and the dtype's name.
+    """
+
+    def __init__(self, weights: Mapping[str, tuple[int, str]]) -> None:
+        self._weights = {name: (index, dtype) for name, (index, dtype) in weights.items() if dtype in _BITS}
+        self._dtypes = dict(self._weights.values())
+        self._not_finite: set[int] = set()
+
+    def look(self, index: int, elements: memoryview) -> None:
+        """Look at a piece of a stretch; several threads may."""
+        dtype = self._dtypes.get(index)
+        if dtype is not None and index not in self._not_finite and not _are_finite(elements, dtype):
+            self._not_finite.add(index)
+
+    def finite(self) -> set[str]:
+        """Return the names of those that hold no NaN and no infinity."""
+        return {
+            name
+            for name, (index, dtype) in self._weights.items()
+            if index not in self._not_finite and self._dtypes[index] == dtype
+        }
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
+        return True
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype in _ALWAYS_FINITE:
+        return True
+    if tensor.device.type != "cpu" or dtype not in _BITS:
+        return bool(torch.isfinite(tensor.float()).all())
+    return _are_finite(tensor_bytes(tensor), dtype)
+
+
+def _are_finite(elements: memoryview, dtype: str) -> bool:
+    signed, unsigned, limit = _BITS[dtype]
+    integers = np.frombuffer(elements, signed)
+    sign = 1 << 8 * integers.itemsize - 1
+    pieces = (integers[start : start + _PIECE] for start in range(0, len(integers), _PIECE))
+    return all(piece.max() < limit and piece.view(unsigned).max() < sign + limit for piece in pieces)
