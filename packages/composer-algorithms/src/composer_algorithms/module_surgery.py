@@ -29,16 +29,7 @@ from composer_events.event import Event
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = [
-    "TiedParameters",
-    "adopt",
-    "hand_over_hooks",
-    "twin",
-    "ReplacementFunction",
-    "count_module_instances",
-    "replace_module_classes",
-    "update_params_in_optimizer",
-]
+__all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

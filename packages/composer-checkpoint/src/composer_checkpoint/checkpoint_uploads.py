@@ -27,19 +27,7 @@ from composer_time import Time, Timestamp
 if TYPE_CHECKING:
     from composer_events import Logger, State
 
-__all__ = [
-    "asks_for_run",
-    "path_with_run",
-    "run_of",
-    "with_run",
-    "Save",
-    "check_templates",
-    "name_save",
-    "template_of_run",
-    "to_path",
-    "within_folder",
-    "CheckpointUploads",
-]
+__all__ = ["Save", "check_templates", "name_save", "template_of_run", "to_path", "within_folder", "CheckpointUploads"]
 
 
 @dataclass(frozen=True, slots=True)

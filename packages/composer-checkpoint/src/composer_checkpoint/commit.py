@@ -22,7 +22,6 @@ from composer_checkpoint.lock import discard, find_leftovers, is_folder, remove_
 from composer_checkpoint.names import name_beside
 
 __all__ = [
-    "write_on_rank_zero",
     "find_leftovers",
     "is_of_checkpoint",
     "put_in_place",

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "as_storage_error",
-    "free_bytes",
-    "require_space",
     "CheckpointError",
     "CorruptCheckpointError",
     "UnsafeCheckpointError",

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "FlushedFile",
-    "FileReader",
-    "MappedFile",
-    "hash_ranges",
-    "num_threads",
     "HASH_NAME",
     "NUM_DIGITS",
     "Hasher",

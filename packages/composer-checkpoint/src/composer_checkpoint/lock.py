@@ -27,20 +27,7 @@ from composer_checkpoint._durability import (
 from composer_checkpoint.errors import StorageError, as_storage_error
 from composer_checkpoint.names import UNFINISHED, WRITER_PATTERN, is_alive, this_writer
 
-__all__ = [
-    "complete_interrupted_sets",
-    "complete_earlier_sets",
-    "complete_sets",
-    "discard",
-    "find_leftovers",
-    "has_sets",
-    "is_folder",
-    "remove_leftovers",
-    "remove_leftovers_of",
-    "LOCK_NAME",
-    "FolderInUseError",
-    "FolderLock",
-]
+__all__ = ["LOCK_NAME", "FolderInUseError", "FolderLock"]
 
 LOCK_NAME = ".composer-checkpoint.lock"
 _BUSY = {errno.EACCES, errno.EAGAIN}

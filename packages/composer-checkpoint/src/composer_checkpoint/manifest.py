@@ -13,20 +13,7 @@ from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointEr
 from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes
 from composer_checkpoint.formats._zip import Readable, ZipLayout
 
-__all__ = [
-    "EMPTY_SEAL",
-    "PAYLOAD_FOLDER",
-    "check_seal",
-    "is_sealed",
-    "seal",
-    "parse_json",
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "FileEntry",
-    "Manifest",
-    "TensorEntry",
-    "sealed",
-]
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
 
 MANIFEST_NAME = "composer_manifest.json"
 """The file of a checkpoint that has the hashes of all others."""

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
-    "UNFINISHED",
-    "is_unfinished",
-    "name_beside",
-    "WRITER_PATTERN",
-    "is_alive",
-    "this_writer",
     "OF_FOLDER",
     "OF_SAVE",
     "PartialFilePath",

@@ -24,11 +24,6 @@ from composer_checkpoint._pickled_keys import LENGTH_BYTES, KeyBudget, check_key
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 
 __all__ = [
-    "MAX_EXPANDED_VIEW_BYTES",
-    "check_geometry",
-    "Budget",
-    "Call",
-    "Unchangeable",
     "PLAIN_GLOBALS",
     "PickledCounter",
     "PickledOrderedDict",

@@ -50,7 +50,7 @@ from composer_events.logger import Logger
 from composer_events.state import State
 from composer_time import Time, Timestamp
 
-__all__ = ["check_saver_arguments", "CheckpointSaver"]
+__all__ = ["CheckpointSaver"]
 
 log = getLogger(__name__)
 

@@ -37,7 +37,6 @@ from torch.utils.data.distributed import DistributedSampler
 from composer_checkpoint._held_state import set_epoch_everywhere
 
 __all__ = [
-    "draws_nothing",
     "SeededBatches",
     "can_be_seeded",
     "derive_seed",

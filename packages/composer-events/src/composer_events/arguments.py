@@ -19,10 +19,6 @@ from typing import Any, cast
 from composer_time import Time, TimeUnit, ensure_time
 
 __all__ = [
-    "algorithm_modules",
-    "to_device",
-    "to_precision",
-    "overrides",
     "check_counts",
     "check_flags",
     "check_functions",

@@ -14,18 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = [
-    "count_samples",
-    "default_split_batch",
-    "split_batch_by_count",
-    "split_list",
-    "batch_get",
-    "batch_set",
-    "IteratorFileStream",
-    "ensure_tuple",
-    "iterate_with_callback",
-    "map_collection",
-]
+__all__ = ["batch_get", "batch_set", "IteratorFileStream", "ensure_tuple", "iterate_with_callback", "map_collection"]
 
 # One value that belongs to every sample of a mapping, such as a task's name.
 _SCALARS = (int, float, str, bool)

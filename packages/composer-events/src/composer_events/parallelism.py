@@ -13,24 +13,7 @@ from typing import Any, Final, TypeVar, cast
 
 from composer_time import StringEnum
 
-__all__ = [
-    "check_fsdp_settings",
-    "check_loading_on_rank_zero",
-    "usable_tp_config",
-    "ParallelismSettings",
-    "any_rank",
-    "gather",
-    "get_global_rank",
-    "get_local_world_size",
-    "get_world_size",
-    "ShardingAnswers",
-    "is_ddp",
-    "is_sharded",
-    "is_wrapper",
-    "ParallelismType",
-    "make_device_mesh",
-    "parallelism_degrees",
-]
+__all__ = ["ParallelismType", "make_device_mesh", "parallelism_degrees"]
 
 _FILLS_UP = -1  # the degree that takes what the others leave of the ranks
 

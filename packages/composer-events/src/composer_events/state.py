@@ -28,7 +28,7 @@ from composer_events.callback import Callback
 from composer_events.parallelism import ShardingAnswers, get_global_rank
 from composer_time import Serializable, Time, Timestamp, TimeUnit, ensure_time
 
-__all__ = ["BatchInParts", "State"]
+__all__ = ["State"]
 
 _NAMES: Final = ("inputs", "targets")
 

@@ -29,8 +29,6 @@ __all__ = [
     "CosineAnnealingScheduler",
     "CosineAnnealingWarmRestartsScheduler",
     "PolynomialScheduler",
-    "as_finite",
-    "check_flag",
 ]
 
 

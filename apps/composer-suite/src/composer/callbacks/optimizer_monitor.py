@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["OptimizerMonitor", "numbers_at_hand"]
+__all__ = ["OptimizerMonitor"]
 
 _NORM = "l2_norm"
 _GRADIENT = f"{_NORM}/grad"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_time import Timestamp
 
-__all__ = ["SystemMetricsMonitor", "GPU_KEYS", "GPUReader", "HostReader", "SteadyReader"]
+__all__ = ["SystemMetricsMonitor"]
 
 _FRESH_S: Final = 1.0  # the drivers' own numbers are means over about as long
 

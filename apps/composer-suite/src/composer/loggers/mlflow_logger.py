@@ -26,7 +26,7 @@ from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 
-__all__ = ["MLFlowLogger", "MLFlowModels", "Batch", "RunSettings", "begin_run", "end_run"]
+__all__ = ["MLFlowLogger"]
 
 _UNITY_CATALOG = "databricks-uc"
 

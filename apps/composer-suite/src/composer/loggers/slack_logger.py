@@ -15,7 +15,7 @@ from composer_events.logger_destination import LoggerDestination, format_log_dat
 from composer_events.state import State
 from composer_time import Time, TimeUnit
 
-__all__ = ["SlackLogger", "retry_handlers"]
+__all__ = ["SlackLogger"]
 
 _MOST_PER_MESSAGE = 50  # Slack takes no more blocks, of which a header is one,
 _LONGEST = 3000  # and no more characters in one

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_time import Timestamp
 
-__all__ = ["JSONTraceHandler", "OpenSpans"]
+__all__ = ["JSONTraceHandler"]
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from composer.report.runs import AXES, Curve, Run, read_run
 
-__all__ = ["describe_runs", "units_of", "largest_triangles"]
+__all__ = ["describe_runs", "largest_triangles"]
 
 
 def describe_runs(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["RunRecorder", "Plan", "fatal_error", "id_of_uncaught", "make_folder", "VARIABLE", "recorder_of_environment"]
+__all__ = ["RunRecorder", "VARIABLE", "recorder_of_environment"]
 
 _log = getLogger(__name__)
 _TRACES: Final = "algorithm_traces/"

@@ -28,18 +28,7 @@ from composer_time import StringEnum
 if TYPE_CHECKING:
     from composer_events.logger import Logger
 
-__all__ = [
-    "ExportFormat",
-    "Transform",
-    "export_for_inference",
-    "export_with_logger",
-    "quantize_dynamic",
-    "Sample",
-    "write_exported_program",
-    "write_onnx",
-    "write_safetensors",
-    "write_torchscript",
-]
+__all__ = ["ExportFormat", "Transform", "export_for_inference", "export_with_logger", "quantize_dynamic"]
 
 _log = logging.getLogger(__name__)
 

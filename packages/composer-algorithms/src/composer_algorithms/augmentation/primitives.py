@@ -17,10 +17,6 @@ from composer_algorithms._draws import draw_integer, draw_uniform
 from composer_algorithms._tensors import from_pixels, is_pil, to_pixels
 
 __all__ = [
-    "image_as_type",
-    "map_pillow_function",
-    "pil_to_pixels",
-    "pixels_to_pil",
     "AugmentationFunction",
     "augmentation_sets",
     "autocontrast",

@@ -23,12 +23,6 @@ from composer_checkpoint.formats._zip import LOCAL_MAGIC
 from composer_checkpoint.names import is_tar
 
 __all__ = [
-    "INDEX_SUFFIX",
-    "Format",
-    "final_name",
-    "format_of",
-    "is_packed",
-    "plain_file",
     "KNOWN_COMPRESSORS",
     "STATES_NAME",
     "CompressorNotFound",

@@ -36,20 +36,7 @@ from composer_checkpoint.manifest import (
     seal,
 )
 
-__all__ = [
-    "more_than_data",
-    "refuse_more_than_data",
-    "unknown_globals_of",
-    "Hashes",
-    "make_manifest",
-    "write_pt",
-    "PtContents",
-    "load_checked",
-    "load_pt",
-    "open_pt",
-    "save_pt",
-    "verify_pt",
-]
+__all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "save_pt", "verify_pt"]
 
 log = getLogger(__name__)
 _MAX_NAME_CHARS = 500

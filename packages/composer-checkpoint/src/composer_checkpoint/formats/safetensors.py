@@ -29,12 +29,6 @@ from composer_checkpoint.formats._zip import Readable
 from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
 
 __all__ = [
-    "DTYPES",
-    "LENGTH",
-    "METADATA_KEY",
-    "Header",
-    "TensorSlot",
-    "read_header",
     "FORMAT_NAMES",
     "by_text_names",
     "header_of",

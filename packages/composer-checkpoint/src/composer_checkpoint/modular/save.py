@@ -37,19 +37,7 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
-    "METADATA_FILENAME",
-    "checkpoint_folder",
-    "verify_modular_folder",
     "AlreadyExistsError",
-    "PathLike",
-    "as_value_error",
-    "check_format",
-    "check_suffix",
-    "file_in",
-    "local_path",
-    "on_rank_zero",
-    "place_of_part",
-    "without_suffixes",
     "save_checkpoint_to_disk",
     "save_composer_metadata_to_disk",
     "save_model_to_disk",

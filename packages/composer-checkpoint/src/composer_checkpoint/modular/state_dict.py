@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
-    "check_type",
-    "of_type",
-    "own_part",
-    "room_for",
     "get_metadata_state_dict",
     "get_model_state_dict",
     "get_optim_state_dict",

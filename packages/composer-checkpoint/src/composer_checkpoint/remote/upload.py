@@ -22,7 +22,7 @@ from composer_checkpoint.stores.opening import open_store, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
 from composer_events.arguments import check_counts
 
-__all__ = ["RemoteFilesExistingCheckStatus", "await_objects", "StagedCopies", "upload_in_process", "RemoteUploader"]
+__all__ = ["RemoteFilesExistingCheckStatus", "RemoteUploader"]
 
 
 class RemoteFilesExistingCheckStatus(IntEnum):

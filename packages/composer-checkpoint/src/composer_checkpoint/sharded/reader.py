@@ -32,18 +32,7 @@ from composer_checkpoint.sharded._storage import METADATA_NAME, Source, open_sou
 if TYPE_CHECKING:
     from composer_checkpoint.file_io import FileReader
 
-__all__ = [
-    "FileSlice",
-    "find_elements",
-    "decode_object",
-    "encode_object",
-    "OpenShards",
-    "Part",
-    "list_parts",
-    "VerifyingReader",
-    "read_folder_metadata",
-    "read_manifest",
-]
+__all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest"]
 
 
 @dataclass(slots=True)

@@ -14,17 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar, overload
 
 from composer_checkpoint.errors import StorageError
 
-__all__ = [
-    "retry",
-    "Fault",
-    "classify",
-    "ParsedURI",
-    "is_uri",
-    "parse_uri",
-    "ObjectStore",
-    "ObjectStoreTransientError",
-    "Progress",
-]
+__all__ = ["retry", "ParsedURI", "is_uri", "parse_uri", "ObjectStore", "ObjectStoreTransientError", "Progress"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes so far, which never get fewer, and all of them."""
