@@ -34,13 +34,14 @@ docs: .venv/.synced  ## Build the site of the documentation into site/.
 bench: .venv/.synced  ## Measure everything in benchmarks/ beside plain PyTorch, and write docs/benchmarks.md.
 	$(BIN)/python tools/bench.py
 
-lint: .venv/.synced  ## Format, lint, types, floors, declared dependencies, ranges, generated modules.
+lint: .venv/.synced  ## Format, lint, types, floors, declared dependencies, ranges, generated modules, the numbers of the house.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	for member in $(MEMBERS); do (cd $$member && "$(CURDIR)/$(BIN)/deptry" src) || exit 1; done
 	$(BIN)/python tools/ranges.py
 	$(BIN)/python tools/faces.py --check
+	$(BIN)/python tools/house.py --check
 	$(BIN)/pyright --stats
 
 alone: .venv/.synced  ## Test each built wheel in an environment of its own.
