@@ -1,8 +1,8 @@
-"""What happens when in training, and who may act on it.
+"""Events of a training loop, and the algorithms, callbacks and loggers that act on them.
 
-A training loop tells an `Engine` of each `Event`; the engine runs the `Algorithm`s that match it and the `Callback`s
-that listen to it, all of which share one `State`. `DataSpec` and `Evaluator` say what the loop needs to know about
-data, `Logger` and `LoggerDestination` where logged values go. Names load on first use, and none of them imports torch.
+A training loop passes each `Event` to an `Engine`, which runs the matching `Algorithm`s and the listening `Callback`s;
+all of them share one `State`. `DataSpec` and `Evaluator` describe data to the loop, `Logger` and `LoggerDestination`
+handle logged values. Names are imported on first use, and none of them imports torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Close callbacks exactly once, whether the user, the garbage collector or the interpreter's end asks for it."""
+"""Calling, observing and closing the callbacks and algorithms of an engine."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_time import Timestamp
 
-# The name by which users filter it, whichever package the engine lives in.
+# The name that users filter by; it does not depend on the package that holds the engine.
 _log = logging.getLogger("composer.core.engine")
 
-_num_at_work = 0  # closers of this process
+_num_at_work = 0  # closers running in this process
 
 
 def is_closing() -> bool:
-    """Answer whether callbacks of any engine are being closed at this moment, in whichever thread."""
+    """Return whether callbacks of any engine are being closed, in any thread."""
     return _num_at_work > 0
 
 
 class Closer:
     """Close the callbacks of one engine.
 
-    The interpreter's exit holds this object, so it knows the state and the logger but not the engine: an engine that
-    nobody uses any more can go, and closes as it goes.
+    `atexit` holds this object, so it refers to the state and the logger but not to the engine: an unused engine can be
+    garbage collected, and its `__del__` closes the callbacks.
     """
 
     def __init__(self, state: State, logger: Logger) -> None:
@@ -49,19 +49,19 @@ class Closer:
         atexit.register(self.close)
 
     def is_done(self) -> bool:
-        """Return whether the state has been trained to its end, and no event is running."""
+        """Return whether training has reached `max_duration` and no event is running."""
         elapsed = getattr(self._state, "get_elapsed_duration", lambda: None)()
         return elapsed is not None and float(elapsed) >= 1 and self._state.num_running_events == 0
 
     def stand_down(self) -> None:
-        """Count as closed from now on, and close nothing."""
+        """Mark the engine as closed without closing any callback."""
         self.is_closed = True
         atexit.unregister(self.close)
 
     def close(self) -> None:
-        """Call every callback's `close`, then `post_close` of those that closed well.
+        """Call every callback's `close`, then `post_close` of those whose `close` succeeded.
 
-        Errors are only logged. A `KeyboardInterrupt` or a `SystemExit` is raised once everybody has had a turn.
+        Errors are only logged. A `KeyboardInterrupt` or a `SystemExit` is raised after all callbacks were closed.
         """
         if self.is_closed:
             return
@@ -73,13 +73,15 @@ class Closer:
             _num_at_work -= 1
 
     def _close(self) -> None:
-        self.stand_down()
+        self.stand_down()  # first, so that a callback that closes the engine again does not recurse
         _log.debug("Closing the engine.")
         interrupts: list[BaseException] = []
         closed: list[Any] = []
+        # A copy, because a callback may change the list while it closes.
         for callback in tuple(self._state.callbacks):
             name = type(callback).__name__
             _log.debug("Closing callback %s", name)
+            # Before each `close`: a closed destination no longer asks for the metrics that were buffered for it.
             _flush(self._logger, interrupts)
             try:
                 callback.close(self._state, self._logger)
@@ -109,8 +111,8 @@ class Closer:
 
 
 def _flush(logger: object, interrupts: list[BaseException]) -> None:
-    """Hand over what was logged, also while a callback was closed: a destination that is closed asks no more."""
-    if not isinstance(logger, Logger):  # only our own keeps anything
+    """Deliver buffered metrics, including those that a callback logged while it closed."""
+    if not isinstance(logger, Logger):  # other loggers buffer nothing
         return
     try:
         logger.flush()
@@ -121,13 +123,13 @@ def _flush(logger: object, interrupts: list[BaseException]) -> None:
 
 
 def _shut_down_workers(state: State) -> None:
-    """End the dataloaders' persistent worker processes, which would otherwise outlive the training."""
+    """Stop the persistent worker processes of the dataloaders, which would otherwise outlive training."""
     holders: list[Any] = [getattr(state, "train_dataloader", None), getattr(state, "dataloader", None)]
     holders += ensure_tuple(getattr(state, "evaluators", None))
     for loader in map(_innermost, holders):
         if not getattr(loader, "persistent_workers", False) or getattr(loader, "_iterator", None) is None:
             continue
-        # torch has no public way to end them. Without its iterator the dataloader starts new ones when asked again.
+        # torch has no public way to stop them. Without `_iterator` the dataloader starts new workers on the next use.
         try:
             loader._iterator._shutdown_workers()
             loader._iterator = None
@@ -136,14 +138,14 @@ def _shut_down_workers(state: State) -> None:
 
 
 def _innermost(holder: Any) -> Any:
-    """Take a dataloader out of the `DataSpec` and the `Evaluator` around it."""
-    for _ in range(2):  # counted, since an object that answers every name, such as a mock, goes on for ever
+    """Return the dataloader inside a `DataSpec` or an `Evaluator`."""
+    for _ in range(2):  # at most Evaluator and DataSpec; an object with every attribute, such as a mock, never ends
         holder = getattr(holder, "dataloader", holder)
     return holder
 
 
 def call_hook(kind: str, hook: object, method: str, event: Event, state: State, logger: Logger) -> Any:
-    """Call a method of an algorithm or a callback, the hook, and return what it returns."""
+    """Call a method of a hook, which is an algorithm or a callback, and return its result."""
     try:
         found = getattr(hook, method, None)
         if found is None or isinstance(hook, type):
@@ -155,7 +157,7 @@ def call_hook(kind: str, hook: object, method: str, event: Event, state: State, 
 
 
 def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
-    """Return the method by which an algorithm or a callback is called.
+    """Return the method of an algorithm or a callback that the engine calls.
 
     Raises:
         TypeError: If the hook is a class, or has no such method.
@@ -170,16 +172,16 @@ def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
 
 
 def blame(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
-    """Add to an exception, whose type stays what it is, which hook or pass raised it and when."""
+    """Add a note to an exception that names the hook or pass and the time; the exception keeps its type."""
     when = ""
-    with suppress(Exception):  # a state without a proper timestamp must not hide what went wrong
+    with suppress(Exception):  # a state without a usable timestamp must not hide the error
         when = f" (epoch {int(state.timestamp.epoch)}, batch {int(state.timestamp.batch)})"
     name = hook.__name__ if isinstance(hook, FunctionType) else type(hook).__name__
     error.add_note(f"raised by {kind} {name} on {event}{when}")
 
 
 def adopt_algorithms(state: State, algorithms: Algorithm | Sequence[Algorithm]) -> None:
-    """Append what was given to `Engine` as `algorithms` to the state's."""
+    """Append the `algorithms` argument of `Engine` to those of the state."""
     warnings.warn(
         "Engine(state, algorithms=...) is an older spelling, kept until 1.0. Put the algorithms in the state instead: "
         "`State(..., algorithms=...)` or `state.algorithms.append(...)`.",
@@ -190,14 +192,14 @@ def adopt_algorithms(state: State, algorithms: Algorithm | Sequence[Algorithm]) 
 
 
 _RECORDED: Final = (ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE, ProfilerAction.WARMUP)
-# These surround the batches, so the profiler may be skipping when they fire.
+# These surround the batches, so they may fire in a step that the profiler's schedule skips.
 _ALSO_SKIPPED: Final = frozenset({Event.INIT, Event.FIT_START, Event.EPOCH_START, Event.EPOCH_END})
 
 
 class Observer:
     """Time events and hooks with the profiler's markers, and write debug lines if `ENGINE_DEBUG` is set.
 
-    The profiler is known by one method, `marker(name, actions=..., categories=...)`, whose result has `start()` and
+    The profiler is any object with `marker(name, actions=..., categories=...)`, whose result has `start()` and
     `finish()` and is a context manager.
     """
 
@@ -206,11 +208,11 @@ class Observer:
         self._started: dict[str, Any] = {}
 
     def is_needed(self, state: State) -> bool:
-        """Answer whether anybody observes."""
+        """Return whether debug lines are written or the state has a profiler."""
         return self.writes_debug_lines or getattr(state, "profiler", None) is not None
 
     def finish_marker(self, event: Event, state: State) -> None:
-        """Stop the time of the pair of events that this one ends. One that never started has no time."""
+        """Finish the marker of the pair of events that this event ends, if it was started."""
         if getattr(state, "profiler", None) is None or not event.is_after_event:
             return
         marker = self._started.pop(event.canonical_name, None)
@@ -218,19 +220,19 @@ class Observer:
             marker.finish()
 
     def start_marker(self, event: Event, state: State) -> None:
-        """Start the time of the pair of events that this one begins."""
+        """Start the marker of the pair of events that this event begins."""
         profiler: Any = getattr(state, "profiler", None)
         if profiler is None or not event.is_before_event:
             return
         name = event.canonical_name
-        if name in self._started:  # an exception kept the other event from happening
+        if name in self._started:  # an exception prevented the closing event
             self._started.pop(name).finish()
         actions = (*_RECORDED, ProfilerAction.SKIP) if event in _ALSO_SKIPPED else _RECORDED
         self._started[name] = profiler.marker(f"event/{name}", actions=actions)
         self._started[name].start()
 
     def write(self, event: Event, state: State, what: str) -> None:
-        """Write a debug line, if they are wanted."""
+        """Write a debug line if `ENGINE_DEBUG` is set."""
         if self.writes_debug_lines:
             _log.debug("%s: Running %s", _log_prefix(event, state), what)
 
@@ -243,7 +245,7 @@ class Observer:
         state: State,
         logger: Logger,
     ) -> Any:
-        """Call an algorithm or a callback where both can see it, and return what it returns."""
+        """Call a hook inside a profiler marker, and return its result."""
         name, profiler = hook.__class__.__name__, getattr(state, "profiler", None)
         self.write(event, state, f"{kind} {name}")
         marker = nullcontext()
@@ -254,21 +256,21 @@ class Observer:
 
 
 def _log_prefix(event: Event, state: State) -> str:
-    """Return the beginning of a debug line, such as `[ep=0][ba=12][event=BATCH_END]`."""
+    """Return the prefix of a debug line, such as `[ep=0][ba=12][event=BATCH_END]`."""
     stage = ""
     if event.is_eval or event.is_predict:
         kind = "eval" if event.is_eval else "predict"
-        timestamp: Timestamp | None = getattr(state, f"{kind}_timestamp", None)  # a plain state need not count these
+        timestamp: Timestamp | None = getattr(state, f"{kind}_timestamp", None)  # only State has these
         stage = "" if timestamp is None else f"[{kind}_ba={int(timestamp.batch)}]"
     return f"[ep={int(state.timestamp.epoch)}][ba={int(state.timestamp.batch)}]{stage}[event={event.name}]"
 
 
-# By id, because a callback need not be hashable; weakly, because one that is gone is in nobody's use.
+# By id, because a callback need not be hashable; weakly, because a deleted callback is no longer in use.
 _OPEN: Final[weakref.WeakValueDictionary[int, Callback]] = weakref.WeakValueDictionary()
 
 
 class Holder(Protocol):
-    """What closes the callbacks of an engine."""
+    """Owner of callbacks, which closes them."""
 
     def is_done(self) -> bool:
         """Return whether training is over."""
@@ -283,15 +285,16 @@ _HOLDERS: Final[weakref.WeakValueDictionary[int, Holder]] = weakref.WeakValueDic
 
 
 def claim(callbacks: Sequence[Callback], holder: Holder) -> None:
-    """Mark callbacks as in use. One of an engine whose training is over is closed with that engine first.
+    """Mark callbacks as in use. If a callback's earlier engine has finished training, close that engine first.
 
     Raises:
-        TypeError: If one of them is no callback.
-        RuntimeError: If one of them is in use already. None is marked then.
+        TypeError: If an item is not a callback.
+        RuntimeError: If a callback is already in use. None is marked then.
     """
     for callback in callbacks:
         method_of("callback", callback, "run_event")
         before = _HOLDERS.get(id(callback))
+        # An id is reused after its object is deleted, so the object itself is compared too.
         if _OPEN.get(id(callback)) is callback and before is not holder and before is not None and before.is_done():
             before.close()
         if _OPEN.get(id(callback)) is callback:
@@ -301,16 +304,16 @@ def claim(callbacks: Sequence[Callback], holder: Holder) -> None:
                 f"Call `trainer.close()` (or `engine.close()`) on the previous one first, or make a new "
                 f"{type(callback).__name__}."
             )
-    for callback in callbacks:
+    for callback in callbacks:  # a second loop, so that an error above marks none
         _OPEN[id(callback)] = callback
         _HOLDERS[id(callback)] = holder
 
 
 def claim_added(callbacks: Sequence[Callback], claimed: Sequence[Callback], holder: Holder) -> tuple[Callback, ...]:
-    """Mark those as in use that have come since, and return all there are now.
+    """Mark callbacks that were added since the last call as in use, and return all callbacks.
 
     Raises:
-        RuntimeError: If one of the new ones is in use already. None is marked then.
+        RuntimeError: If an added callback is already in use. None is marked then.
     """
     claim([callback for callback in callbacks if not any(callback is one for one in claimed)], holder)
     return tuple(callbacks)
@@ -322,17 +325,17 @@ def release(callback: Callback) -> None:
 
 
 def parse_passes(passes: object) -> list[tuple[AlgorithmPass, int]]:
-    """Turn what a user gives as `algorithm_passes` into passes and the places at which they are registered.
+    """Convert the `algorithm_passes` argument into pairs of a pass and its index.
 
     Args:
-        passes: `None`, a pass, a pass and its index as a tuple or a list of two, or a list of these. Index -1 means
-            the end.
+        passes: `None`, a pass, a pass and its index as a tuple or a list of two, or a list of these. Index -1 appends.
 
     Raises:
         ValueError: If it is anything else.
     """
     if passes is None:
         return []
+    # A list of two may also be one pass with its index, as in `[f, 0]`.
     if isinstance(passes, list) and not _is_pass_with_index(cast(object, passes)):
         return [_parse_entry(entry) for entry in cast("list[object]", passes)]
     return [_parse_entry(cast(object, passes))]
@@ -364,7 +367,7 @@ _WITHOUT_DURATION: Final = frozenset((*_LOADING, *(event for event in Event if e
 
 
 def check_requirements(event: Event, state: State) -> None:
-    """Refuse an event that the state is not ready for.
+    """Check that the state has what an event requires.
 
     Raises:
         AssertionError: If the dataloader or the duration is missing.

@@ -1,4 +1,4 @@
-"""An attribute that is one list for life."""
+"""Lists that count their changes, and a descriptor that keeps one list per instance."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class WatchedList(list[T]):
-    """A list whose `version` grows with every change, so that what was derived from it can be kept until then.
+    """List with a `version` that increases with every change, so that derived data can be cached.
 
-    An item that changes in itself does not count. A state that has such lists keeps each of them for life and replaces
-    only its contents, so whoever holds the list need not ask the state for it again.
+    Changes inside an item do not count. A state keeps each such list for its lifetime and replaces only the contents,
+    so a reference to the list stays valid.
 
     Example:
         >>> numbers = WatchedList([2, 1])
@@ -26,7 +26,7 @@ class WatchedList(list[T]):
         True
     """
 
-    # On the class, because pickle and copy fill the list before it has an attribute of its own.
+    # A class attribute, because pickle and copy fill the list before the instance has attributes.
     version: int = 0
 
     def append(self, item: T, /) -> None:
@@ -87,29 +87,29 @@ L = TypeVar("L", bound=WatchedList[Any])
 
 
 class SteppingList(WatchedList[Any]):
-    """Optimizers or schedulers: `step` and `zero_grad` go to each, so that a loop written for one serves several."""
+    """Optimizers or schedulers. `step` and `zero_grad` apply to each, so a loop written for one works with several."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step every item in order; answer what the last one answered."""
+        """Step every item in order and return the result of the last one."""
         result = None
         for item in self:
             result = item.step(*args, **kwargs)
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop the gradients of every optimizer."""
+        """Reset the gradients of every optimizer."""
         for item in self:
             item.zero_grad(*args, **kwargs)
 
 
 class OptimizerList(SteppingList):
-    """Optimizers, of which there must be one by the time they step."""
+    """Optimizers, at least one of which must exist when `step` is called."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step every optimizer in order; answer what the last one answered.
+        """Step every optimizer in order and return the result of the last one.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If the list is empty.
         """
         if not self:
             raise RuntimeError(
@@ -120,10 +120,10 @@ class OptimizerList(SteppingList):
 
 
 class KeptList(Generic[L]):
-    """A descriptor for a list whose contents an assignment replaces, so that whoever holds the list sees it.
+    """Descriptor of a list attribute: assignment replaces the contents and keeps the list object.
 
-    One object, several, or `None` for no object may be assigned. The instance has to put its list into its `__dict__`
-    under the attribute's name first.
+    One object, a sequence of objects, or `None` for an empty list may be assigned. The instance must first store its
+    list in `__dict__` under the attribute's name.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -143,5 +143,5 @@ class KeptList(Generic[L]):
         kept[:] = ensure_tuple(items)
 
     def __delete__(self, instance: object) -> None:
-        # Scripts that train one model after another free the last one by deleting every attribute of its state.
+        # Scripts that train several models in a row free memory by deleting every attribute of the state.
         del instance.__dict__[self._name]

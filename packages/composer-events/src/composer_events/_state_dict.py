@@ -1,4 +1,4 @@
-"""The layout in which `State` goes into a checkpoint."""
+"""Saving `State` to a checkpoint and loading it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
     "named_by_class",
 ]
 
-STOPPED_KEY = "stopped_duration"  # next to the timestamp, of which it is a part: who leaves out one leaves out both
+STOPPED_KEY = "stopped_duration"  # stored with the timestamp, so that both are loaded or left out together
 
 SERIALIZED_ATTRIBUTES = (
     "model",
@@ -63,7 +63,7 @@ SERIALIZED_ATTRIBUTES = (
 
 
 def build_state_dict(state: State) -> dict[str, Any]:
-    """Collect everything that a run needs to go on. Every rank must call this where the model is sharded."""
+    """Collect the state needed to resume a run. Every rank must call this if the model is sharded."""
     collected: dict[str, Any] = {}
     for name in state.serialized_attributes:
         collect = _COLLECTORS.get(name)
@@ -74,7 +74,7 @@ def build_state_dict(state: State) -> dict[str, Any]:
 
 
 def named_by_class(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Name each object by its class; the second of one class is `Name#1`, the third `Name#2`."""
+    """Yield each object with its class name; the second of one class is `Name#1`, the third `Name#2`."""
     seen: dict[str, int] = {}
     for item in objects:
         name = type(item).__qualname__
@@ -131,13 +131,14 @@ _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
 
 def _integrations(state: State) -> dict[str, Any]:
     model = unwrapped(state.model)
-    # By name: the class belongs to a package on a floor above.
+    # By name: the class belongs to a package that depends on this one.
     if any(base.__name__ == "HuggingFaceModel" for base in type(model).__mro__):
         return {"huggingface": model.get_metadata()}
     return {}
 
 
 def _metadata(state: State) -> dict[str, Any]:
+    # Without torch there are no weights to save, and its version must not be the reason to import it.
     torch: Any = sys.modules.get("torch")
     metadata: dict[str, Any] = {
         "composer_env_info": get_composer_env_dict(),
@@ -154,7 +155,7 @@ def _metadata(state: State) -> dict[str, Any]:
 
 
 class DataSource:
-    """The part of `State` that holds the dataloaders."""
+    """The part of `State` that holds the dataloaders and the dataset state."""
 
     dataset_state: dict[str, Any] | None
     dataset_resumption: dict[str, Any]
@@ -165,7 +166,7 @@ class DataSource:
 
     @property
     def dataloader(self) -> Any:
-        """What the loop reads from now; see `set_dataloader`."""
+        """The dataloader of the current loop; see `set_dataloader`."""
         return self._dataloader
 
     @property
@@ -175,13 +176,13 @@ class DataSource:
 
     @property
     def dataloader_len(self) -> Time[int] | None:
-        """How many batches the loop reads in an epoch, `None` if that is not known.
+        """Number of batches per epoch, or `None` if it is unknown.
 
-        Assign a number to read fewer than there are, or -1 to ask the dataloader.
+        Assign a number to read fewer than the dataloader has, or -1 to use its length.
 
         Raises:
-            RuntimeError: If it is assigned while there is no dataloader.
-            TypeError: If something else than a whole number or a `Time` is assigned.
+            RuntimeError: If it is assigned while `dataloader` is `None`.
+            TypeError: If anything but a whole number or a `Time` is assigned.
             ValueError: If a `Time` in another unit than batches is assigned.
         """
         return self._dataloader_len
@@ -213,12 +214,12 @@ class DataSource:
         dataloader_label: str | None = None,
         dataloader_len: int | Time[int] = -1,
     ) -> None:
-        """Choose what the loop reads from.
+        """Set the dataloader of the current loop.
 
         Args:
-            dataloader: Any iterable of batches; `None` for nothing.
-            dataloader_label: Its name, which a dataloader has to have.
-            dataloader_len: How many batches to read in an epoch; -1 asks the dataloader.
+            dataloader: Any iterable of batches, or `None`.
+            dataloader_label: Its name. Required with a dataloader.
+            dataloader_len: Number of batches per epoch; -1 uses the dataloader's length.
 
         Raises:
             TypeError: If `dataloader_len` is not a whole number or a `Time`.
@@ -237,7 +238,7 @@ class DataSource:
 
     @property
     def train_dataloader(self) -> Any:
-        """What is trained on. A dataset state that waits for a dataset is given to the one assigned here."""
+        """The training dataloader. Assigning one resumes its dataset if `dataset_state` is pending."""
         return self._train_dataloader
 
     @train_dataloader.setter
@@ -247,17 +248,17 @@ class DataSource:
 
 
 def resume_dataset(source: DataSource) -> None:
-    """Give the training dataset the state that waits for it, once."""
+    """Load the pending training dataset state, once."""
     dataset, waiting = dataset_of(source.train_dataloader), source.dataset_state
     if not waiting or waiting.get("train") is None or not hasattr(dataset, "load_state_dict"):
         return
     dataset.load_state_dict(waiting["train"])
     source.dataset_resumption["train"] = True
-    source.dataset_state = {**waiting, "train": None}  # the dict itself is the caller's
+    source.dataset_state = {**waiting, "train": None}  # a copy, because the dict is the caller's
 
 
 def dataset_of(dataloader: Any) -> Any:
-    """Find the dataset under a dataloader, a `DataSpec` or an `Evaluator`; `None` if there is none."""
+    """Return the dataset of a dataloader, a `DataSpec` or an `Evaluator`, or `None` if it has none."""
     while hasattr(dataloader, "dataloader"):
         dataloader = dataloader.dataloader
     return getattr(dataloader, "dataset", None)
@@ -289,7 +290,7 @@ def _length_of(dataloader: object) -> int | None:
         return None
 
 
-# Loaded by other means, or kept for people to read.
+# Loaded elsewhere, or kept for people to read.
 _NOT_ATTRIBUTES = frozenset({"model", "integrations", "metadata"})
 
 
@@ -301,10 +302,11 @@ def load_all(
     exclude_algorithms: Sequence[str] | None,
     algorithm_passes: Sequence[Any] | None,
 ) -> None:
-    """Load the model first, since it decides what the rest fits to, and the rest in one order on all ranks."""
+    """Load the model first, because loading it may add algorithms, then the rest in the same order on all ranks."""
     saved = _with_todays_names(saved)
     if "model" in saved:
         load_model(state, saved, logger, strict, exclude_algorithms, algorithm_passes)
+    # Sorted, because some loaders are collective and ranks must not call them in different orders.
     for name in sorted(saved):
         if name not in state.serialized_attributes or name in _NOT_ATTRIBUTES:
             continue
@@ -314,7 +316,7 @@ def load_all(
             continue
         try:
             setattr(state, name, saved[name])
-        except AttributeError:  # an attribute that is computed by now has nothing to restore
+        except AttributeError:  # saved by an older release, a read-only property now
             continue
 
 
@@ -326,10 +328,10 @@ def load_model(
     exclude_algorithms: Sequence[str] | None,
     algorithm_passes: Sequence[Any] | None,
 ) -> None:
-    """Redo the surgery that the saved model went through, then load its weights."""
+    """Apply the algorithms that changed the saved model, then load its weights."""
     saved = _with_todays_names(saved)
     algorithms: Any = saved.get("algorithms")
-    # A dict, the form of old checkpoints, does not say in which order they were applied.
+    # Old checkpoints have a dict, which does not record the order in which the algorithms were applied.
     if algorithms and not isinstance(algorithms, Mapping):
         apply_required_algorithms(
             state,
@@ -338,7 +340,8 @@ def load_model(
             exclude_algorithms or (),
             DEFAULT_PASSES if algorithm_passes is None else algorithm_passes,
         )
-    weights: Mapping[str, Any] = saved["model"] or {}  # rank 0 may be the only one that has read them
+    weights: Mapping[str, Any] = saved["model"] or {}  # only rank 0 may have read them
+    # DDP's prefix, which checkpoints of old releases kept.
     if saved.get("is_model_ddp") and not state.is_model_ddp:
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
     set_model_state(
@@ -347,10 +350,11 @@ def load_model(
 
 
 def load_optimizers(state: State, saved: Mapping[str, Any], strict: bool) -> None:
-    """Load every optimizer that the checkpoint has. Every rank must call this."""
-    states: Mapping[str, Any] = saved["optimizers"] or {}  # rank 0 may be the only one that has read them
+    """Load the state of every optimizer that the checkpoint contains. Every rank must call this."""
+    states: Mapping[str, Any] = saved["optimizers"] or {}  # only rank 0 may have read them
     broadcast = state.load_monolith_rank0_only
     for name, optimizer in named_by_class(state.optimizers):
+        # All ranks must take the same branch: loading is collective.
         is_missing = not any_rank(name in states) if broadcast else any_rank(name not in states)
         if is_missing:
             _warn_not_saved(name)
@@ -366,10 +370,10 @@ def load_optimizers(state: State, saved: Mapping[str, Any], strict: bool) -> Non
 
 
 def _with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the keys of old checkpoints, some of which began with an underscore."""
+    """Rename the keys of old checkpoints, some of which began with an underscore."""
     renamed = {"_is_model_ddp_wrapped": "is_model_ddp"}
     todays = {renamed.get(name, name).removeprefix("_"): value for name, value in saved.items()}
-    metrics: Any = todays.pop("current_metrics", None)  # by label, training's among them
+    metrics: Any = todays.pop("current_metrics", None)  # by label, including 'train'
     if metrics is not None:
         todays.setdefault("train_metrics", metrics.get("train", {}))
         todays.setdefault("eval_metrics", {label: value for label, value in metrics.items() if label != "train"})
@@ -389,7 +393,7 @@ def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
 
 def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
     _load_by_class("timestamp")(state, saved)
-    state.timestamp = state.timestamp.copy()  # who has seen the old one takes it for another time
+    state.timestamp = state.timestamp.copy()  # a new object, so that caches by identity notice the change
     state.stopped_duration = saved.get(STOPPED_KEY)
 
 
@@ -442,7 +446,7 @@ def _warn_not_saved(name: str) -> None:
     warnings.warn(f"{name} is not in the state_dict. Its state will not be restored.", UserWarning, stacklevel=2)
 
 
-# More than any algorithm says of itself, less than what would exhaust Python's parser.
+# Longer than the repr of any algorithm, and short enough not to exhaust Python's parser.
 _MAX_LENGTH = 10_000
 
 
@@ -453,17 +457,17 @@ def apply_required_algorithms(
     exclude: Collection[str],
     passes: Sequence[Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]],
 ) -> None:
-    """Add the algorithms without which the saved weights do not fit, and apply them to the model.
+    """Add the algorithms that the saved weights depend on, and apply them to the model.
 
     Args:
-        state: Gets the algorithms; the model is changed by them.
+        state: Algorithms are appended to it and its model is changed.
         saved: Pairs of class name and state, as in a checkpoint.
         logger: Passed to the algorithms.
         exclude: Class names to leave out.
         passes: The engine's passes, which order the algorithms.
 
     Raises:
-        ValueError: If an algorithm fails, or would have had to be applied before one that has been applied already.
+        ValueError: If an algorithm fails, or must be applied before one that already has been applied.
     """
     names = [name for name, _ in saved]
     if unknown := [name for name in exclude if name not in names]:
@@ -474,6 +478,7 @@ def apply_required_algorithms(
     missing = list(_missing_algorithms(state, saved, exclude))
     if not missing:
         return
+    # The passes order all algorithms together, although the applied ones cannot be moved any more.
     applied = [algorithm for algorithm in state.algorithms if algorithm.match(Event.INIT, state)]
     order: Sequence[Algorithm] = [*applied, *missing]
     for algorithm_pass in passes:
@@ -487,11 +492,11 @@ def apply_required_algorithms(
 
 
 def parse_algorithm(text: str, algorithm_class: type[Algorithm]) -> Algorithm:
-    """Build an algorithm from its repr, which comes from a file and is therefore parsed, never evaluated.
+    """Build an algorithm from its repr. The text comes from a file, so it is parsed and never evaluated.
 
     Args:
         text: One call of the class, with literals, `Event.X`, `TimeUnit.X` and `Time(...)` as arguments.
-        algorithm_class: The only class that is called.
+        algorithm_class: The only class that may be called.
 
     Raises:
         ValueError: If the text is anything else.
@@ -513,7 +518,7 @@ def _missing_algorithms(state: State, saved: Sequence[Sequence[Any]], exclude: C
         if name in exclude:
             continue
         text = str(algorithm_state.get("repr", ""))
-        # By name: a class that was defined anew, as in a notebook, is another object than the one of an instance.
+        # By name: a class that was redefined, as in a notebook, is not the class of an existing instance.
         present = [algorithm for algorithm in state.algorithms if type(algorithm).__qualname__ == name]
         if present:
             if present[0].required_on_load() and all(repr(algorithm) != text for algorithm in present):
@@ -527,7 +532,7 @@ def _missing_algorithms(state: State, saved: Sequence[Sequence[Any]], exclude: C
             continue
         try:
             yield parse_algorithm(text, algorithm_class)
-        except Exception as error:  # the constructor is called with what the file says and may refuse it in any way
+        except Exception as error:  # the constructor gets arguments from the file and may reject them with any error
             _warn(
                 f"required_on_load algorithm {name} could not be rebuilt from {text[:200]!r} ({error}) and is left "
                 f"out. If the weights do not fit, pass the algorithm to algorithms=."
@@ -535,8 +540,8 @@ def _missing_algorithms(state: State, saved: Sequence[Sequence[Any]], exclude: C
 
 
 def _find_class(name: str) -> type[Algorithm] | None:
-    # What the program has loaded itself comes first: it needs no import. Of several with one name the newest is meant,
-    # but none that no weights depend on.
+    # Classes that are already defined come first, since they need no import. Of several with the same name the newest
+    # counts, and only classes that weights depend on.
     loaded = [own for own in _subclasses(Algorithm) if own.__qualname__ == name and own.required_on_load()]
     if loaded:
         return loaded[-1]
@@ -555,6 +560,7 @@ def _subclasses(algorithm_class: type[Algorithm]) -> Iterator[type[Algorithm]]:
 
 
 def _refuse_wrong_order(order: Sequence[Algorithm], applied: Sequence[Algorithm], missing: Sequence[Algorithm]) -> None:
+    # The weights of the checkpoint went through the algorithms in the order of the passes.
     early: list[Algorithm] = []
     for algorithm in order:
         if any(algorithm is one for one in missing):
@@ -600,7 +606,7 @@ def _value(node: ast.expr) -> Any:
             return tuple(_value(item) for item in items)
         case ast.Set(elts=items):
             return {_value(item) for item in items}
-        case ast.Dict(keys=keys, values=values) if None not in keys:  # None stands for an unpacked mapping
+        case ast.Dict(keys=keys, values=values) if None not in keys:  # None is an unpacked mapping
             return {_value(key): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
         case ast.Attribute(value=ast.Name(id="Event"), attr=name):
             return Event(name)

@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of the parameters, which outlive the optimizer's own numbering."""
+"""Model, optimizer and metric states in checkpoints, with parameters identified by name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = [
 
 
 def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None) -> dict[str, Any]:
-    """Collect an optimizer's state, parameters by name.
+    """Collect an optimizer's state, with parameters identified by name.
 
-    An optimizer that has not stepped yet has no state, and gets none: torch's own function would step it to make
-    some, and leave Adam's step count at 1.
+    An optimizer that has not stepped has no state and is saved without one: torch's own function would step it to
+    create state, which leaves Adam's step count at 1.
 
     Args:
-        model: Owns the names.
-        optimizer: A torch optimizer; the state of any other object is given as it is.
+        model: Its parameter names are used.
+        optimizer: A torch optimizer; the state of any other object is returned unchanged.
         state_dict_type: `'full'` gathers a sharded state on rank 0's host, other ranks get nothing; `'sharded'` gives
             every rank its shard on the host. Every rank must call this with both.
     """
@@ -56,25 +56,25 @@ def set_optimizer_state(
     strict: bool = True,
     broadcast: bool = False,
 ) -> None:
-    """Load what `get_optimizer_state` gave, or an optimizer's own `state_dict`.
+    """Load the result of `get_optimizer_state`, or an optimizer's own `state_dict`.
 
     Args:
-        model: Owns the names.
+        model: Its parameter names are used.
         optimizer: Changed in place.
         saved: Parameters by name, or by number in the order of the groups. Not changed.
-        state_dict_type: As it was when saving.
-        strict: Whether parameters that are missing or too many are an error; otherwise they are passed over.
-        broadcast: Whether rank 0 alone has the state of a sharded model.
+        state_dict_type: The type with which it was saved.
+        strict: Whether missing or unexpected parameters are an error; otherwise they are skipped.
+        broadcast: Whether only rank 0 has the state of a sharded model.
 
     Raises:
-        KeyError: Under `strict`, naming a parameter that only one of the two sides has.
+        KeyError: With `strict`, naming a parameter that only one of the two sides has.
         ValueError: If the numbers of parameters differ and the saved ones have no names.
     """
     has_state = bool(saved.get("state"))
     if broadcast:
-        has_state = any_rank(has_state)
+        has_state = any_rank(has_state)  # collective, so that all ranks take the same branch below
         if not has_state and not saved:
-            return  # rank 0 has the settings of an optimizer that had not stepped, and nothing to hand on
+            return  # rank 0 has only the settings of an optimizer that had not stepped, so there is no state to send
     if is_sharded(model) and has_state:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
@@ -85,10 +85,10 @@ def set_optimizer_state(
         options = sharded_options(state_dict_type, strict=strict and not without, broadcast=broadcast)
         base = getattr(optimizer, "base_optimizer", None)
         has_base = base is not None and base.state is optimizer.state
-        # Torch lets an optimizer step to have a state, without the closure that one which looks twice, as SAM, needs.
+        # torch creates missing state by a step without a closure, which an optimizer such as SAM requires.
         loaded: Any = base if has_base else optimizer
         set_optimizer_state_dict(model, loaded, named, options=options)
-        for place in without:  # that step counts as one; they begin with their first
+        for place in without:  # torch's step counted as one; these parameters have not been stepped yet
             loaded.state.pop(_parameters(optimizer)[place], None)
         if has_base:
             optimizer.load_state_dict(loaded.state_dict())
@@ -103,7 +103,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _without_state(model: Any, optimizer: Any, named: Mapping[str, Any]) -> list[int]:
-    """Return the places of the trained parameters that a saved optimizer knows, and has no state of."""
+    """Return the positions of trained parameters that the saved optimizer lists but has no state for."""
     known = {name for group in named.get("param_groups", ()) for name in group["params"]} - {*named.get("state", ())}
     names = [name for group in _names_of_groups(model, optimizer) for name in group]
     parameters = zip(_parameters(optimizer), names, strict=True)
@@ -114,7 +114,7 @@ def _names_of_groups(model: Any, optimizer: Any) -> list[list[str]]:
     names: dict[int, str] = {}
     for name, parameter in unwrapped(model).named_parameters():
         names.setdefault(id(parameter), canonical_name(name))
-    # A parameter that the model does not have keeps its place as its name.
+    # A parameter that is not in the model is named by its position.
     return [
         [names.get(id(parameter), f"param_groups.{g}.{i}") for i, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
@@ -157,7 +157,7 @@ def _with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, stric
     names = _names_as_saved(model, optimizer, group_of)
     if strict:
         _refuse_mismatch([name for group in names for name in group], group_of)
-    # What the checkpoint does not have stays as it is.
+    # Parameters that the checkpoint does not have keep their current state.
     own: Mapping[str, Any] = optimizer.state_dict()
 
     state = {key: value for key, value in saved_state.items() if key not in group_of}
@@ -174,7 +174,7 @@ def _with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, stric
 
 
 def _names_as_saved(model: Any, optimizer: Any, known: Collection[str]) -> list[list[str]]:
-    # Tied weights have several names, and the checkpoint may know them by another one than the model gives first.
+    # Tied weights have several names, and the checkpoint may use another one than the model lists first.
     aliases: dict[int, list[str]] = {}
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(canonical_name(name))
@@ -210,15 +210,15 @@ def get_metric_states(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], device: Any) -> None:
-    """Load what `get_metric_states` gave into the metrics of the same names; others are passed over.
+    """Load the result of `get_metric_states` into the metrics of the same names; others are skipped.
 
-    Also read are the forms of older checkpoints: whole metric objects (0.13.5 and before), and NumPy arrays in place
-    of tensors (0.14 to 0.16).
+    Forms of older checkpoints are read too: whole metric objects (0.13.5 and before), and NumPy arrays in place of
+    tensors (0.14 to 0.16).
 
     Args:
         metrics: Changed in place and moved to the device.
         states: By name.
-        device: A `Device`, or anything else to leave the metrics where they are.
+        device: A `Device`; with anything else the metrics stay where they are.
     """
     for name, metric in metrics.items():
         if name not in states:
@@ -250,7 +250,7 @@ def _read(state: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _to_tensor(value: Any) -> Any:
-    # By name: NumPy is not needed to have no arrays.
+    # By type name, so that NumPy is not imported only to find that the value is not an array.
     if type(value).__module__ != "numpy":
         return value
     import torch
@@ -260,15 +260,15 @@ def _to_tensor(value: Any) -> Any:
 
 log = logging.getLogger("composer.core.state")
 
-# Names under which torch.compile and activation checkpointing keep the module that they wrap. Packages above take those
-# of composer-dist, which is a neighbour of this one.
+# Names under which torch.compile and activation checkpointing store the wrapped module. Higher packages use those of
+# composer-dist, which this package does not depend on.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def unwrapped(model: Any) -> Any:
-    """Take off DDP, DataParallel, DeepSpeed's engine and `torch.compile`, in whatever order they were put on.
+    """Remove DDP, DataParallel, DeepSpeed's engine and `torch.compile`, in any order.
 
-    It is what `composer_dist.unwrap_model` does, for packages above; this one has no neighbors that it could ask.
+    Higher packages use `composer_dist.unwrap_model` for this; this package does not depend on composer-dist.
     """
     while True:
         if is_wrapper(model):
@@ -280,7 +280,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def canonical_name(name: str) -> str:
-    """Leave the wrappers' parts out of a parameter's name."""
+    """Remove the wrappers' parts from a parameter's name."""
     parts = name.split(".")
     return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 
@@ -289,12 +289,12 @@ def get_model_state(model: Any, state_dict_type: str | None) -> dict[str, Any]:
     """Collect the weights by name.
 
     Args:
-        model: Where it is not sharded, the tensors of the result are its own.
+        model: If it is not sharded, the result holds its own tensors, not copies.
         state_dict_type: `'full'` gathers a sharded model on rank 0's host, other ranks get nothing; `'sharded'`
             gives every rank its shard on the host. Every rank must call this with both.
     """
     if is_sharded(model):
-        # Sharded models only: importing this takes longer than saving a small model.
+        # For sharded models only: this import takes longer than saving a small model.
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return cast("dict[str, Any]", get_model_state_dict(model, options=sharded_options(state_dict_type)))
@@ -311,13 +311,13 @@ def set_model_state(
 
     Args:
         model: Changed in place.
-        weights: What `get_model_state` gave. Not changed.
-        state_dict_type: As it was when saving.
-        strict: Whether names that are missing or too many are an error; otherwise they are logged.
-        broadcast: Whether rank 0 alone has the weights of a sharded model.
+        weights: The result of `get_model_state`. Not changed.
+        state_dict_type: The type with which it was saved.
+        strict: Whether missing or unexpected names are an error; otherwise they are logged.
+        broadcast: Whether only rank 0 has the weights of a sharded model.
 
     Raises:
-        RuntimeError: With the text `Error(s) in loading state_dict`, if names or shapes do not fit.
+        RuntimeError: With the text `Error(s) in loading state_dict`, if names or shapes do not match.
     """
     if is_sharded(model):
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -341,7 +341,7 @@ def _log_first(message: str, names: Sequence[str]) -> None:
 
 
 def sharded_options(state_dict_type: str | None, *, strict: bool = True, broadcast: bool = False) -> Any:
-    """Say to torch how a sharded model is saved.
+    """Return torch's options for saving and loading a sharded model.
 
     Raises:
         NotImplementedError: If the type is not `'full'` or `'sharded'`.

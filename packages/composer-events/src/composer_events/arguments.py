@@ -1,6 +1,6 @@
-"""Refusing arguments of the wrong kind by name, when a callback or a logger is made and not when it is first used.
+"""Type checks for arguments whose wrong type would pass unnoticed, or fail only in a later step.
 
-Each function takes arguments by their names, so that its error can say which one is meant.
+Each function takes arguments by keyword, so that its error names the argument.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 
 
 def check_flags(*, may_be_none: bool = False, **flags: Any) -> None:
-    """Refuse what is neither true nor false: a text such as 'no' would count as yes.
+    """Check that arguments are booleans: a string such as 'no' would count as true.
 
     Args:
-        may_be_none: Whether `None` is taken, for no.
-        **flags: Truth values by the names of their arguments.
+        may_be_none: Whether `None` is accepted and means false.
+        **flags: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is of another kind.
+        TypeError: If a value has another type.
 
     Example:
         >>> check_flags(overwrite=True)
@@ -51,22 +51,24 @@ def check_flags(*, may_be_none: bool = False, **flags: Any) -> None:
         TypeError: overwrite='no' must be True or False.
     """
     for name, value in flags.items():
+        # Integral, not bool: NumPy's and other libraries' 0 and 1 are accepted too.
         if not (isinstance(value, Integral) and value in (0, 1)) and not (may_be_none and value is None):
             raise TypeError(f"{name}={value!r} must be True or False.")
 
 
 def check_counts(least: int = 1, **counts: Any) -> None:
-    """Refuse what counts nothing.
+    """Check that arguments are whole numbers of at least `least`.
 
     Args:
-        least: The smallest number.
-        **counts: Whole numbers by the names of their arguments.
+        least: The smallest accepted number.
+        **counts: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is no whole number.
-        ValueError: If one is less than `least`.
+        TypeError: If a value is not a whole number.
+        ValueError: If a value is less than `least`.
     """
     for name, value in counts.items():
+        # bool is a subclass of int, but True as a count is a mistake.
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name}={value!r} must be a whole number, {least} or more.")
         if value < least:
@@ -74,36 +76,36 @@ def check_counts(least: int = 1, **counts: Any) -> None:
 
 
 def check_numbers(least: float = -math.inf, **numbers: Any) -> None:
-    """Refuse what is no number, or less than `least`.
+    """Check that arguments are numbers of at least `least`.
 
     Args:
-        least: The smallest number.
-        **numbers: Numbers by the names of their arguments.
+        least: The smallest accepted number.
+        **numbers: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is of another kind.
-        ValueError: If one is NaN or too small.
+        TypeError: If a value has another type.
+        ValueError: If a value is NaN or too small.
     """
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name}={value!r} must be a number.")
-        if not float(value) >= least:
+        if not float(value) >= least:  # not `<`, so that NaN is rejected as well
             raise ValueError(
                 f"{name}={value!r} must be a number{'' if least == -math.inf else f', {least:g} or more'}."
             )
 
 
 def check_seconds(*, may_be_zero: bool = False, may_be_none: bool = False, **lengths: Any) -> None:
-    """Refuse what is no time that one could wait.
+    """Check that arguments are durations in seconds.
 
     Args:
-        may_be_zero: Whether 0 is taken.
-        may_be_none: Whether `None` is taken, for as long as it takes.
+        may_be_zero: Whether 0 is accepted.
+        may_be_none: Whether `None` is accepted and means no limit.
         **lengths: Seconds by the names of their arguments.
 
     Raises:
-        TypeError: If one is no number.
-        ValueError: If one is too small, or not finite.
+        TypeError: If a value is not a number.
+        ValueError: If a value is too small or not finite.
     """
     accepted = f"a finite number of seconds, {'0 or more' if may_be_zero else 'more than 0'}"
     accepted += ", or None to wait as long as it takes" if may_be_none else ""
@@ -117,14 +119,14 @@ def check_seconds(*, may_be_zero: bool = False, may_be_none: bool = False, **len
 
 
 def check_texts(*, may_be_none: bool = False, **texts: Any) -> None:
-    """Refuse what is no text.
+    """Check that arguments are strings.
 
     Args:
-        may_be_none: Whether `None` is taken.
-        **texts: Texts by the names of their arguments.
+        may_be_none: Whether `None` is accepted.
+        **texts: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is of another kind.
+        TypeError: If a value has another type.
     """
     for name, value in texts.items():
         if not isinstance(value, str) and not (may_be_none and value is None):
@@ -132,14 +134,14 @@ def check_texts(*, may_be_none: bool = False, **texts: Any) -> None:
 
 
 def check_places(*, may_be_none: bool = False, **places: Any) -> None:
-    """Refuse what names no file or folder.
+    """Check that arguments are strings or path objects.
 
     Args:
-        may_be_none: Whether `None` is taken.
-        **places: Texts or paths by the names of their arguments.
+        may_be_none: Whether `None` is accepted.
+        **places: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is neither a text nor a path.
+        TypeError: If a value is neither a string nor a path.
     """
     for name, value in places.items():
         if not isinstance(value, str | os.PathLike) and not (may_be_none and value is None):
@@ -147,15 +149,15 @@ def check_places(*, may_be_none: bool = False, **places: Any) -> None:
 
 
 def check_names(example: str, **names: Any) -> None:
-    """Refuse what is no name of a file, or `None` for no file.
+    """Check that arguments are file names, or `None` for no file.
 
     Args:
-        example: One that would do.
-        **names: Texts or paths by the names of their arguments.
+        example: A valid name, for the error message.
+        **names: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is neither a text nor a path.
-        ValueError: If one is empty.
+        TypeError: If a value is neither a string nor a path.
+        ValueError: If a value is empty.
     """
     for name, value in names.items():
         accepted = f"a name such as {example!r}, or None for no such file"
@@ -163,18 +165,19 @@ def check_names(example: str, **names: Any) -> None:
             continue
         if not isinstance(value, str | os.PathLike):
             raise TypeError(f"{name}={value!r} must be {accepted}.")
+        # A name of slashes only would name a folder.
         if not os.fspath(cast("str | os.PathLike[str]", value)).strip("/ "):
             raise ValueError(f"{name}={value!r} is empty, and must be {accepted}.")
 
 
 def check_text_lists(**lists: Any) -> None:
-    """Refuse what is no list of texts, or `None`. A text alone is none: its letters would be taken for the members.
+    """Check that arguments are lists of strings or `None`. A lone string would be read as a list of its letters.
 
     Args:
-        **lists: Lists by the names of their arguments.
+        **lists: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is of another kind.
+        TypeError: If a value has another type.
     """
     for name, value in lists.items():
         if value is not None and not _is_list_of_texts(value):
@@ -182,13 +185,13 @@ def check_text_lists(**lists: Any) -> None:
 
 
 def check_mappings(**mappings: Any) -> None:
-    """Refuse what is no dict whose keys are texts, or `None`.
+    """Check that arguments are dicts with string keys, or `None`.
 
     Args:
-        **mappings: Dicts by the names of their arguments.
+        **mappings: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is of another kind.
+        TypeError: If a value has another type.
     """
     for name, value in mappings.items():
         if value is not None and not _is_dict_of_texts(value):
@@ -196,13 +199,13 @@ def check_mappings(**mappings: Any) -> None:
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuse what cannot be called, and is not `None`.
+    """Check that arguments are callable or `None`.
 
     Args:
-        **functions: Functions by the names of their arguments.
+        **functions: Values by the names of their arguments.
 
     Raises:
-        TypeError: If one is of another kind.
+        TypeError: If a value is not callable.
     """
     for name, value in functions.items():
         if value is not None and not callable(value):
@@ -210,16 +213,16 @@ def check_functions(**functions: Any) -> None:
 
 
 def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
-    """Return an argument that is a length of training.
+    """Convert an argument to a length of training.
 
     Args:
-        name: The argument's.
-        value: A text, a `Time`, or where there is a unit for it, a number.
-        unit: What a number counts. `None` takes none.
+        name: The argument's name.
+        value: A timestring, a `Time`, or, if `unit` is given, a number.
+        unit: The unit of a plain number. With `None` plain numbers are rejected.
 
     Raises:
-        TypeError: If it is of another kind.
-        ValueError: If it is a text that says no time.
+        TypeError: If the value has another type.
+        ValueError: If the value is a string that is not a timestring.
     """
     try:
         if isinstance(value, bool):
@@ -231,15 +234,15 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
 
 
 def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
-    """Return an argument that says how often something is done, or a function that says when.
+    """Convert an argument that says how often to do something; functions are returned unchanged.
 
     Args:
-        name: The argument's.
-        value: A function, a text, a `Time`, or a number of epochs.
+        name: The argument's name.
+        value: A function of a state and an event, a timestring, a `Time`, or a number of epochs.
 
     Raises:
-        TypeError: If it is of another kind, or a function that cannot be called with a state and an event.
-        ValueError: If it is a text that says no time, or less than 0.
+        TypeError: If the value has another type, or is a function that cannot be called with a state and an event.
+        ValueError: If the value is a string that is not a timestring, or less than 0.
     """
     if callable(value):
         _check_takes_two(name, value)
@@ -255,7 +258,7 @@ def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
 def _check_takes_two(name: str, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some of C's have none
+    except (TypeError, ValueError):  # some functions implemented in C have no signature
         return
     try:
         signature.bind(None, None)
@@ -284,25 +287,26 @@ _ALGORITHM_GROUP = "composer_events.algorithms"
 
 
 def to_device(device: Any) -> Any:
-    """Make a device object of a name, or of `None`; give objects back as they are.
+    """Convert a name or `None` to a device object; objects are returned unchanged.
 
-    Without a package that provides devices a name stays a name.
+    Without an installed package that provides devices, a name is returned unchanged.
     """
     if not isinstance(device, str) and device is not None:
         return device
     if device is None and "torch" not in sys.modules:
-        return None  # there are no tensors to place, and asking for a device would import torch
+        return None  # no tensors exist yet, and looking for a device would import torch
     get_device = _provider("device")
     return device if get_device is None else get_device(device)
 
 
 def to_precision(precision: Any) -> Any:
-    """Make a precision of its name, `'fp32'` for `None`; give objects back as they are.
+    """Convert a name to a precision, `None` to `'fp32'`; objects are returned unchanged.
 
-    Without a package that provides precisions a name stays a name.
+    Without an installed package that provides precisions, a name is returned unchanged.
     """
     if precision is None:
         precision = "fp32"
+        # As in `to_device`: a default must not import torch.
         if "torch" not in sys.modules:
             return precision
     if not isinstance(precision, str):
@@ -312,7 +316,7 @@ def to_precision(precision: Any) -> Any:
 
 
 def algorithm_modules() -> tuple[ModuleType, ...]:
-    """Import the installed packages that hold algorithms."""
+    """Import the installed modules that contain algorithms."""
     return tuple(point.load() for point in entry_points(group=_ALGORITHM_GROUP))
 
 
@@ -324,11 +328,12 @@ def _provider(name: str) -> Callable[[Any], Any] | None:
 
 
 def overrides(thing: object, base: type, method: str) -> bool:
-    """Answer whether calling the method on this object can do anything that the base's would not.
+    """Return whether an object overrides a method of `base`.
 
-    An object that does not derive from `base` is only known by what it does, so the answer is yes.
+    The result is true for an object that does not derive from `base`, whose methods may do anything.
     """
     cls = type(thing)
     if not issubclass(cls, base):
         return True
+    # vars: a method may also have been set on the object itself, as tests do.
     return getattr(cls, method) is not getattr(base, method) or method in vars(thing)

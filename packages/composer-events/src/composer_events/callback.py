@@ -1,4 +1,4 @@
-"""What a callback is: something that watches training and does its own work at the events it listens to."""
+"""Base class of callbacks, which watch training and act at events."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback"]
 
-# An Enum member's `value` is a property in Python, which took a third of the time of calling a callback.
+# A table, because reading an Enum member's `value`, a Python property, took a third of the time of a callback's call.
 _METHODS: Final = {event: event.value for event in Event}
 
 
 class Callback(Serializable, ABC):
-    """Watch training: a method for each event, each of which does nothing until a subclass says otherwise.
+    """Base class of callbacks. It has a method for each event, which does nothing unless a subclass overrides it.
 
-    The engine works out which callback overrides which method when the list of callbacks changes and at the events
-    that begin something (`INIT`, `FIT_START`, `EVAL_STANDALONE_START`, `PREDICT_START`), and calls only those. A
-    subclass that wants every event overrides `run_event`. It need not call `super().__init__()`.
+    The engine determines which callback overrides which method when the list of callbacks changes and at the events
+    that begin something (`INIT`, `FIT_START`, `EVAL_STANDALONE_START`, `PREDICT_START`), and calls only those. To see
+    every event, override `run_event`. A subclass need not call `super().__init__()`.
 
     Example:
         >>> class StopAtNaN(Callback):
@@ -33,26 +33,26 @@ class Callback(Serializable, ABC):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs  # a subclass may pass on whatever it was given
+        del args, kwargs  # accepted, because a subclass may pass on any arguments
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Call the method named like the event. Override it to see every event in one place.
+        """Call the method named after the event. Override it to handle every event in one place.
 
         Args:
             event: The event.
             state: The training state.
-            logger: Takes what is worth keeping.
+            logger: Logs metrics and other results.
         """
         return getattr(self, _METHODS[event])(state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Act when the Trainer is put together: model and optimizers exist, nothing is wrapped or loaded."""
+        """Act when the Trainer is constructed: model and optimizers exist, nothing is wrapped or loaded."""
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """Act before a checkpoint is looked for."""
+        """Act before a checkpoint is searched for."""
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Act once the checkpoint, if there is one, is loaded."""
+        """Act after the checkpoint, if any, is loaded."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Act when a call of `fit` begins."""
@@ -166,10 +166,10 @@ class Callback(Serializable, ABC):
         """Act when a call of `Trainer.predict` ends."""
 
     def close(self, state: State, logger: Logger) -> None:
-        """Flush and release what the callback holds. May be called more than once.
+        """Flush buffers and release resources. May be called more than once.
 
         The engine calls it when training is over, after an exception, and when the interpreter exits.
         """
 
     def post_close(self) -> None:
-        """Finish after every callback's `close`, for work on what others wrote there. May be called more than once."""
+        """Finish after `close` of every callback, to process what others wrote there. May be called more than once."""

@@ -1,4 +1,4 @@
-"""The contract of what a checkpoint keeps; `composer_time` defines it, because a `Time` is kept too."""
+"""`Serializable`, the protocol of objects in checkpoints; defined in `composer_time`, because `Time` implements it."""
 
 from composer_time import Serializable
 

@@ -1,4 +1,4 @@
-"""Names for what travels through a training loop."""
+"""Types and enumerations shared by the training loop, algorithms and callbacks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 ]
 
 Batch: TypeAlias = Any
-"""What a dataloader yields. Only the model and the `DataSpec` need to know what it is."""
+"""A batch as the dataloader yields it. Only the model and the `DataSpec` depend on its type."""
 
 JSON: TypeAlias = str | float | int | bool | Sequence["JSON"] | Mapping[str, "JSON"] | None
-"""What `json.dumps` can write."""
+"""A value that `json.dumps` can write."""
 
 
 class TrainerMode(StringEnum):
-    """What the loop is doing."""
+    """Mode of the training loop."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -37,7 +37,7 @@ class TrainerMode(StringEnum):
 
 
 class MemoryFormat(StringEnum):
-    """How a tensor's elements lie in memory, by the names of `torch.memory_format`."""
+    """Memory format of tensors, by the names of `torch.memory_format`."""
 
     CONTIGUOUS_FORMAT = "contiguous_format"
     CHANNELS_LAST = "channels_last"
@@ -45,12 +45,12 @@ class MemoryFormat(StringEnum):
     PRESERVE_FORMAT = "preserve_format"
 
 
-class BreakEpochException(Exception):  # the name that Composer's users type
-    """Raise it in a training loop's hook to end the epoch there, without `Event.EPOCH_END`."""
+class BreakEpochException(Exception):  # the name is public in Composer
+    """Exception that ends the current epoch when a hook of the training loop raises it, without `Event.EPOCH_END`."""
 
 
 def __getattr__(name: str) -> object:
-    # torch is imported for the two names that are torch's own, and for nothing else.
+    # Lazily, so that importing this module does not import torch.
     if name == "Dataset":
         from torch.utils.data import Dataset as value
     elif name == "PyTorchScheduler":

@@ -1,21 +1,21 @@
-"""The warnings that say what an algorithm cannot do well, or what goes away and when."""
+"""Warning categories of algorithms and deprecations, and a one-line format for warnings."""
 
 __all__ = ["NoEffectWarning", "NotIntendedUseWarning", "VersionedDeprecationWarning", "warning_on_one_line"]
 
 
 class NoEffectWarning(Warning):
-    """An algorithm found nothing to act on: the training goes on as if it were not there."""
+    """An algorithm found nothing to act on; training continues without it."""
 
 
 class NotIntendedUseWarning(Warning):
-    """An algorithm, or several together, are used in a way that they were not made for."""
+    """An algorithm, or a combination of algorithms, is used in an unintended way."""
 
 
 class VersionedDeprecationWarning(DeprecationWarning):
-    """Something still works, and a version that is known removes it.
+    """A feature is deprecated and will be removed in a known version.
 
     Args:
-        message: What is deprecated and what to use in its place, in whole sentences.
+        message: What is deprecated and what to use instead, in full sentences.
         remove_version: The first version without it.
 
     Example:
@@ -24,7 +24,7 @@ class VersionedDeprecationWarning(DeprecationWarning):
     """
 
     def __init__(self, message: str, remove_version: str) -> None:
-        # Both arguments go to the base, which calls the class with them again when a warning is copied or pickled.
+        # Both arguments go to the base, because copying and pickling call the class again with `self.args`.
         super().__init__(message, remove_version)
         self.message = message
         self.remove_version = remove_version
@@ -36,7 +36,7 @@ class VersionedDeprecationWarning(DeprecationWarning):
 def warning_on_one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    r"""Write a warning as one line, for logs in which the lines of many ranks mix: `warnings.formatwarning = ...`.
+    r"""Format a warning as one line, for logs that mix the lines of many ranks: `warnings.formatwarning = ...`.
 
     Example:
         >>> warning_on_one_line("It is late.", UserWarning, "clock.py", 12)
