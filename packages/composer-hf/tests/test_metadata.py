@@ -226,5 +226,5 @@ def test_a_checkpoint_without_a_tokenizer_gives_none(make_model):
 def test_a_class_that_is_no_model_is_told(make_model):
     saved = HuggingFaceModel(make_model("gpt2")).get_metadata()
 
-    with pytest.raises(AttributeError, match="no class of a Hugging Face model"):
+    with pytest.raises(AttributeError, match="not a class of a Hugging Face model"):
         HuggingFaceModel.load_huggingface_model_from_saved_state(saved, None, torch.nn.Linear)

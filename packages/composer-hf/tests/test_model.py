@@ -241,7 +241,7 @@ def test_what_no_checkpoint_could_keep_is_refused_as_a_tokenizer(make_model, tok
         (torch.nn.Linear(2, 3), r"model=Linear\(.*out_features=3.*has no `config`.*ComposerModel\.from_module"),
         ("gpt2", r"model='gpt2' is a name.*AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
         (BertForPreTraining, r"model=<class .*BertForPreTraining'> is a class.*BertForPreTraining\(config\)"),
-        (None, "model=None is no torch.nn.Module.*PreTrainedModel"),
+        (None, "model=None must be a torch.nn.Module.*PreTrainedModel"),
     ],
     ids=["module", "name", "class", "none"],
 )

@@ -1,13 +1,13 @@
-"""How a Hugging Face model trains and is published.
+"""Training, checkpointing and publishing of Hugging Face models.
 
-- `model`: `HuggingFaceModel`, any model of transformers as the training loop asks for it.
-- `causal_lm`: `ComposerHFCausalLM`, one that is built from its name or path, as configurations spell it.
-- `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders while training goes on. `gathering`,
-  `registering`: its parts.
-- `publishing`: from a checkpoint to such a folder. `metadata`, `pretrained_folder`, `published_weights`,
-  `weight_files`: its parts, which need neither the weights nor transformers until they are used.
-- `from_checkpoint`, `saved_state`: from a checkpoint to a model and a tokenizer.
-- `adapters`: LoRA. `sharding_hints`: what FSDP shards as a unit.
+- `model`: `HuggingFaceModel`, which adapts any model of transformers to the training loop.
+- `causal_lm`: `ComposerHFCausalLM`, a causal language model built from its name or path and a configuration.
+- `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders during training, with its parts
+  `gathering` and `registering`.
+- `publishing`: converts a checkpoint to such a folder. Its parts `metadata`, `pretrained_folder`, `published_weights`
+  and `weight_files` load neither the weights nor transformers before they are used.
+- `from_checkpoint`, `saved_state`: restore a model and a tokenizer from a checkpoint.
+- `adapters`: LoRA. `sharding_hints`: the units that FSDP shards.
 """
 
 from importlib import import_module
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from composer_hf.saved_state import hf_from_composer_checkpoint as hf_from_composer_checkpoint
     from composer_hf.sharding_hints import prepare_hf_model_for_fsdp as prepare_hf_model_for_fsdp
 
-# The model's class needs torch and, once it is used, transformers, which take seconds to load.
+# Names are imported on first use: torch and transformers take seconds to load.
 _HOME = {
     "HuggingFaceModel": "model",
     "ComposerHFCausalLM": "causal_lm",
@@ -62,14 +62,14 @@ __version__: str
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version  # reading the metadata is slow, and few ask for it
+        from importlib.metadata import version  # slow, and rarely needed
 
         value: object = version("composer-hf")
     elif name in _HOME:
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    globals()[name] = value  # later accesses bypass this function
     return value
 
 

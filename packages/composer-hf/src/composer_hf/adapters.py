@@ -1,4 +1,4 @@
-"""Adapters of peft: what of a model's weights is theirs, and the model inside."""
+"""Weights and configurations of peft adapters, and access to the model that peft wraps."""
 
 import importlib.util
 import json
@@ -33,24 +33,24 @@ _BIASES: Final = ("none", "all", "lora_only")
 _SAVED_MODULE: Final = "modules_to_save"
 _DORA: Final = "lora_magnitude_vector"
 _TOKENS: Final = "trainable_tokens_delta"
-# Initializations that leave the base as it is, or change it to what they compute again from the same base.
+# Initializations that keep the base weights, or that peft repeats identically from the same base weights.
 _BASE_IS_KNOWN: Final = ("gaussian", "eva", "orthogonal", "mica", "pissa", "olora")
 
 
 def is_peft_model(model: Any) -> bool:
-    """Say whether a model is wrapped by peft."""
-    peft: Any = sys.modules.get("peft")  # whoever has such a model has loaded it
+    """Return whether a model is wrapped by peft."""
+    peft: Any = sys.modules.get("peft")  # a wrapped model implies that peft is imported; avoid importing it here
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def maybe_get_underlying_model(model: "nn.Module") -> Any:
-    """Return the model of transformers that peft has wrapped, or the model itself."""
+    """Return the transformers model inside a peft wrapper, or the model itself."""
     return model.get_base_model() if is_peft_model(model) else model  # pyright: ignore[reportCallIssue]  # peft's
 
 
 def adapter_of(peft_model: Any) -> str:
-    """Return the name of the adapter that is trained."""
-    active = peft_model.active_adapter
+    """Return the name of the active adapter."""
+    active = peft_model.active_adapter  # a list of names in some releases of peft
     return active if isinstance(active, str) else active[0]
 
 
@@ -60,25 +60,25 @@ def filter_state_dict_peft(
     adapter_name: str = _DEFAULT,
     remove_adapter_names: bool = True,
 ) -> dict[str, Any]:
-    """Return those weights that belong to an adapter.
+    """Return the weights that belong to an adapter.
 
-    These are LoRA's own, the biases that its configuration trains, and the modules that it saves whole.
+    These are the LoRA weights, the biases that the configuration trains, and the modules that it saves whole.
 
     Args:
-        state_dict: Of the model that peft has wrapped, or of what holds it.
-        peft_config: The adapter's.
-        adapter_name: Which of several.
-        remove_adapter_names: Whether names are those of `adapter_model.safetensors`, without the adapter's.
+        state_dict: State dict of the wrapped model, or of a module that contains it.
+        peft_config: Configuration of the adapter.
+        adapter_name: Name of the adapter, if there are several.
+        remove_adapter_names: Whether to drop the adapter's name, as `adapter_model.safetensors` does.
 
     Raises:
-        NotImplementedError: If the adapter is not LoRA, or `bias` is none of `'none'`, `'all'`, `'lora_only'`.
+        NotImplementedError: If the adapter is not LoRA, or `bias` is not `'none'`, `'all'` or `'lora_only'`.
     """
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)).upper()
     if kind != "LORA":
-        raise NotImplementedError(f"Only LoRA PEFT is supported, and peft_type={kind!r} is none. Use peft.LoraConfig.")
+        raise NotImplementedError(f"Only LoRA PEFT is supported; got peft_type={kind!r}. Use peft.LoraConfig.")
     bias = getattr(peft_config, "bias", "none")
     if bias not in _BIASES:
-        raise NotImplementedError(f"bias={bias!r} is none that LoRA has. Use one of {', '.join(map(repr, _BIASES))}.")
+        raise NotImplementedError(f"bias={bias!r} must be one of {', '.join(map(repr, _BIASES))}.")
     names = set(state_dict)
     biases = _biases(names, bias)
     kept = {n: v for n, v in state_dict.items() if n in biases or is_adapter_weight(n, adapter_name)}
@@ -90,12 +90,12 @@ def filter_state_dict_peft(
 def published_adapter_names(
     names: Iterable[str], peft_config: Mapping[str, Any], adapter_name: str = _DEFAULT
 ) -> dict[str, str]:
-    """Return by the names of an adapter's weights those that `adapter_model.safetensors` has.
+    """Map the names of an adapter's weights to their names in `adapter_model.safetensors`.
 
     Args:
-        names: Of all weights.
-        peft_config: The values of the adapter's configuration.
-        adapter_name: Which of several.
+        names: Names of all weights.
+        peft_config: Values of the adapter's configuration.
+        adapter_name: Name of the adapter, if there are several.
 
     Example:
         >>> names = ["base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.wte.weight"]
@@ -112,18 +112,18 @@ def published_adapter_names(
 
 
 def is_adapter_weight(name: str, adapter_name: str = _DEFAULT) -> bool:
-    """Say whether a weight is one that an adapter has added."""
+    """Return whether a weight was added by an adapter."""
     parts = name.split(".")
     own = (_SAVED_MODULE, _TOKENS)
     return adapter_name in parts and any(part.startswith("lora_") or part in own for part in parts)
 
 
 def trained_beside_adapter(peft_model: Any) -> set[str]:
-    """Return the names of what training changes besides the weights that an adapter has added.
+    """Return the names of trained weights and buffers other than those added by an adapter.
 
-    These are parameters that were made trainable by hand, buffers such as the statistics of BatchNorm, and the weights
-    of adapted layers whose initialization has changed them for good. Buffers that no state dict has are among them;
-    those of a quantized model are not, since they are its weights.
+    They are parameters made trainable by hand, buffers such as the statistics of BatchNorm (also non-persistent ones),
+    and the base weights that the initialization of the adapter has changed irreversibly. Buffers of quantized models
+    are left out, since they hold the weights.
     """
     adapter = adapter_of(peft_model)
     has_own_base = changes_base(peft_model.peft_config[adapter].to_dict())
@@ -138,27 +138,28 @@ def trained_beside_adapter(peft_model: Any) -> set[str]:
 
 
 def changes_base(peft_config: Mapping[str, Any]) -> bool:
-    """Return whether an adapter was initialized such that its base is no longer the model's, nor computed from that.
+    """Return whether the adapter's initialization changes the base weights in a way that cannot be recomputed.
 
     Args:
-        peft_config: The values of the adapter's configuration.
+        peft_config: Values of the adapter's configuration.
     """
     how = peft_config.get("init_lora_weights", True)
     return isinstance(how, str) and how.lower() not in _BASE_IS_KNOWN
 
 
 def base_after_init(weight: "Tensor", *, fan_in_fan_out: bool, **settings: Any) -> "Tensor":
-    """Return what peft leaves of a linear layer's weight where an initialization, such as PiSSA's, takes a part of it.
+    """Return the base weight of a linear layer after an initialization such as PiSSA has subtracted its part.
 
     Args:
         weight: Shape `(out, in)`, or `(in, out)` with `fan_in_fan_out`.
         fan_in_fan_out: Whether the layer is a `Conv1D`.
-        **settings: Of `peft.LoraConfig`, those that decide on the initialization and its scale.
+        **settings: Arguments of `peft.LoraConfig` that determine the initialization and its scale.
     """
-    import torch  # these take seconds to load, and peft is optional
+    import torch  # slow to load, and peft is optional
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
+    # On the meta device the layer's own weight, which is replaced below, takes no memory.
     with torch.device("meta"):
         sizes = weight.shape[::-1]
         layer: Any = Conv1D(*sizes) if fan_in_fan_out else torch.nn.Linear(*sizes, bias=False)
@@ -169,7 +170,8 @@ def base_after_init(weight: "Tensor", *, fan_in_fan_out: bool, **settings: Any) 
 
 
 def peft_config_values(peft_config: "PeftConfig") -> dict[str, Any]:
-    """Return an adapter's configuration in values that JSON has."""
+    """Return an adapter's configuration as JSON values."""
+    # `runtime_config` describes this process, not the adapter.
     values = {name: value for name, value in peft_config.to_dict().items() if name != "runtime_config"}
     return json.loads(json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 
@@ -179,6 +181,7 @@ def _biases(names: set[str], bias: str) -> set[str]:
         return {name for name in names if name.endswith("bias")}
     if bias != "lora_only":
         return set()
+    # "lora_only" trains the biases of adapted layers; peft moves them to `base_layer` when it wraps a layer.
     layers = {name.split("lora_")[0] for name in names if "lora_" in name}
     return {f"{layer}{inner}bias" for layer in layers for inner in ("", "base_layer.")} & names
 
@@ -186,5 +189,5 @@ def _biases(names: set[str], bias: str) -> set[str]:
 def _without_adapter(name: str, adapter_name: str) -> str:
     parts = [part for part in name.split(".") if part not in (adapter_name, _SAVED_MODULE)]
     if len(parts) > 1 and parts[-2] == _DORA:
-        parts.pop()  # peft's files have the vector without the name of the weight in its module
+        parts.pop()  # files of peft omit `weight` after the magnitude vector of DoRA
     return ".".join(parts)

@@ -1,4 +1,4 @@
-"""A causal language model that is built from its name or path, as configurations of language models spell it."""
+"""A causal language model built from its name or path and the settings of a configuration file."""
 
 import contextlib
 import importlib.util
@@ -17,7 +17,7 @@ from composer_models.metrics import counting_from_zero
 if TYPE_CHECKING:
     from torchmetrics import Metric
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-else:  # for typing.get_type_hints, without the seconds that these libraries take to import
+else:  # for typing.get_type_hints, without the import time of these libraries
     Metric = PretrainedConfig = PreTrainedTokenizerBase = Any
 
 __all__ = ["ComposerHFCausalLM", "InitDevice", "hf_causal_lm"]
@@ -29,7 +29,7 @@ _INIT_DEVICES: Final = ("cpu", "meta", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a model comes from, and how it is loaded."""
+    """Source of a model and the options for loading it."""
 
     path: str
     pretrained: bool
@@ -38,39 +38,41 @@ class _Origin:
 
     @property
     def access(self) -> dict[str, Any]:
-        """What every download needs."""
+        """The arguments that every download needs."""
         token = {"token": self.options["token"]} if "token" in self.options else {}
         return {**token, "trust_remote_code": self.trust_remote_code}
 
 
 class ComposerHFCausalLM(HuggingFaceModel):
-    """A causal language model by its name on the Hub or its path, with the metrics of language models.
+    """A causal language model, given by its name on the Hub or its path, with language modeling metrics.
 
-    Metrics see logits, each compared with the token after it. Where several processes run, one on each node downloads
+    Metrics compare each logit with the following token. In a distributed run, one rank of each node downloads first.
+    With `init_device='mixed'`, only rank 0 holds weights, and FSDP broadcasts them.
     first. With `init_device='mixed'`, rank 0 alone has weights, and FSDP hands them on.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         pretrained_model_name_or_path: A name on the Hub, or a folder.
-        pretrained: Whether the weights are loaded. Otherwise they are drawn.
-        pretrained_lora_id_or_path: An adapter that is loaded onto the model, and trained further.
-        trust_remote_code: Whether code that lies beside the model is run.
+        pretrained: Whether to load the weights. Otherwise they are initialized randomly.
+        pretrained_lora_id_or_path: An adapter to load onto the model and train further.
+        trust_remote_code: Whether to run code that comes with the model.
         use_auth_token: Whether, or with which token, to log in to the Hub.
-        use_flash_attention_2: Whether attention is that of the package flash-attn.
-        attn_implementation: Which attention, as transformers calls them. By default its fastest without more packages.
-        load_in_8bit: Whether weights are quantized while they are loaded, by the package bitsandbytes.
-        init_device: `'cpu'`; `'meta'`, where FSDP draws the weights; or `'mixed'`.
-        config_overrides: Values in place of the configuration's; dicts are merged into its dicts.
-        peft_config: The values of a `peft.LoraConfig`, with `peft_type` LORA and `task_type` CAUSAL_LM.
-        use_train_metrics: Whether training has metrics, too.
+        use_flash_attention_2: Whether to use the attention of the package flash-attn.
+        attn_implementation: Name of the attention implementation in transformers. Default: its fastest one that needs
+            no further package.
+        load_in_8bit: Whether to quantize the weights while loading, with the package bitsandbytes.
+        init_device: `'cpu'`; `'meta'`, where FSDP initializes the weights; or `'mixed'`.
+        config_overrides: Values that replace those of the configuration; dicts are merged.
+        peft_config: Values of a `peft.LoraConfig`, with `peft_type` LORA and `task_type` CAUSAL_LM.
+        use_train_metrics: Whether to compute metrics in training, too.
         allow_embedding_resizing: As in `HuggingFaceModel`.
         additional_train_metrics: Names of metrics of composer_models or torchmetrics.
         additional_eval_metrics: The same for evaluation.
         should_save_peft_only: As in `HuggingFaceModel`.
 
     Raises:
-        ValueError: If settings cannot be used, or contradict each other.
-        RuntimeError: On all ranks, with the ranks' numbers, if the model cannot be built on some of them.
+        ValueError: If settings are invalid or contradict each other.
+        RuntimeError: On all ranks, with the failing ranks, if some rank cannot build the model.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class ComposerHFCausalLM(HuggingFaceModel):
         should_save_peft_only: bool = True,
     ) -> None:
         if init_device not in _INIT_DEVICES:
-            raise ValueError(f"init_device={init_device!r} is none that there is. Use 'cpu', 'meta' or 'mixed'.")
+            raise ValueError(f"init_device={init_device!r} must be 'cpu', 'meta' or 'mixed'.")
         if init_device == "meta" and pretrained:
             raise ValueError(
                 "init_device='meta' begins without weights, and pretrained=True asks for them. Set init_device='mixed' "
@@ -115,6 +117,7 @@ class ComposerHFCausalLM(HuggingFaceModel):
             return _with_saved_adapter(model, pretrained_lora_id_or_path)
 
         model = _on_every_rank(build, pretrained_model_name_or_path)
+        # Metrics are built after the model, which every rank either has or has raised for.
         with counting_from_zero():
             eval_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_eval_metrics)]
             train_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_train_metrics)]
@@ -129,7 +132,7 @@ class ComposerHFCausalLM(HuggingFaceModel):
             peft_config=None if peft_config is None else _lora_config(peft_config),
             should_save_peft_only=should_save_peft_only,
         )
-        prepare_hf_model_for_fsdp(self.model, init_device)
+        prepare_hf_model_for_fsdp(self.model, init_device)  # after the adapter, whose modules get hints as well
 
 
 def hf_causal_lm(
@@ -138,22 +141,22 @@ def hf_causal_lm(
     """Build a model from the `model` section of a configuration file.
 
     Args:
-        tokenizer: The model's.
-        name: What the section calls the kind of model.
-        **settings: The rest of the section: the arguments of `ComposerHFCausalLM`.
+        tokenizer: Tokenizer of the model.
+        name: The kind of model that the section names.
+        **settings: The rest of the section: arguments of `ComposerHFCausalLM`.
 
     Raises:
-        ValueError: If `name` is of another kind.
+        ValueError: If `name` is another kind of model.
     """
     if name != "hf_causal_lm":
-        raise ValueError(f"name={name!r} is another kind of model, and this builds 'hf_causal_lm'.")
+        raise ValueError(f"name={name!r} must be 'hf_causal_lm'. Use another builder for another kind of model.")
     return ComposerHFCausalLM(tokenizer, **settings)
 
 
 def _loading_options(
     use_auth_token: bool | str, use_flash_attention_2: bool, attn_implementation: str | None, load_in_8bit: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained`, as both transformers 4 and 5 spell them."""
+    """Return arguments of `from_pretrained` that both transformers 4 and 5 accept."""
     options: dict[str, Any] = {"token": use_auth_token} if use_auth_token else {}
     if use_flash_attention_2:
         if attn_implementation not in (None, "flash_attention_2"):
@@ -184,17 +187,18 @@ def _loading_options(
 def _build(origin: _Origin, overrides: Mapping[str, Any], init_device: InitDevice) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    # Local rank 0 fills the cache, from which the other ranks of the node read.
     with dist.run_local_rank_zero_first():
         config = AutoConfig.from_pretrained(origin.path, **origin.access)
         if config.model_type == "mpt":
             raise ValueError(
                 f"{origin.path!r} is an MPT model, which is trained by its own class. Choose another model."
             )
-        config.use_cache = False  # which is of no use in training
+        config.use_cache = False  # a generation cache only costs memory in training
         _override(config, overrides)
         has_weights = init_device == "cpu" or (init_device == "mixed" and dist.get_global_rank() == 0)
         if has_weights and origin.pretrained:
-            # Of what dtype the file is must not decide in what dtype is trained.
+            # The dtype of training must not depend on the dtype of the file.
             return AutoModelForCausalLM.from_pretrained(
                 origin.path,
                 config=config,
@@ -207,17 +211,18 @@ def _build(origin: _Origin, overrides: Mapping[str, Any], init_device: InitDevic
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=origin.trust_remote_code, **options
             )
-        model.tie_weights()
-        with contextlib.suppress(OSError):  # there need be none
+        model.tie_weights()  # from_config does not tie weights built on the meta device
+        with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = GenerationConfig.from_pretrained(origin.path, **origin.access)
         return model
 
 
 @contextlib.contextmanager
 def _empty_weights() -> Iterator[None]:
-    """Let models be built without memory for their weights.
+    """Build models without allocating memory for their weights.
 
-    Buffers that no checkpoint has are computed by constructors in transformers 4, and drawn anew like weights in 5.
+    In transformers 4, constructors compute the non-persistent buffers, so these are kept; in 5, the initialization of
+    the weights computes them.
     """
     import transformers
 
@@ -234,7 +239,8 @@ def _empty_weights() -> Iterator[None]:
 
 
 def _override(config: "PretrainedConfig | Any", overrides: Mapping[str, Any]) -> None:
-    """Put values into a configuration, or into that of the text part of one that has several parts."""
+    """Set values in a configuration, or in its text part if only that has them."""
+    # Multimodal models keep the settings of their language model in `text_config`.
     for name, value in overrides.items():
         text = getattr(config, "text_config", None)
         owner = config if hasattr(config, name) or text is None or not hasattr(text, name) else text
@@ -254,12 +260,12 @@ def _override(config: "PretrainedConfig | Any", overrides: Mapping[str, Any]) ->
 
 
 def _on_every_rank(build: Callable[[], Any], path: str) -> Any:
-    """Build a model, and raise on all ranks if any of them cannot. Every rank must call this."""
+    """Build a model, and raise on all ranks if any rank fails. Every rank must call this."""
     model: Any = None
     error: Exception | None = None
     try:
         model = build()
-    except Exception as raised:  # whatever it is, the others wait and must hear of it
+    except Exception as raised:  # of any kind: the other ranks would hang in the next collective
         error = raised
     told = dist.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
     if not any(told):
@@ -295,7 +301,7 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
 
 
 def _named(names: Sequence[str] | None) -> "list[Metric]":
-    """Return metrics by the names of their classes."""
+    """Return instances of metric classes by name."""
     import torchmetrics
 
     import composer_models

@@ -1,4 +1,4 @@
-"""A callback that writes Hugging Face folders at intervals, while training goes on."""
+"""A callback that writes Hugging Face folders at intervals during training."""
 
 import os
 import posixpath
@@ -43,40 +43,40 @@ log = getLogger(__name__)
 _SIZE_VARIABLE: Final = "LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE"
 _SUBFOLDER: Final = "huggingface"
 _READY_S: Final = 3600
-_LAST_UPLOADED: Final = ("config.json", "adapter_config.json")  # without which nobody takes the folder for a model
+_LAST_UPLOADED: Final = ("config.json", "adapter_config.json")  # an upload that lacks them is not a loadable folder
 
 
 class HuggingFaceCheckpointer(Callback):
     """Write the model as a folder that `from_pretrained` reads, at intervals and at the end of training.
 
-    The weights are gathered one after the other, converted, and copied to the memory of rank 0's host; then training
-    goes on, and a thread writes the folder beside, flushes it and gives it its name. So there is a whole folder or
-    none. What goes wrong while it is written is logged at once, and raised on all ranks at the next save and at the end
-    of `fit`. Of a model with an adapter, the adapter is written.
+    The weights are gathered one after the other, converted and copied to host memory of rank 0. Training then
+    continues while a thread writes a temporary folder, flushes it and renames it, so a folder is complete or absent.
+    Errors in writing are logged at once, and raised on all ranks at the next save and at the end of `fit`. For a model
+    with an adapter, the adapter is written.
 
-    With `mlflow_registered_model_name`, the model becomes a version of a registered one at the end of `fit`, by the
-    `MLFlowLogger` among the loggers.
+    With `mlflow_registered_model_name`, the model becomes a version of a registered model at the end of `fit`, through
+    the `MLFlowLogger` among the loggers.
 
     Args:
-        save_folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as
+        save_folder: Destination, with `{run_name}` and the placeholders of ranks; a path or a URI such as
             `'s3://bucket/run'`. Folders are written to `<save_folder>/huggingface/`.
         save_interval: How often: epochs, a timestring, a `Time`, or a function of the state and the event.
-        huggingface_folder_name: What each is called, with placeholders for time.
-        precision: Of the floating point weights: `'float32'`, `'float16'` or `'bfloat16'`.
-        overwrite: Whether a folder of the same name is replaced.
-        max_shard_size: How large a file of weights may become; by default what the variable
-            `LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE` says, or `'1GB'`.
+        huggingface_folder_name: Name of each folder, with placeholders for time.
+        precision: Dtype of the floating point weights: `'float32'`, `'float16'` or `'bfloat16'`.
+        overwrite: Whether to replace a folder of the same name.
+        max_shard_size: Maximum size of a weight file. Default: the environment variable
+            `LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE`, or `'1GB'`.
         save_format: `'safetensors'`, `'bin'` for `pytorch_model.bin`, or `'both'`.
-        async_save: Whether training goes on meanwhile.
-        num_concurrent_uploads: How many files are uploaded at a time.
-        mlflow_registered_model_name: Which model of MLflow's registry the last folder becomes a version of.
+        async_save: Whether training continues while the folder is written.
+        num_concurrent_uploads: Number of files uploaded at a time.
+        mlflow_registered_model_name: The registered model in MLflow that the last folder becomes a version of.
         mlflow_logging_config: Arguments of `mlflow.transformers.save_model`. The `task` is `'llm/v1/completions'` by
-            default. Of an adapter, `metadata` may have a `pretrained_model_name`: what the folder calls its base.
-        final_register_only: Whether no folders are written at all, and the model is registered at the end.
-        register_wait_seconds: How long the end of `fit` waits for the registry.
+            default. For an adapter, `metadata` may have a `pretrained_model_name`, the base that the folder names.
+        final_register_only: Whether to write no folders, and only register the model at the end.
+        register_wait_seconds: Maximum time that the end of `fit` waits for the registry, in seconds.
 
     Raises:
-        ValueError: If names, intervals or sizes cannot be used.
+        ValueError: If a name, an interval or a size is invalid.
 
     Example:
         >>> checkpointer = HuggingFaceCheckpointer("runs/plum", save_interval="1000ba", precision="bfloat16")
@@ -100,11 +100,11 @@ class HuggingFaceCheckpointer(Callback):
         register_wait_seconds: float = 7200,
     ) -> None:
         if save_format not in FORMATS:
-            raise ValueError(f"save_format={save_format!r} is none that there is. Use {', '.join(map(repr, FORMATS))}.")
+            raise ValueError(f"save_format={save_format!r} must be one of {', '.join(map(repr, FORMATS))}.")
         if final_register_only and mlflow_registered_model_name is None:
             warnings.warn(
-                "final_register_only=True has no mlflow_registered_model_name to register the model as, so folders are "
-                "written as without it. Give the name.",
+                "final_register_only=True has no effect, since there is no mlflow_registered_model_name: folders are written. "
+                "Give the name.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -132,17 +132,17 @@ class HuggingFaceCheckpointer(Callback):
         self._name = PartialFilePath(huggingface_folder_name, posixpath.join(folder, _SUBFOLDER))
         self.last_checkpoint_batch: Time[int] | None = None
         self.saved_folders: list[str] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="huggingface-checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="huggingface-checkpoint")  # one: saves stay in order
         self._writing: Future[None] | None = None
         self._metadata: HuggingFaceMetadata | None = None  # of the newest folder, on rank 0
 
     def init(self, state: "State", logger: "Logger") -> None:
-        """Refuse what cannot be written later, and ask the store whether it lets us write.
+        """Validate the model and its parallelism, and check that the object store is writable.
 
         Raises:
-            ValueError: If the model is no `HuggingFaceModel`, or DeepSpeed keeps its weights in parts; or it is to be
-                registered, and has no tokenizer, or no logger registers models.
-            StorageError: If the store refuses.
+            ValueError: If the model is not a `HuggingFaceModel`, or DeepSpeed shards its weights; or if it is to be
+                registered without a tokenizer, or without a logger that registers models.
+            StorageError: If the object store is not writable.
         """
         model = _model_of(state)
         if state.deepspeed_enabled and _zero_stage(state.deepspeed_config) == 3:
@@ -156,22 +156,22 @@ class HuggingFaceCheckpointer(Callback):
             self.remote_uploader.init()
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
-        """Save, if it is time."""
+        """Save, if a save is due."""
         self._save_if_due(Event.BATCH_CHECKPOINT, state, logger)
 
     def epoch_checkpoint(self, state: "State", logger: "Logger") -> None:
-        """Save, if it is time."""
+        """Save, if a save is due."""
         self._save_if_due(Event.EPOCH_CHECKPOINT, state, logger)
 
     def iteration_checkpoint(self, state: "State", logger: "Logger") -> None:
-        """Save, if it is time."""
+        """Save, if a save is due."""
         self._save_if_due(Event.ITERATION_CHECKPOINT, state, logger)
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
-        """Wait for what is being written, register it if asked, and raise on all ranks what went wrong.
+        """Wait for the pending folder, register it if requested, and raise its errors on all ranks.
 
         Raises:
-            TimeoutError: If the registry takes longer than `register_wait_seconds`.
+            TimeoutError: If registration takes longer than `register_wait_seconds`.
         """
         self._wait()
         is_saved = self.last_checkpoint_batch == state.timestamp.batch
@@ -179,22 +179,22 @@ class HuggingFaceCheckpointer(Callback):
             self._register(self._registry, state, logger)
 
     def close(self, state: "State", logger: "Logger") -> None:
-        """Wait for what is being written; what went wrong with it was logged."""
+        """Wait for the pending folder and uploads. Errors were logged already."""
         self._thread.shutdown()
         if self.remote_uploader is not None:
             self.remote_uploader.wait_and_close()
 
     def save(self, state: "State", logger: "Logger") -> None:
-        """Gather the model's weights, and begin to write them. Every rank must call this.
+        """Gather the model's weights and start writing them. Every rank must call this.
 
         Raises:
-            CheckpointError: On all ranks, if the one before could not be written, or there is a folder of this name
-                already that may not be replaced.
+            CheckpointError: On all ranks, if writing the previous folder failed, or if the folder exists and must not
+                be replaced.
         """
-        self._wait()
+        self._wait()  # at most one copy of the weights in host memory
         path = self._name.format(state)
         model = _model_of(state)
-        self._refuse_existing(path)
+        self._refuse_existing(path)  # before the expensive gathering
         self.last_checkpoint_batch = state.timestamp.batch
         weights, metadata = self._snapshot(model)
         if metadata is None:
@@ -202,17 +202,17 @@ class HuggingFaceCheckpointer(Callback):
         self._metadata = metadata
         self._writing = self._thread.submit(self._write, path, weights, metadata, state, logger)
         if not self.async_save:
-            self._writing.exception()  # which the next wait raises, on all ranks
+            self._writing.exception()  # only waits; `_wait` raises it on all ranks
 
     def transform_metadata(self, metadata: HuggingFaceMetadata) -> HuggingFaceMetadata:
-        """Return what the folder shall say of the model. Subclasses may change it; rank 0 calls this."""
+        """Return the metadata to write. Subclasses may override this; called on rank 0."""
         return metadata
 
     def save_additional_contents(self, state: "State", logger: "Logger", folder: Path) -> None:
-        """Write more to a folder before it gets its name. Subclasses may do so; a thread of rank 0 calls this."""
+        """Write more files before the folder is renamed. Subclasses may override this; called in a thread of rank 0."""
 
     def pre_register_edit(self, folder: Path) -> None:
-        """Change what is registered, in MLflow's form. Subclasses may do so; a thread of rank 0 calls this."""
+        """Edit the folder in MLflow's format before it is registered. Override as `save_additional_contents`."""
 
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if self.final_register_only:
@@ -223,7 +223,7 @@ class HuggingFaceCheckpointer(Callback):
                 self._wait()
 
     def _snapshot(self, model: HuggingFaceModel) -> tuple[dict[str, Tensor], HuggingFaceMetadata | None]:
-        """Return, on rank 0, copies of the weights and what describes them. Every rank must call this."""
+        """Return, on rank 0, copies of the weights and their metadata. Every rank must call this."""
         is_writer = dist.get_global_rank() == 0
         weights = gather_weights(model, self.precision, keep=is_writer)
         if not is_writer:
@@ -244,14 +244,14 @@ class HuggingFaceCheckpointer(Callback):
             )
         if model.tokenizer is None and not model.using_peft:
             raise ValueError(
-                f"mlflow_registered_model_name={name!r} needs a tokenizer, which MLflow keeps beside the model. Pass "
+                f"mlflow_registered_model_name={name!r} needs a tokenizer, which MLflow stores with the model. Pass "
                 f"tokenizer=... to HuggingFaceModel, or leave the name out."
             )
         return registry
 
     def _register(self, registry: ModelRegistry, state: "State", logger: "Logger") -> None:
-        """Register the model as it is now. Every rank must call this."""
-        # What was uploaded is not here any more.
+        """Register the current model. Every rank must call this."""
+        # After an upload, the local folder is gone.
         is_here = not self.final_register_only and self.remote_uploader is None
         weights, metadata = ({}, self._metadata) if is_here else self._snapshot(_model_of(state))
 
@@ -293,7 +293,7 @@ class HuggingFaceCheckpointer(Callback):
     def _write_folder(
         self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
     ) -> None:
-        # The model itself tells its class, so that one of the user's own is no code from outside.
+        # The class comes from the model in this process, not from a foreign checkpoint, so it may be imported.
         pieces = plan_weights(weights, metadata, trust_remote_code=True)
         with pretrained_folder(
             path,
@@ -316,6 +316,7 @@ class HuggingFaceCheckpointer(Callback):
     def _upload(self, uploader: RemoteUploader, folder: Path, remote: str) -> None:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         last = [file for file in files if file.name in _LAST_UPLOADED]
+        # A reader that finds a configuration must find the weights as well.
         for group in ([file for file in files if file not in last], last):
             self._upload_all(uploader, group, folder, remote)
 
@@ -326,14 +327,15 @@ class HuggingFaceCheckpointer(Callback):
             )
             for file in files
         ]
+        # All uploads of a group are submitted before the first wait, so that they run concurrently.
         for upload in uploads:
             upload.result()
 
     def _refuse_existing(self, path: str) -> None:
-        """Raise on all ranks, before anything is gathered, if a folder is in the way."""
+        """Raise on all ranks, before the weights are gathered, if the folder exists."""
         if self.overwrite or self.remote_uploader is not None:
             return
-        found = [os.path.lexists(path)]
+        found = [os.path.lexists(path)]  # rank 0 writes, so its file system decides
         dist.broadcast_object_list(found, src=0)
         if found[0]:
             raise CheckpointConflictError(
@@ -342,7 +344,7 @@ class HuggingFaceCheckpointer(Callback):
             )
 
     def _wait(self) -> None:
-        """Wait for the folder that is being written, and raise on all ranks what went wrong."""
+        """Wait for the pending folder, and raise its error on all ranks."""
         writing, self._writing = self._writing, None
         failure: list[BaseException | None] = [None if writing is None else writing.exception()]
         dist.broadcast_object_list(failure, src=0)
@@ -351,7 +353,7 @@ class HuggingFaceCheckpointer(Callback):
 
 
 def _model_of(state: "State") -> HuggingFaceModel:
-    """Return the model without what spreads it over ranks."""
+    """Return the model without its parallel wrappers."""
     model: Any = unwrap_model(state.model)
     if not isinstance(model, HuggingFaceModel):
         raise ValueError(
@@ -369,9 +371,9 @@ def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: 
     """Return copies of the weights, gathered one after the other. Every rank must call this.
 
     Args:
-        model: The model, without what spreads it. Of one with an adapter, what was trained is returned.
-        dtype: What floating point weights are converted to.
-        keep: Whether this rank gets them; others get nothing.
+        model: The model without its parallel wrappers. With an adapter, only trained weights are returned.
+        dtype: Dtype to convert floating point weights to.
+        keep: Whether this rank keeps them; other ranks return an empty dict.
     """
     seen: dict[int, Tensor | None] = {}
     weights: dict[str, Tensor] = {}
@@ -380,7 +382,8 @@ def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: 
         plain = published_name(name)
         if model.using_peft and not is_adapter_weight(plain) and plain not in beside:
             continue
-        if id(value) not in seen:  # what is tied is one weight
+        if id(value) not in seen:  # tied weights are gathered once, and stay tied
+            # `full_tensor` is a collective: all ranks call it, in the same order, whether they keep the result or not.
             whole: Tensor = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
             target = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
             seen[id(value)] = whole.to("cpu", target, copy=True) if keep else None

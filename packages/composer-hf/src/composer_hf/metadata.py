@@ -1,4 +1,4 @@
-"""What a checkpoint says of the Hugging Face model in it: its class, its configuration and its tokenizer."""
+"""Metadata of the Hugging Face model in a checkpoint: its class, configuration and tokenizer."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -14,23 +14,23 @@ _INTEGRATION = "huggingface"
 
 
 class MissingMetadataError(IncompatibleCheckpointError, RuntimeError):
-    """The checkpoint does not say which Hugging Face model it is of."""
+    """The checkpoint does not identify its Hugging Face model."""
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceMetadata:
-    """The Hugging Face part of a checkpoint, read without importing or running anything that it names.
+    """The Hugging Face part of a checkpoint, read without importing or running any code that it names.
 
     Attributes:
-        config: The model's configuration, as `config.json` has it.
-        model_class: The full name of the model's class, such as
-            `'transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel'`. Empty where a checkpoint does not tell.
-        tokenizer_files: The content of each of the tokenizer's files by its plain name. Empty without a tokenizer.
-        generation_config: As `generation_config.json` has it, if the checkpoint has one.
-        peft_config: As `adapter_config.json` has it, if the model was trained with adapters.
-        peft_class: The full name of the class of `peft_config`.
-        trained_beside_adapter: The names, as the model wrapped by peft has them, of what training has changed besides
-            the adapter, such as norms that were made trainable by hand.
+        config: Configuration of the model, as in `config.json`.
+        model_class: Full name of the model's class, such as
+            `'transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel'`. Empty if unknown.
+        tokenizer_files: Content of each tokenizer file by its base name. Empty without a tokenizer.
+        generation_config: As in `generation_config.json`, if the checkpoint has it.
+        peft_config: As in `adapter_config.json`, if the model has an adapter.
+        peft_class: Full name of the class of `peft_config`.
+        trained_beside_adapter: Names, in the model wrapped by peft, of trained weights outside the adapter, such as
+            norms that were made trainable by hand.
     """
 
     config: Mapping[str, Any]
@@ -43,7 +43,7 @@ class HuggingFaceMetadata:
 
     @property
     def model_type(self) -> str | None:
-        """What transformers calls the architecture, such as `'gpt2'`."""
+        """The name of the architecture in transformers, such as `'gpt2'`."""
         return self.config.get("model_type")
 
     @property
@@ -53,16 +53,16 @@ class HuggingFaceMetadata:
 
     @classmethod
     def from_checkpoint(cls, content: Any, source: str | os.PathLike[str] = "the checkpoint") -> "HuggingFaceMetadata":
-        """Read the Hugging Face part of a checkpoint that was loaded.
+        """Read the Hugging Face part of a loaded checkpoint.
 
         Args:
-            content: What `composer_checkpoint.load_file` returned.
-            source: What messages call the checkpoint.
+            content: Return value of `composer_checkpoint.load_file`.
+            source: Name of the checkpoint in error messages.
 
         Raises:
-            MissingMetadataError: If it has no such part, which is a `RuntimeError`.
-            IncompatibleCheckpointError: If the part is not laid out as Composer writes it.
-            UnsafeCheckpointError: If a file of the tokenizer is named so that it would lie outside its folder.
+            MissingMetadataError: If it has no such part. This is also a `RuntimeError`.
+            IncompatibleCheckpointError: If the part does not have Composer's layout.
+            UnsafeCheckpointError: If the name of a tokenizer file leads out of its folder.
 
         Example:
             >>> content = {"state": {"integrations": {"huggingface": {"model": {"config": {"content": {
@@ -73,29 +73,29 @@ class HuggingFaceMetadata:
         state = content.get("state") if isinstance(content, Mapping) else None
         if not isinstance(state, Mapping):
             raise MissingMetadataError(
-                f'"state" is not an available key in {source}, so it is no checkpoint of a training run. Name a '
+                f'"state" is not an available key in {source}, so it is not a checkpoint of a training run. Name a '
                 f"checkpoint that a Trainer saved."
             )
         integrations = state.get("integrations")
         saved = integrations.get(_INTEGRATION) if isinstance(integrations, Mapping) else None
         if not saved:
             raise MissingMetadataError(
-                f"{source} has no state/integrations/{_INTEGRATION}, so it does not say which Hugging Face model it is "
-                f"of. Name a checkpoint of a HuggingFaceModel, or give the config yourself."
+                f"{source} has no state/integrations/{_INTEGRATION}, so its Hugging Face model is unknown. Name a "
+                f"checkpoint of a HuggingFaceModel, or give the config yourself."
             )
         return cls.from_saved(saved, source)
 
     @classmethod
     def from_saved(cls, saved: Any, source: str | os.PathLike[str] = "the checkpoint") -> "HuggingFaceMetadata":
-        """Read what `HuggingFaceModel.get_metadata` returned, or any release of Composer saved.
+        """Read metadata from `HuggingFaceModel.get_metadata`, or saved by any release of Composer.
 
         Args:
-            saved: What lies in a checkpoint under `state/integrations/huggingface`.
-            source: What messages call the checkpoint.
+            saved: The checkpoint's value under `state/integrations/huggingface`.
+            source: Name of the checkpoint in error messages.
 
         Raises:
-            IncompatibleCheckpointError: If it is not laid out so.
-            UnsafeCheckpointError: If a file of the tokenizer is named so that it would lie outside its folder.
+            IncompatibleCheckpointError: If it does not have Composer's layout.
+            UnsafeCheckpointError: If the name of a tokenizer file leads out of its folder.
         """
         model = _mapping(saved, "model", source)
         config = _mapping(model, "config", source)
@@ -129,4 +129,4 @@ def _refuse(source: Any, key: str, value: Any) -> NoReturn:
 
 
 def _name(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) else ""  # old checkpoints lack the name, or hold the class itself

@@ -1,4 +1,4 @@
-"""A Hugging Face model as the training loop asks for it."""
+"""Adapter from Hugging Face models to the training loop."""
 
 import copy
 import os
@@ -60,50 +60,49 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torchmetrics import Metric
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-else:  # for typing.get_type_hints, without the seconds that these libraries take to import
+else:  # for typing.get_type_hints, without the import time of these libraries
     Metric = PeftConfig = PreTrainedModel = PreTrainedTokenizerBase = Any
 
 log = getLogger(__name__)
 
-_IGNORED: Final = -100  # the label that no loss of transformers counts
+_IGNORED: Final = -100  # label that the losses of transformers ignore
 _MAX_NAMES: Final = 5
 
 
 class HuggingFaceModel(ComposerModel):
-    """A model of transformers, with or without adapters of peft, that takes whole batches and knows its loss.
+    """A transformers model, with or without peft adapters, that takes whole batches and computes its own loss.
 
-    Batches are mappings, as tokenizers and data collators make them; what the model's `forward` does not name is left
-    out. The loss is the one that the model itself computes where the batch has `labels`. What describes the model and
-    its tokenizer goes into every checkpoint, so that it becomes a model of transformers again.
+    Batches are mappings, as tokenizers and data collators return them; keys that the model's `forward` does not name
+    are dropped. The loss is the one that the model computes if the batch has `labels`. Every checkpoint describes the
+    model and its tokenizer, so that both can be restored from it.
 
     Args:
-        model: Any model of transformers, or a `peft.PeftModel`. What `torch.compile` makes of one is taken out of its
-            wrapper and runs compiled in place; `generate` runs it as it is written.
-        tokenizer: Is kept in checkpoints, and needed to generate. Has `len()` and `save_pretrained`.
-        use_logits: Whether metrics get the logits in place of the model's whole output. Evaluation computes no loss
-            then.
-        metrics: Of torchmetrics, for training, and copies of them for evaluation.
-        eval_metrics: For evaluation, in place of those copies.
-        shift_labels: Whether metrics compare each logit with the label after it. By default, if the model is a causal
-            one, which shifts the labels of its loss itself.
-        allow_embedding_resizing: Whether the embeddings grow where the tokenizer has more tokens than they.
-        peft_config: A `peft.LoraConfig`, by which the model gets an adapter.
-        should_save_peft_only: Whether checkpoints of a model with an adapter have only what training changes: the
-            adapter, parameters that were made trainable by hand, and buffers such as the statistics of BatchNorm.
-        extra_forward_args: Keys of batches that are passed on although the model's `forward` takes them only as
-            `**kwargs`.
+        model: Any transformers model, or a `peft.PeftModel`. A model wrapped by `torch.compile` is unwrapped and
+            compiled in place; `generate` runs it uncompiled.
+        tokenizer: Saved in checkpoints, and needed to generate. Must have `len()` and `save_pretrained`.
+        use_logits: Whether metrics get the logits instead of the model's whole output. Evaluation then computes no
+            loss.
+        metrics: Metrics of torchmetrics for training; copies of them are used for evaluation.
+        eval_metrics: Metrics for evaluation, instead of those copies.
+        shift_labels: Whether metrics compare each logit with the following label. Default: whether the model is causal,
+            since such a model shifts the labels of its loss itself.
+        allow_embedding_resizing: Whether to grow the embeddings if the tokenizer has more tokens.
+        peft_config: A `peft.LoraConfig` of an adapter to add to the model.
+        should_save_peft_only: Whether checkpoints of a model with an adapter hold only what training changes: the
+            adapter, parameters made trainable by hand, and buffers such as the statistics of BatchNorm.
+        extra_forward_args: Keys of batches to pass although the model's `forward` takes them only as `**kwargs`.
 
     Attributes:
-        model: The model, wrapped if there is an adapter. Its weights have the prefix `model.`.
-        config: The model's configuration.
-        labels: Those of the batch that was last evaluated, as metrics get them.
-        model_forward_args: What of a batch is passed on.
+        model: The model, wrapped by peft if there is an adapter. Its weights have the prefix `model.`.
+        config: Configuration of the model.
+        labels: Labels of the last evaluated batch, as metrics get them.
+        model_forward_args: Keys of a batch that are passed to the model.
         using_peft: Whether there is an adapter.
 
     Raises:
-        TypeError: If the model or the tokenizer is none, such as the name of one.
+        TypeError: If the model or the tokenizer has the wrong type, such as its name.
         ValueError: If the tokenizer has more tokens than the model, or the adapter is not LoRA.
-        MissingConditionalImportError: If there is a `peft_config`, and peft is not installed.
+        MissingConditionalImportError: If `peft_config` is given and peft is not installed.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -132,7 +131,7 @@ class HuggingFaceModel(ComposerModel):
         extra_forward_args: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        model, compiler = take_out(model)
+        model, compiler = take_out(model)  # the wrapper would prefix all names in checkpoints with `_orig_mod.`
         check_model(model)
         if tokenizer is None:
             log.warning(
@@ -147,7 +146,7 @@ class HuggingFaceModel(ComposerModel):
         self.use_logits = bool(use_logits)
         self.using_peft = is_peft_model(self.model)
         self.should_save_peft_only = should_save_peft_only
-        self._trained = set[str]()  # grows only: what an algorithm freezes later was trained
+        self._trained = set[str]()  # only grows: weights that an algorithm freezes later were trained before
         self.names_trained_beside_adapter()
         self.dummy_forward_called = False
         self.labels: Tensor | None = None
@@ -161,7 +160,7 @@ class HuggingFaceModel(ComposerModel):
         add_sharding_hints(self.model)
         self._came_compiled = compiler is not None
         if compiler is not None:
-            compile_calls(self.model, compiler)
+            compile_calls(self.model, compiler)  # last: an adapter changes the graph
         self.register_state_dict_post_hook(_leave_base_out)
         self.register_load_state_dict_post_hook(_forgive_missing_base)
 
@@ -172,7 +171,7 @@ class HuggingFaceModel(ComposerModel):
             batch: A mapping by the names of the model's arguments.
 
         Raises:
-            ValueError: If it is no mapping.
+            ValueError: If the batch is not a mapping.
         """
         if not isinstance(batch, Mapping):
             raise ValueError(
@@ -183,15 +182,15 @@ class HuggingFaceModel(ComposerModel):
         names = self.model_forward_args | self.extra_forward_args
         arguments = {name: value for name, value in batch.items() if name in names}
         if self.model.training and "use_cache" in names and arguments.get("past_key_values") is None:
-            # A cache for generation is of no use in training, and layers that are computed again would fill it twice.
+            # A generation cache only costs memory in training, and activation checkpointing would fill it twice.
             arguments.setdefault("use_cache", False)
         return self.model(**arguments)
 
     def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss that the model computed.
+        """Return the loss in the model's outputs.
 
         Raises:
-            ValueError: If it computed none, since the batch has no labels.
+            ValueError: If there is none, because the batch has no labels.
         """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         if loss is None:
@@ -202,18 +201,18 @@ class HuggingFaceModel(ComposerModel):
         return loss
 
     def eval_forward(self, batch: Any, outputs: Any | None = None) -> Any:
-        """Compute what metrics see, and keep the labels for them in `labels`.
+        """Compute the outputs for metrics, and keep their labels in `labels`.
 
         Args:
-            batch: A mapping. With `mode='generate'`, its `generation_kwargs` are those of `generate`.
-            outputs: Of `forward`, where the loop has them already.
+            batch: A mapping. With `mode='generate'`, its `generation_kwargs` are passed to `generate`.
+            outputs: Outputs of `forward`, if they are already computed.
 
         Returns:
-            The logits with `use_logits`, else the model's whole output; with `mode='generate'` the texts.
+            The logits with `use_logits`, else the model's whole output; with `mode='generate'`, the texts.
 
         Raises:
-            ValueError: If text is to be generated without a tokenizer, or there are no logits.
-            RuntimeError: If a model with encoder and decoder cannot make the decoder's inputs of the labels.
+            ValueError: If `mode='generate'` and there is no tokenizer, or the outputs have no logits.
+            RuntimeError: If an encoder-decoder model cannot make the decoder's inputs from the labels.
         """
         mode = batch.get("mode") if isinstance(batch, Mapping) else None
         if mode == "generate":
@@ -226,6 +225,7 @@ class HuggingFaceModel(ComposerModel):
         if self.config.is_encoder_decoder and outputs is None and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._decoder_inputs(labels)
         if labels is not None and (self.shift_labels or mode == "icl_task"):
+            # The last token has no successor: its label is ignored.
             labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         self.labels = labels
         return self._logits_of(outputs if outputs is not None else self.forward(inputs))
@@ -235,12 +235,12 @@ class HuggingFaceModel(ComposerModel):
         return (self.train_metrics if is_train else self.val_metrics) or {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: "Metric") -> dict[str, Any]:
-        """Update a metric with the outputs of `eval_forward` and the labels that it kept.
+        """Update a metric with the outputs of `eval_forward` and the labels in `labels`.
 
-        A metric with the attribute `needs_batch` gets the batch as well, by keyword.
+        A metric with the attribute `needs_batch` also gets the batch, as a keyword argument.
 
         Returns:
-            What the metric's `update` returned, and its name for each sample.
+            The return value of the metric's `update`, and the metric's name for each sample.
         """
         if self.labels is not None and metric.device.type == "cpu":
             self.labels = self.labels.to("cpu")
@@ -262,14 +262,14 @@ class HuggingFaceModel(ComposerModel):
         return result
 
     def generate(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Generate tokens. Every rank must call this where the model is sharded, with `synced_gpus=True`.
+        """Generate tokens. With a sharded model, every rank must call this, with `synced_gpus=True`.
 
         Args:
             input_ids: Shape `(batch, tokens)`.
-            **kwargs: For the `generate` of transformers. Where it has no `pad_token_id`, the tokenizer's is taken.
+            **kwargs: Arguments of `generate` in transformers. `pad_token_id` defaults to the tokenizer's.
 
         Returns:
-            The tokens, with those given before them unless the model encodes these.
+            The tokens, preceded by the prompt unless the model has an encoder.
         """
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is not None:
@@ -278,11 +278,11 @@ class HuggingFaceModel(ComposerModel):
             return self.model.generate(input_ids=input_ids, **kwargs)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what checkpoints say of the model and its tokenizer; see `composer_hf.HuggingFaceMetadata`."""
+        """Return the description of model and tokenizer for checkpoints; see `composer_hf.HuggingFaceMetadata`."""
         return describe(self.model, self.tokenizer, self.names_trained_beside_adapter())
 
     def names_trained_beside_adapter(self) -> set[str]:
-        """Return the names, without `model.`, of what training changes besides an adapter; empty without one."""
+        """Return the names, without `model.`, of trained weights outside the adapter; empty without an adapter."""
         if self.using_peft:
             self._trained |= trained_beside_adapter(self.model)
         return self._trained
@@ -291,16 +291,16 @@ class HuggingFaceModel(ComposerModel):
     def load_huggingface_tokenizer_from_saved_state(
         hf_state: Mapping[str, Any], trust_remote_code: bool = False, tokenizer_save_dir: str | None = None
     ) -> "PreTrainedTokenizerBase | None":
-        """Return the tokenizer that a checkpoint has, or `None` if it has none.
+        """Return the tokenizer in a checkpoint, or `None` without one.
 
         Args:
-            hf_state: What the checkpoint has under `state/integrations/huggingface`.
-            trust_remote_code: Whether code among the tokenizer's files is written and run.
-            tokenizer_save_dir: Where the files are written, and stay, since some tokenizers read them later. By
-                default a new folder here.
+            hf_state: The checkpoint's value under `state/integrations/huggingface`.
+            trust_remote_code: Whether to write and run code among the tokenizer's files.
+            tokenizer_save_dir: Folder for the files, which are kept because some tokenizers read them later. Default: a
+                new folder in the current one.
 
         Raises:
-            UnsafeCheckpointError: If a file is named so that it would lie outside that folder.
+            UnsafeCheckpointError: If the name of a file leads out of that folder.
         """
         return load_tokenizer(hf_state, trust_remote_code, tokenizer_save_dir)
 
@@ -312,18 +312,18 @@ class HuggingFaceModel(ComposerModel):
         model_config_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> "PreTrainedModel":
-        """Return a model as a checkpoint describes it, with weights as they are drawn: the Trainer loads these.
+        """Return the model that a checkpoint describes, with random weights: the Trainer loads the saved ones.
 
         Args:
-            hf_state: What the checkpoint has under `state/integrations/huggingface`.
-            loaded_state_dict: The checkpoint's content; not needed.
-            model_instantiation_class: In place of the model's class: a class, an auto class, or the full name of one.
-            model_config_kwargs: Values in place of the configuration's.
-            trust_remote_code: Whether a class outside of transformers, which the checkpoint names, is imported.
+            hf_state: The checkpoint's value under `state/integrations/huggingface`.
+            loaded_state_dict: The checkpoint's content; unused.
+            model_instantiation_class: Replaces the model's class: a class, an auto class, or the full name of one.
+            model_config_kwargs: Values that replace those of the configuration.
+            trust_remote_code: Whether to import a class outside of transformers that the checkpoint names.
 
         Raises:
             ValueError: If the class cannot be imported.
-            AttributeError: If it is no model's.
+            AttributeError: If the class is not a model class.
         """
         return load_model(hf_state, model_instantiation_class, model_config_kwargs, trust_remote_code=trust_remote_code)
 
@@ -366,17 +366,18 @@ class HuggingFaceModel(ComposerModel):
                 )
             logits: Any = outputs["logits"]
         elif isinstance(outputs, tuple | list):
+            # Outputs without `return_dict` begin with the loss, a scalar, if there were labels.
             has_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0
             logits = outputs[1] if has_loss else outputs[0]
         else:
             logits = outputs
         if logits.ndim == 2 and logits.shape[1] == 1:
-            logits = logits.squeeze(dim=1)  # of a regression
+            logits = logits.squeeze(dim=1)  # regression, where metrics expect shape (batch,)
         return logits
 
 
 def _with_adapter(model: Any, peft_config: Any) -> Any:
-    """Return the model, with an adapter if there is a configuration for one."""
+    """Return the model, with an adapter if a configuration is given."""
     if peft_config is None:
         return model
     if not peft_installed:
@@ -402,7 +403,7 @@ def _by_name(metrics: "Iterable[Metric] | None") -> "dict[str, Metric] | None":
 
 
 def _leave_base_out(module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-    """Keep what is trained alone in a state dict, if that is what checkpoints shall have."""
+    """Remove untrained weights from a state dict if only trained weights are saved."""
     assert isinstance(module, HuggingFaceModel)
     if not (module.using_peft and module.should_save_peft_only):
         return
@@ -414,7 +415,7 @@ def _leave_base_out(module: torch.nn.Module, state_dict: Any, prefix: str, local
 
 
 def _forgive_missing_base(module: torch.nn.Module, incompatible_keys: Any) -> None:
-    """Let weights of an adapter alone be loaded; the base model has its own."""
+    """Ignore missing base weights when only an adapter is loaded."""
     assert isinstance(module, HuggingFaceModel)
     if module.using_peft and module.should_save_peft_only:
         missing: list[str] = incompatible_keys.missing_keys
@@ -428,7 +429,7 @@ def _forgive_missing_base(module: torch.nn.Module, incompatible_keys: Any) -> No
                 UserWarning,
                 stacklevel=2,
             )
-        missing[:] = [name for name in missing if name in adapter]
+        missing[:] = [name for name in missing if name in adapter]  # in place: `load_state_dict` reads this list
 
 
 def _adapter_weights(module: HuggingFaceModel, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,11 +439,11 @@ def _adapter_weights(module: HuggingFaceModel, weights: Mapping[str, Any]) -> di
 
 
 def continuations(model: "HuggingFaceModel", batch: Mapping[str, Any]) -> list[str]:
-    """Return the text with which a model goes on from each of a batch's prompts. Every rank must call this.
+    """Return the generated text for each prompt of a batch. Every rank must call this.
 
     Args:
         model: The model.
-        batch: Has `input_ids`, and may have `attention_mask` and `generation_kwargs`.
+        batch: A mapping with `input_ids`, and optionally `attention_mask` and `generation_kwargs`.
 
     Raises:
         ValueError: If the model has no tokenizer.
@@ -457,22 +458,22 @@ def continuations(model: "HuggingFaceModel", batch: Mapping[str, Any]) -> list[s
     generated = model.generate(
         prompts,
         attention_mask=batch.get("attention_mask"),
-        synced_gpus=dist.get_world_size() > 1,
+        synced_gpus=dist.get_world_size() > 1,  # shards are gathered in every step, so all ranks run equally many
         **batch.get("generation_kwargs", {}),
     )
-    # A model with an encoder gives back what the decoder made, and the others begin with the prompt.
+    # Encoder-decoder models return only new tokens; the others repeat the prompt first.
     new = generated if model.config.is_encoder_decoder else generated[:, prompts.shape[1] :]
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
     if len(tokenizer(" a", add_special_tokens=False)["input_ids"]) != 1:
-        return [f" {text}" for text in texts]  # which decoding took away from the first word
+        return [f" {text}" for text in texts]  # such tokenizers strip the leading space when decoding
     return texts
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no model of transformers, and does not look like one.
+    """Raise unless a model is a module with a configuration of transformers.
 
     Raises:
-        TypeError: If it is no module, or has no configuration of transformers.
+        TypeError: If it is not a module, or has no such configuration.
     """
     if isinstance(model, str | os.PathLike):
         raise TypeError(
@@ -487,8 +488,8 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model={model!r:.200} is no torch.nn.Module. HuggingFaceModel takes a PreTrainedModel of transformers, or "
-            f"a peft.PeftModel."
+            f"model={model!r:.200} must be a torch.nn.Module. Give a PreTrainedModel of transformers, or a "
+            f"peft.PeftModel."
         )
     if not hasattr(getattr(model, "config", None), "to_json_string"):
         raise TypeError(
@@ -499,10 +500,10 @@ def check_model(model: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Refuse a tokenizer that no checkpoint could keep. Any object with a length and `save_pretrained` is one.
+    """Raise unless a tokenizer can be saved in checkpoints: any object with a length and `save_pretrained` can.
 
     Raises:
-        TypeError: If it has not both.
+        TypeError: If it lacks one of them.
     """
     if isinstance(tokenizer, str | os.PathLike):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The classes that a checkpoint names, looked up without running code that came with it."""
+"""Lookup of the classes that a checkpoint names, without running code that came with it."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -28,30 +28,30 @@ def build_config(
     trust_remote_code: bool = False,
     allow_network: bool = False,
 ) -> "PretrainedConfig":
-    """Return the configuration of a checkpoint's model as transformers has it.
+    """Return the configuration of a checkpoint's model as an object of transformers.
 
     Args:
-        metadata: What the checkpoint says.
-        overrides: Values in place of the checkpoint's.
-        trust_remote_code: Whether code that lies where the model came from may be run, and kernels of the Hub that the
-            checkpoint names.
-        allow_network: Whether an architecture that transformers does not know may be looked for on the Hub.
+        metadata: Metadata of the checkpoint.
+        overrides: Values that replace those of the checkpoint.
+        trust_remote_code: Whether to run code from the model's origin, and kernels of the Hub that the checkpoint
+            names.
+        allow_network: Whether to look on the Hub for an architecture that transformers does not know.
 
     Raises:
         IncompatibleCheckpointError: If this release of transformers does not know the architecture.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig  # it takes seconds to load
+    from transformers import CONFIG_MAPPING, AutoConfig  # slow to load
 
     own = metadata.config if trust_remote_code else without_code(metadata.config)
     values = {**own, **(overrides or {})}
     model_type = values.pop("model_type", None)
     if overrides and "num_labels" in overrides and "id2label" not in overrides:
-        values.pop("id2label", None)  # of so many labels as before
+        values.pop("id2label", None)  # it would set the old number of labels again
         values.pop("label2id", None)
     if isinstance(labels := values.get("id2label"), Mapping):
-        values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON has no other keys
+        values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON keys are strings
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        values.pop("auto_map", None)
+        values.pop("auto_map", None)  # a built-in class needs no code of the checkpoint
         return AutoConfig.for_model(model_type, **values)
     origin = str(values.get("_name_or_path") or "")
     if origin and (os.path.isdir(origin) or allow_network):
@@ -70,12 +70,12 @@ def build_config(
 
 
 def find_class(name: str, *, trust_remote_code: bool = False) -> type:
-    """Return the class of a full name.
+    """Return the class with a full name.
 
     Args:
-        name: Such as `'transformers.GPT2LMHeadModel'`.
-        trust_remote_code: Whether modules other than those of transformers, peft and Composer, and those announced
-            under the entry point `composer.hf_models`, may be imported.
+        name: Full name, such as `'transformers.GPT2LMHeadModel'`.
+        trust_remote_code: Whether to import modules other than those of transformers, peft and Composer, and those
+            registered under the entry point `composer.hf_models`.
 
     Raises:
         UnsafeCheckpointError: If the module is none of these, and not trusted.
@@ -104,28 +104,28 @@ def find_class(name: str, *, trust_remote_code: bool = False) -> type:
 
 
 def build_model(model_class: Any, config: "PretrainedConfig") -> "PreTrainedModel":
-    """Return a model of a configuration, with weights as they are drawn.
+    """Return a model with random weights.
 
     Raises:
-        AttributeError: If the class is none of transformers' models.
+        AttributeError: If the class is not a model class of transformers.
     """
     if hasattr(model_class, "from_config"):  # an auto class
         return model_class.from_config(config)
     if not hasattr(model_class, "config_class"):
         raise AttributeError(
-            f"{model_class.__name__} is no class of a Hugging Face model: it has neither from_config, as "
+            f"{model_class.__name__} is not a class of a Hugging Face model: it has neither from_config, as "
             f"AutoModelForCausalLM has, nor config_class, as GPT2LMHeadModel has. Give one of those."
         )
     return model_class(config)
 
 
 def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Return a checkpoint's model on the meta device, which has names and shapes and takes no memory.
+    """Return a checkpoint's model on the meta device, with names and shapes but without memory for weights.
 
     Raises:
-        IncompatibleCheckpointError: If the checkpoint does not tell the class, or transformers does not know the model,
+        IncompatibleCheckpointError: If the checkpoint does not name the class, or transformers does not know the model,
             or cannot build it.
-        UnsafeCheckpointError: If the class is of a module that is not trusted.
+        UnsafeCheckpointError: If the class is in a module that is not trusted.
     """
     if not metadata.model_class:
         raise IncompatibleCheckpointError(
@@ -136,13 +136,13 @@ def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False
     model_class = find_class(metadata.model_class, trust_remote_code=trust_remote_code)
     with _telling_what_does_not_fit(metadata), torch.device("meta"):
         model = build_model(model_class, config)
-        model.tie_weights()  # some classes do so when they load weights only
+        model.tie_weights()  # some classes tie only when they load weights
     return model
 
 
 @contextmanager
 def _telling_what_does_not_fit(metadata: HuggingFaceMetadata) -> Iterator[None]:
-    """Say of what class a configuration is that transformers makes no model of, whatever it raises."""
+    """Raise `IncompatibleCheckpointError` for any error in building the model from its configuration."""
     try:
         yield
     except (CheckpointError, ImportError):
@@ -154,12 +154,12 @@ def _telling_what_does_not_fit(metadata: HuggingFaceMetadata) -> Iterator[None]:
         ) from error
 
 
-# An implementation of attention or of experts may be the name of a kernel on the Hub, which is downloaded and imported.
-# transformers saves none: who loads the model chooses it. peft imports `megatron_core` where it has a configuration.
+# The implementation of attention or experts may name a kernel on the Hub, which would be downloaded and imported.
+# transformers never saves it; the caller chooses it at load time. peft imports `megatron_core` if it has its settings.
 _NAMES: Final = frozenset(
     {
         "auto_map",
-        "attribute_map",  # lets one setting mean another; transformers has it on the class
+        "attribute_map",  # redirects one setting to another; in transformers it is part of the class
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
         *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
         *("megatron_config", "megatron_core"),
@@ -168,10 +168,10 @@ _NAMES: Final = frozenset(
 
 
 def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of somebody else's checkpoint without those that name code, at any depth.
+    """Return the settings of a foreign checkpoint without those that name code, at any depth.
 
     Args:
-        settings: As `config.json` or `adapter_config.json` has them.
+        settings: Content of `config.json` or `adapter_config.json`.
 
     Example:
         >>> without_code({"n_layer": 2, "text_config": {"attn_implementation": "somebody/kernel"}})

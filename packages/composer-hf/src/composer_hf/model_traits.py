@@ -1,4 +1,4 @@
-"""What the class of a model of transformers says of it: whether it is causal, and what its `forward` takes."""
+"""Properties of transformers models: causality, arguments of `forward`, and compilation."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ log = getLogger(__name__)
 
 
 def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
-    """Return whether metrics compare each logit with the label after it, by default for causal models."""
+    """Return whether metrics compare each logit with the following label. Default: whether the model is causal."""
     is_causal = _is_causal(model)
     if shift_labels is None:
         return is_causal
@@ -35,7 +35,7 @@ def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
 
 
 def warn_of_lost_alibi(model: Any) -> None:
-    """Log a warning if a model's configuration says that it was trained with ALiBi, and it computes without."""
+    """Log a warning if the configuration of a model mentions ALiBi but its modules lack it."""
     alibi = getattr(getattr(model, "config", None), "composer_alibi", None)
     if not alibi or any(hasattr(module, "alibi_slopes") for module in model.modules()):
         return
@@ -52,7 +52,7 @@ def forward_args(model: Any) -> set[str]:
     """Return the names of the arguments of a model's `forward`.
 
     Raises:
-        ValueError: If it names none, or the model was compiled before peft has wrapped it.
+        ValueError: If it names no arguments, or the model was compiled before peft wrapped it.
     """
     if is_wrapped(model):
         raise ValueError(
@@ -60,6 +60,7 @@ def forward_args(model: Any) -> set[str]:
             f"weights would have other names in checkpoints. Compile what get_peft_model returns, "
             f"or pass the model uncompiled with Trainer(compile_config={{}})."
         )
+    # Of `*args` and `**kwargs` it is unknown which keys of a batch they accept.
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     names = {parameter.name for parameter in parameters if parameter.kind not in variable}
@@ -72,13 +73,13 @@ def forward_args(model: Any) -> set[str]:
 
 
 def _is_causal(model: Any) -> bool:
-    """Say whether a model is one of those that `AutoModelForCausalLM` makes."""
+    """Return whether a model is of a class that `AutoModelForCausalLM` can build."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names: set[str] = set()
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         names.update([name] if isinstance(name, str) else name)
-    # By name, since asking for the classes would load the modules of every architecture.
+    # Comparing classes instead of names would import the modules of every architecture.
     return any(base.__name__ in names and base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
@@ -88,7 +89,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def take_out(model: Any) -> tuple[Any, Compiler | None]:
-    """Return the model inside of what `torch.compile` returns, and what compiles a call of it in the same way.
+    """Return the model inside a `torch.compile` wrapper, and a function that compiles calls with the same settings.
 
     Any other model is returned as it is, with `None`.
     """
@@ -98,25 +99,25 @@ def take_out(model: Any) -> tuple[Any, Compiler | None]:
 
 
 def is_wrapped(model: Any) -> bool:
-    """Say whether a model is what `torch.compile` returns."""
-    # Not by `hasattr`: peft's models answer with the attributes of those inside.
+    """Return whether a model is wrapped by `torch.compile`."""
+    # Not `hasattr`: peft models forward attribute lookups to the models inside.
     return isinstance(model, nn.Module) and _INNER in dict(model.named_children())
 
 
 def compile_calls(model: nn.Module, compiler: Compiler) -> None:
-    """Let a model run compiled from its next call on, as `Module.compile` does.
+    """Compile the calls of a model in place, as `Module.compile` does.
 
-    PyTorch has no public way to do so with the settings of a wrapper; this is the attribute that `Module.compile` sets.
+    PyTorch has no public way to do so with the settings of a wrapper; `Module.compile` sets this attribute, too.
     """
     vars(model)["_compiled_call_impl"] = compiler(model._call_impl)
 
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Let a model run uncompiled for a while, as the `generate` of a wrapper does.
+    """Run a model uncompiled within the context.
 
-    Each length of text would be one more graph to compile, and the training step would lose its own to the limit of
-    how many are kept.
+    In generation, each sequence length would compile another graph, and these would evict the graph of the training
+    step once the limit of cached graphs is reached.
     """
     compiled = vars(model).pop("_compiled_call_impl", None)
     try:
