@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class Guard(Protocol):
-    """What `BatchTrainer` asks around each step."""
+    """Checks around each step of `BatchTrainer`."""
 
     def begin_batch(self) -> None:
-        """Remember what the forward passes of a batch may ruin."""
+        """Copy what the forward passes of a bad batch would ruin."""
         ...
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, so that no rank steps while a divergence has not reached the host yet."""
+        """Return the loss, marked so that no rank steps while the host does not know of a divergence yet."""
         ...
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Say whether the optimizer may step with the gradients there are, or do about it what was asked for."""
+        """Return whether the optimizer may step with the current gradients; act on a divergence."""
         ...
 
     def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Say the contrary within a closure, and leave what is to be done to the end of the `closures`."""
+        """Return whether a closure must stop; the action follows at the end of `closures`."""
         ...
 
     def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -52,12 +52,12 @@ class Guard(Protocol):
         ...
 
     def end_fit(self) -> None:
-        """Wait for what is still on its way from the device, and act on it. Every rank must call this."""
+        """Read what is still on its way from the device, and act on it. Every rank must call this."""
         ...
 
 
 class Unguarded:
-    """Lets every step happen."""
+    """Guard that lets every step happen."""
 
     def begin_batch(self) -> None:
         """Do nothing."""
@@ -67,11 +67,11 @@ class Unguarded:
         return loss
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Say yes."""
+        """Return `True`."""
         return True
 
     def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Say no."""
+        """Return `False`."""
         return False
 
     def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -87,32 +87,33 @@ class Unguarded:
 
 _log = logging.getLogger(__name__)
 
-_MOST_OVERFLOWS = 32  # a scale of 2**16, halved so often, is too small to be the cause of one more
+_MOST_OVERFLOWS = 32  # after so many halvings of 2**16 the scale is too small to cause another overflow
 
 
 class _Refused(BaseException):  # an optimizer may catch every Exception of its closure
-    """Leaves an optimizer that has called its closure."""
+    """Exit from an optimizer that has called its closure."""
 
 
 class DivergenceGuard:
-    """Check the gradients of each batch before its step, and the weights before they are saved.
+    """Guard that checks the gradients of each batch before its step, and the weights before they are saved.
 
-    The gradients decide, since they are what the step puts into the weights. A loss may be NaN beside gradients of 0:
-    the mean over labels of which all are ignored. Such a batch is counted and logged, and training goes on.
+    The gradients decide, since they enter the weights. A loss may be NaN with gradients of 0, such as the mean over
+    labels that are all ignored. Such a batch is counted and logged, and training continues.
 
-    The strategy averages gradients over the ranks, so every rank finds the same without another message. On a CPU the
-    answer is read at once. On a GPU, fused optimizer kernels skip the step by a flag on the device, and the host reads
-    the flag two batches later; until then no further step is taken. Any other optimizer waits for the answer.
+    The strategy averages gradients over the ranks, so every rank comes to the same result without another message. On
+    a CPU the result is read at once. On a GPU, fused optimizer kernels skip the step by a flag on the device, and the
+    host reads the flag two batches later; until then no further step is taken. Other optimizers synchronize with the
+    device.
 
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
-    overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients to
-    itself, so they are looked at only where a loss is not finite.
+    overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
+    internal, so they are checked only when a loss is not finite.
 
     Args:
-        policy: What to do.
-        state: Its model and its scaler; its timestamp names the batch.
-        strategy: Takes means over the ranks.
-        divergences: Takes a record of each.
+        policy: The action on a divergence.
+        state: Provides the model, the scaler, and the timestamp that names the batch.
+        strategy: Averages over the ranks.
+        divergences: Receives a record of each divergence.
     """
 
     def __init__(self, policy: OnDivergence, state: State, strategy: Strategy, divergences: list[Divergence]) -> None:
@@ -121,12 +122,12 @@ class DivergenceGuard:
         self._strategy = strategy
         self._divergences = divergences
         self._scaler = state.scaler
-        # DeepSpeed's engine keeps the gradients to itself, and those in float16 are the scaler's matter.
+        # DeepSpeed's engine keeps its gradients internal, and the scaler checks those in float16.
         self._sees_gradients = state.scaler is None and not state.deepspeed_enabled
         device = state.device.torch_device
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._arrivals = Arrivals(device)
-        # Of sharded gradients it speaks to all ranks, where each sees only its own parts.
+        # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
         self._reductions = watch_reductions(strategy) if self._sees_gradients else None
         self._defers = (
             device.type == "cuda"
@@ -145,17 +146,17 @@ class DivergenceGuard:
         self._refused: Divergence | None = None
 
     def begin_batch(self) -> None:
-        """Act on what has arrived from the device meanwhile, and remember what the batch may ruin."""
+        """Act on the results that have arrived from the device, and copy what the batch may ruin."""
         if self._defers:
             self._act_on_arrivals()
             if self._policy.action == "skip":
-                self._found.zero_()  # each batch by itself; otherwise none steps until the host knows
+                self._found.zero_()  # each batch counts by itself; other actions block all steps until the host knows
         self._buffers.keep()
         if self._rolls_back:
             self._keep_snapshot()
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, or NaN times it while a divergence under a `GradScaler` is on its way to the host.
+        """Return the loss, times NaN while a divergence under a `GradScaler` has not reached the host.
 
         The scaler then skips the step on every rank, as the gradients are averaged.
         """
@@ -164,7 +165,7 @@ class DivergenceGuard:
         return loss * torch.where(self._found == 0, 1.0, math.nan)
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Say whether the optimizer may step, having done about a divergence what was asked for."""
+        """Return whether the optimizer may step; act on a divergence first."""
         divergence = self._look(optimizer, losses)
         if divergence is None:
             return True
@@ -172,20 +173,21 @@ class DivergenceGuard:
         return divergence.action == "log"
 
     def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Say whether the closure that has computed these must not be gone on with."""
+        """Return whether a closure with these losses must stop."""
         self._refused = self._look(optimizer, losses, may_defer=False)
         if self._refused is None or self._refused.action == "log":
             return False
         if not takes_none(optimizer):
+            # Such an optimizer has no way to end its step by a return value.
             raise _Refused
         return True
 
     @contextmanager
     def closures(self, optimizer: Optimizer) -> Iterator[None]:
-        """Undo what an optimizer that evaluates the loss itself has done so far, should the loss turn out bad.
+        """Undo the step of an optimizer that evaluates the loss itself, if the loss turns out bad.
 
-        One that takes `None` for the value of a closure undoes it itself. Of any other the weights and the state are
-        copied before each step.
+        An optimizer that accepts `None` from its closure undoes it itself. For any other, weights and state are copied
+        before each step.
         """
         self._refused = None
         undo = None if takes_none(optimizer) else StepUndo(optimizer)
@@ -198,12 +200,12 @@ class DivergenceGuard:
             self._act(self._refused)
 
     def check_weights(self) -> None:
-        """Wait for what is still on its way, act on it, and refuse weights that a step itself has ruined."""
+        """Read and act on all pending results, then reject weights that a step itself has ruined."""
         self._act_on_arrivals(wait=True)
         found = torch.zeros_like(self._found)
         for optimizer in self._state.optimizers:
             note_non_finite(_tensors_of(optimizer), found, self._one)
-        if get_world_size() > 1:  # also where all of them read one batch, each holds its own part
+        if get_world_size() > 1:  # even ranks that share a batch hold different shards
             found = self._strategy.mean({"found": found})["found"]
         if found.item():
             self._refuse_weights()
@@ -220,7 +222,7 @@ class DivergenceGuard:
                 tell_device(optimizer, None)
 
     def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor], *, may_defer: bool = True) -> Divergence | None:
-        """Return what is wrong with the batch, if anything is known to be."""
+        """Return the divergence of the batch, if one is known."""
         scaler, overflow = self._scaler, None
         is_bad_loss = missing_share(losses) != 0
         if scaler is not None:
@@ -236,6 +238,7 @@ class DivergenceGuard:
             self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
             return None
         has_overflown = overflow is not None and overflow.item() > 0
+        # The loss may be bad on one rank only, while the averaged gradients overflow on all.
         if has_overflown and self._strategy.world_size > 1:
             self._agree()
         has_bad_loss = bool(is_bad_loss)
@@ -250,10 +253,11 @@ class DivergenceGuard:
         return None
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
-        """Set `found` if gradients are not finite, alike on every rank."""
+        """Set `found`, identically on every rank, if gradients are not finite."""
         tensors = _gradients_of(optimizer)
         if self._knows_of_shards():
             tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
+        # Averaged gradients are the same everywhere; only shards need another collective.
         if tensors and not note_non_finite(tensors, self._found, self._one):
             self._agree()
 
@@ -262,13 +266,14 @@ class DivergenceGuard:
         self._found.logical_or_(is_bad_loss)
         if self._strategy.world_size > 1:
             self._agree()
+        # The engine is asked for its gradients only after a bad loss.
         if self._found.item() and cast("DeepSpeed", self._strategy).has_finite_gradients():
             self._found.zero_()
 
     def _knows_of_shards(self) -> bool:
-        """Say whether `found` speaks of all ranks' parts of sharded gradients by now, without a message.
+        """Return whether `found` already covers all ranks' shards of the gradients, without a message.
 
-        What algorithms made of them since they were reduced is known to nobody.
+        It does not when algorithms may have changed the gradients after their reduction.
         """
         watch = self._reductions
         if watch is None or not watch.speaks_of_all or self._state.algorithms:
@@ -277,12 +282,12 @@ class DivergenceGuard:
         return True
 
     def _agree(self) -> None:
-        """Let what one rank has found be found on all."""
+        """Combine `found` over all ranks. Every rank must call this."""
         self._found.copy_(self._strategy.mean({"found": self._found})["found"])
 
     def _act_on_arrivals(self, *, wait: bool = False) -> None:
         for batch, (found, overflow, is_bad_loss) in self._arrivals.take(wait=wait):
-            if overflow > 0 and self._strategy.world_size > 1:  # on all ranks, but the loss may be bad on only one
+            if overflow > 0 and self._strategy.world_size > 1:  # an overflow is on all ranks, a bad loss perhaps on one
                 found = self._strategy.sum([found])[0]
             if self._counts_overflow(overflow > 0) or found:
                 self._act(self._describe(math.nan, is_spike=False, batch=batch))
@@ -292,7 +297,7 @@ class DivergenceGuard:
                     self._note_bad_loss(batch)
 
     def _note_bad_loss(self, batch: int) -> None:
-        if batch == self._latest_bad_loss:  # another evaluation of the same batch
+        if batch == self._latest_bad_loss:  # a closure may evaluate the same batch again
             return
         self._latest_bad_loss = batch
         self._num_bad_losses += 1
@@ -305,13 +310,13 @@ class DivergenceGuard:
             )
 
     def _counts_overflow(self, has_overflown: bool) -> bool:
-        """Count the overflows in a row, and say whether they have no end."""
+        """Count the overflows in a row, and return whether there are too many."""
         self._num_overflows = self._num_overflows + 1 if has_overflown else 0
         return self._num_overflows >= _MOST_OVERFLOWS
 
     def _keep_snapshot(self) -> None:
         if self._snapshot is None or self._num_since_snapshot >= self._policy.rollback_batches:
-            self._act_on_arrivals(wait=True)  # what is copied must be good
+            self._act_on_arrivals(wait=True)  # a snapshot of ruined weights would be useless
             self._snapshot = Snapshot(self._state.model, self._state.optimizers[0])
             self._num_since_snapshot = 0
         self._num_since_snapshot += 1
@@ -324,7 +329,7 @@ class DivergenceGuard:
         return Divergence(stamp.num_batches if batch is None else batch, stamp.num_epochs, loss, is_spike, action)
 
     def _act(self, divergence: Divergence) -> None:
-        """Do what was asked for; the weights are those before the batch."""
+        """Perform the action of a divergence; the weights are those before the batch."""
         self._divergences.append(divergence)
         if divergence.action == "log":
             _log.warning("%s The step is made all the same.", _sentence(divergence))
@@ -334,7 +339,7 @@ class DivergenceGuard:
         message = self._explain(divergence)
         self._found.zero_()
         if divergence.action != "skip":
-            self._arrivals.forget()
+            self._arrivals.forget()  # pending results belong to steps that were blocked or are undone
         if divergence.action == "raise":
             for optimizer in self._state.optimizers:
                 tell_device(optimizer, None)
@@ -349,7 +354,7 @@ class DivergenceGuard:
 
     def _explain(self, divergence: Divergence) -> str:
         where = ""
-        if not divergence.is_spike and not self._defers:  # the gradients at hand are those of the batch
+        if not divergence.is_spike and not self._defers:  # a deferred result comes when newer gradients are present
             parameters = self._state.model.named_parameters()
             gradients = ((name, p.grad) for name, p in parameters if p.grad is not None)
             names = names_of_bad(gradients, may_be_marked=self._reductions is not None)
@@ -363,7 +368,7 @@ class DivergenceGuard:
         )
 
     def _refuse_weights(self) -> None:
-        """Raise, as there is nothing to go back to."""
+        """Raise for weights that a step has ruined; there is no good copy to restore."""
         stamp = self._state.timestamp
         divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
         self._divergences.append(divergence)
@@ -378,7 +383,7 @@ class DivergenceGuard:
 
 
 def make_guard(policy: OnDivergence | None, state: State, strategy: Strategy, divergences: list[Divergence]) -> Guard:
-    """Return what looks at each step as the policy says."""
+    """Return the guard for a policy."""
     return Unguarded() if policy is None else DivergenceGuard(policy, state, strategy, divergences)
 
 
@@ -394,7 +399,7 @@ def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the weights that an optimizer moves, and what it keeps for each of their elements."""
+    """Return the weights of an optimizer, and its state tensors of the same shape."""
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     states = [value for p in weights for value in _values(optimizer.state.get(p, {})) if value.shape == p.shape]
     return [tensor.detach() for tensor in (*weights, *states) if tensor.is_floating_point() or tensor.is_complex()]
@@ -404,17 +409,17 @@ def _values(entries: Mapping[str, object]) -> list[Tensor]:
     return [value for value in entries.values() if isinstance(value, Tensor)]
 
 
-LAG = 2  # batches; until then the device has enough to do for nobody to notice that the host waits
+LAG = 2  # batches; by then the host reads a finished result without a visible stall
 
 
 class Arrivals:
-    """Brings a few numbers of each batch to the host, in their order.
+    """Transfer of a few numbers per batch to the host, in order.
 
-    They are read after a fixed number of batches, on all ranks alike: a rank that acted on what has just happened to
-    arrive would leave the others alone in their next collective.
+    They are read after a fixed number of batches on all ranks: acting as soon as they arrive would leave the other
+    ranks alone in their next collective.
 
     Args:
-        device: Where they are computed.
+        device: The device that computes the numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -422,7 +427,8 @@ class Arrivals:
         self._waiting: deque[tuple[int, Tensor, torch.Event]] = deque()
 
     def send(self, batch: int, numbers: Tensor) -> None:
-        """Start the copy of a batch's numbers, which may change from now on."""
+        """Start the copy of a batch's numbers, which may change afterwards."""
+        # Pinned memory makes the copy asynchronous; the event marks its end.
         on_host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
         event = torch.Event(self._device)
         event.record()
@@ -432,7 +438,7 @@ class Arrivals:
         """Yield the numbers that are due, each with its batch.
 
         Args:
-            wait: Whether to wait for all that were sent.
+            wait: Whether to read everything that was sent, and block until it is there.
         """
         while len(self._waiting) > (0 if wait else LAG):
             batch, on_host, event = self._waiting.popleft()
@@ -440,31 +446,31 @@ class Arrivals:
             yield batch, on_host.tolist()
 
     def forget(self) -> None:
-        """Drop what has not been taken."""
+        """Drop all pending numbers."""
         self._waiting.clear()
 
 
-_PLAIN = {Tensor}  # what needs no look at each
+_PLAIN = {Tensor}  # lists of nothing else skip the check of each tensor
 
 
 def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
-    """Set `found` to 1 if any of the tensors holds an Inf or a NaN, and leave it as it is otherwise.
+    """Set `found` to 1 if any of the tensors holds an Inf or a NaN, and leave it unchanged otherwise.
 
-    Nobody waits for the device.
+    This does not synchronize with the device.
 
     Args:
-        tensors: On one device. None of their values changes.
+        tensors: On one device. Their values do not change.
         found: A float32 scalar on that device.
-        one: A 1, of the same kind.
+        one: A float32 scalar 1 on that device.
 
     Returns:
-        Whether `found` speaks of whole tensors: of sharded ones it speaks of this rank's parts.
+        Whether `found` covers whole tensors: of sharded ones it covers this rank's shards.
     """
     is_plain = {*map(type, tensors)} == _PLAIN
     try:
-        # The one kernel that looks at many tensors: GradScaler's, told to divide by 1. A sum of norms, which is the
-        # public way, takes five times as long. Given DTensors, it asks the ranks that share the first of them, who
-        # need not be those that share the others.
+        # GradScaler's kernel, dividing by 1, checks many tensors at once. A sum of norms, the public alternative, takes
+        # five times as long. With DTensors it would reduce over the mesh of the first one, which may not be the mesh of
+        # the others, so it gets the local shards.
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
             tensors if is_plain else [_local(tensor) for tensor in tensors], found, one
         )
@@ -477,12 +483,12 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
 
 
 def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:
-    """Return the names of the first tensors that are not finite. It waits for the device.
+    """Return the names of the first tensors that are not finite. This synchronizes with the device.
 
     Args:
-        tensors: With their names.
-        may_be_marked: Whether the first number of each rank's part of a tensor may be a mark, which says that others
-            are not finite. It counts only where there are no others.
+        tensors: Pairs of name and tensor.
+        may_be_marked: Whether the first number of each rank's shard may be a mark that another rank's shard is not
+            finite. It counts only if no other number is bad.
     """
     named = list(tensors)
     names = [name for name, tensor in named if not _is_finite(tensor, 1)] if may_be_marked else []
@@ -492,7 +498,7 @@ def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool =
 
 
 def _is_finite(tensor: Tensor, num_marks: int = 0) -> bool:
-    """Say whether a tensor is finite, behind so many numbers of each rank's part if it is sharded."""
+    """Return whether a tensor is finite; `num_marks` leading numbers of each rank's shard are ignored."""
     found = torch.zeros((), device=tensor.device)
     part = _local(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
     note_non_finite([part], found, torch.ones_like(found))
@@ -502,15 +508,15 @@ def _is_finite(tensor: Tensor, num_marks: int = 0) -> bool:
 
 
 def _over_ranks(found: Tensor, tensor: Any) -> Tensor:
-    """Return what any of the ranks that share a tensor has found."""
-    from torch.distributed.tensor import DTensor, Partial  # loaded where there are such tensors, and slow to
+    """Return the maximum of `found` over the ranks that share a tensor."""
+    from torch.distributed.tensor import DTensor, Partial  # a slow import, already paid for where DTensors exist
 
     mesh = tensor.device_mesh
     return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def _plain_values(tensor: Any) -> Tensor:
-    """Return what this rank has of a tensor, densely."""
+    """Return this rank's values of a tensor, as a dense tensor."""
     local = _local(tensor)
     if local.layout is torch.sparse_coo:
         return local.coalesce().values()
@@ -518,27 +524,27 @@ def _plain_values(tensor: Any) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's shard of a tensor."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # nobody differentiates by it
+    with torch.no_grad():  # the check needs no graph
         return tensor.to_local()
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Say whether a tensor is a DTensor, whose module takes a third as long to import as torch itself."""
+    """Return whether a tensor is a DTensor, without its import, which takes a third as long as that of torch."""
     return hasattr(tensor, "to_local")
 
 
-_NUM_USUAL = 32  # among which the median is what a loss usually is
-_FEWEST = 3  # before which nobody knows what is usual
+_NUM_USUAL = 32  # latest normal losses, whose median is the reference
+_FEWEST = 3  # a median of fewer losses is not reliable
 
 
 class Spikes:
-    """Tells a loss that jumps from those that are as usual.
+    """Detection of a loss that jumps.
 
     Args:
-        factor: How many times as large as the median of the latest usual ones it is.
+        factor: A jump is a loss above this multiple of the median of the latest normal losses.
     """
 
     def __init__(self, factor: float) -> None:
@@ -546,7 +552,8 @@ class Spikes:
         self._usual: deque[float] = deque(maxlen=_NUM_USUAL)
 
     def is_spike(self, loss: float) -> bool:
-        """Return whether a loss jumps; one that does not counts as usual from now on, unless it is not finite."""
+        """Return whether a loss jumps; a finite loss that does not is added to the normal ones."""
+        # A loss that is not finite is judged by its gradients.
         if not math.isfinite(loss):
             return False
         if len(self._usual) >= _FEWEST and abs(loss) > self._factor * median(self._usual):
@@ -556,17 +563,17 @@ class Spikes:
 
 
 def takes_none(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer undoes its step where a closure returns `None`, as SAM does."""
+    """Return whether an optimizer undoes its step when a closure returns `None`, as SAM does."""
     return getattr(optimizer, "_step_supports_amp_closure", False)
 
 
 def has_fused_step(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer's kernels look themselves at whether they may step."""
+    """Return whether an optimizer's kernels read a skip flag on the device."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def tell_device(optimizer: Any, found: Tensor | None) -> None:
-    """Let a fused optimizer step only if `found` is 0, by the attributes through which GradScaler tells it."""
+    """Make a fused optimizer step only if `found` is 0, by the attributes that GradScaler uses."""
     if found is not None:
         optimizer.grad_scale, optimizer.found_inf = None, found
     elif hasattr(optimizer, "found_inf"):
@@ -574,6 +581,6 @@ def tell_device(optimizer: Any, found: Tensor | None) -> None:
 
 
 def overflow_of(scaler: Any, optimizer: Optimizer) -> Tensor:
-    """Return more than 0 if the scaler has seen an overflow; it has no public way to ask."""
+    """Return more than 0 if the scaler has found an overflow; there is no public method for this."""
     per_device = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return torch.stack([found.to(next(iter(per_device))) for found in per_device.values()]).sum()

@@ -1,4 +1,4 @@
-"""What an attempt at a batch, or a half-made step, has changed, made what it was before."""
+"""Restore what a failed batch or optimizer step has changed."""
 
 import copy
 import random
@@ -17,9 +17,9 @@ __all__ = ["copies_of", "copy_all", "local_part", "BatchUndo", "MetricsUndo", "S
 
 
 class BatchUndo:
-    """Undoes what forward passes leave behind: buffers, draws of random numbers, what algorithms count.
+    """Copy of what forward passes change: buffers, random states and the counters of algorithms.
 
-    Of each algorithm the attributes are kept, not what they hold; one that changes its tensors in place between
+    Attributes of algorithms are restored by reference: an algorithm that changes its tensors in place between
     BEFORE_TRAIN_BATCH and AFTER_TRAIN_BATCH changes them in each attempt.
     """
 
@@ -32,7 +32,7 @@ class BatchUndo:
         self._draws = _random_states(state.device.torch_device)
 
     def __call__(self) -> None:
-        """Make it all what it was, and let go of the attempt's tensors."""
+        """Restore everything, and release the tensors of the attempt."""
         state = self._state
         state.batch, state.outputs, state.loss = self._batch, torch.empty(0), torch.empty(0)
         self._buffers.restore()
@@ -44,29 +44,30 @@ class BatchUndo:
 
 
 class MetricsUndo:
-    """Undoes updates of metrics, by what each of them and of its parts has for attributes."""
+    """Copy of the attributes of metrics and their submodules."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         parts = [part for metric in metrics.values() for part in _parts_of(metric)]
         self._kept = [(part, _copy_values(vars(part))) for part in parts]
 
     def __call__(self) -> None:
-        """Make it all what it was."""
+        """Restore the metrics."""
         for part, values in self._kept:
             vars(part).clear()
+            # Copied again, since the next attempt may change them once more.
             vars(part).update(_copy_values(values))
 
 
 class StepUndo:
-    """Undoes an optimizer's steps, be it a part of one or many: weights, the optimizer's state and settings.
+    """Copy of weights and of the state and settings of an optimizer, before a partial or whole step.
 
-    The copies lie on the device, where the backward pass has just left room for them, and on the host if there is
-    none. Each rank copies its own part.
+    The copies are on the device, where the backward pass has just freed memory, or on the host if they do not fit.
+    Each rank copies its own shards.
 
     Args:
-        optimizer: Whose parameters are copied.
-        on_host: Whether the host is the better place, since a forward and a backward pass are still to come.
-        with_settings: Whether learning rates and the like become what they were, too.
+        optimizer: The optimizer, whose parameters are copied.
+        on_host: Whether to copy to the host, because a forward and a backward pass still need the device's memory.
+        with_settings: Whether to restore learning rates and other settings, too.
     """
 
     def __init__(self, optimizer: Optimizer, *, on_host: bool = False, with_settings: bool = True) -> None:
@@ -74,7 +75,7 @@ class StepUndo:
         weights = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
         groups = optimizer.param_groups if with_settings else ()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        # For each parameter its entries: which objects they are, and copies of what is in them.
+        # For each parameter the original objects; their values are in the copies below.
         self._state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
         self._tensors = [*weights, *_tensors_in(self._state.values()), *_tensors_in(self._groups)]
         self._copies = copies_of(self._tensors, on_host=on_host)
@@ -86,7 +87,7 @@ class StepUndo:
         }
 
     def __call__(self) -> None:
-        """Make it all what it was. The copies stay good for another time."""
+        """Restore everything. The copies can be used again."""
         copy_all(self._tensors, self._copies)
         for group, kept in zip(self._optimizer.param_groups, self._groups, strict=False):
             for name in [name for name in group if name != "params" and name not in kept]:
@@ -108,7 +109,7 @@ def _parts_of(metric: Any) -> Iterable[Any]:
 
 
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy tensors, which a metric changes in place, and lists, to which it appends; all else it sets anew."""
+    """Copy the tensors, which a metric changes in place, and the lists, to which it appends."""
     copies = dict(values)
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -123,14 +124,14 @@ def _tensors_in(dicts: Iterable[dict[str, Any]]) -> list[Tensor]:
 
 
 def _random_states(device: torch.device) -> Iterable[tuple[Callable[[Any], object], Any]]:
-    """Return the state of each generator of this process, with what restores it."""
+    """Return the state of each random generator of this process, with the function that restores it."""
     states: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
         (torch.set_rng_state, torch.get_rng_state()),
     ]
     if device.type == "cuda":
         states.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
-    numpy: Any = sys.modules.get("numpy")  # nobody who has not imported it draws from it
+    numpy: Any = sys.modules.get("numpy")  # if it was never imported, its generator was never used
     if numpy is not None:
         states.append((numpy.random.set_state, numpy.random.get_state()))
     return states
@@ -139,21 +140,21 @@ def _random_states(device: torch.device) -> Iterable[tuple[Callable[[Any], objec
 class KeptBuffers:
     """Copies of a model's buffers, such as running means, which a forward pass over a bad batch ruins.
 
-    What PyTorch has not seen change since the latest copy is not copied again: a constant, however large, costs memory
-    once and no time. A kernel of one's own has to say what it changes (`torch.autograd.graph.increment_version`).
+    A buffer is copied again only if PyTorch has seen it change: a large constant costs memory once and no time. Custom
+    kernels must report their changes with `torch.autograd.graph.increment_version`.
 
     Args:
         model: Its modules are looked up once, their buffers at each batch.
-        num_batches: Of how many batches the copies are kept.
+        num_batches: The number of batches whose copies are kept.
     """
 
     def __init__(self, model: nn.Module, num_batches: int = 1) -> None:
-        # The dict itself, here and below: to look buffers up one by one takes longer than to copy them.
+        # The dict itself, here and below: named access to each buffer takes longer than the copy.
         self._owners = [module for module in model.modules() if module._buffers]  # pyright: ignore[reportPrivateUsage]
         self._kept: deque[list[_OfModule]] = deque(maxlen=num_batches)
 
     def keep(self) -> None:
-        """Remember the buffers as they are before a batch."""
+        """Copy the buffers before a batch."""
         if not self._owners:
             return
         latest = self._kept[-1] if self._kept else [None] * len(self._owners)
@@ -161,6 +162,7 @@ class KeptBuffers:
         made: list[_OfModule] = []
         for owner, before in zip(self._owners, latest, strict=True):
             if before is None or not before.is_current():
+                # With a single copy, its memory can be overwritten.
                 before = _OfModule(owner, room=before if self._kept.maxlen == 1 else None)
                 made.append(before)
             kept.append(before)
@@ -168,24 +170,24 @@ class KeptBuffers:
         self._kept.append(kept)
 
     def restore(self) -> None:
-        """Make the buffers what they were before the earliest of the batches, be they changed or replaced."""
+        """Restore the buffers from before the earliest batch kept, whether they were changed or replaced."""
         for of_module in self._kept[0] if self._kept else ():
             of_module.restore()
 
 
 class _OfModule:
-    """The buffers of one module, and copies of their values once `_fill` has made these.
+    """Buffers of one module, and copies of their values once `_fill` has made them.
 
     Args:
         owner: The module.
-        room: Earlier copies that nobody needs any more.
+        room: Earlier copies whose memory may be reused.
     """
 
     def __init__(self, owner: nn.Module, room: "_OfModule | None") -> None:
         self._buffers = owner._buffers  # pyright: ignore[reportPrivateUsage]
-        self._seen = dict(self._buffers)  # which tensors they are
+        self._seen = dict(self._buffers)  # the tensor objects, since a forward pass may replace them
         self.tensors = [local_part(tensor) for tensor in self._seen.values() if tensor is not None]
-        # batch_norm() changes running means without saying so, and these kinds of tensors do not count changes.
+        # batch_norm() changes running means without a new version, and these kinds of tensors have no versions.
         is_silent = any(t.is_inference() or hasattr(t, "to_local") for t in self._seen.values() if t is not None)
         self._changes_unseen = is_silent or "running_mean" in self._seen
         self._versions = None if self._changes_unseen else self._count()
@@ -194,11 +196,11 @@ class _OfModule:
             self.copies = room.copies
 
     def is_current(self) -> bool:
-        """Say whether nothing has changed or replaced a buffer since."""
+        """Return whether no buffer has been changed or replaced since the copy."""
         return not self._changes_unseen and self._is_same() and self._count() == self._versions
 
     def restore(self) -> None:
-        """Put the tensors back, with their values."""
+        """Restore the tensors and their values."""
         copy_all(self.tensors, self.copies)
         self._buffers.clear()
         self._buffers.update(self._seen)
@@ -208,12 +210,12 @@ class _OfModule:
         return len(now) == len(seen) and all(now.get(name) is tensor for name, tensor in seen.items())
 
     def _count(self) -> list[int]:
-        """Return how often each tensor has been changed in place."""
+        """Return the version of each tensor, which counts its in-place changes."""
         return [tensor._version for tensor in self._seen.values() if tensor is not None]
 
 
 def _fill(made: list[_OfModule]) -> None:
-    """Copy what there is now, into the room there is."""
+    """Copy the current values, into existing memory where it fits."""
     anew = [of_module for of_module in made if not of_module.copies]
     old = [of_module for of_module in made if of_module.copies]
     copy_all([c for of_module in old for c in of_module.copies], [t for of_module in old for t in of_module.tensors])
@@ -227,9 +229,9 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 
 class Snapshot:
-    """A copy of weights, buffers and an optimizer's state, each rank's own part of them.
+    """Copy of weights, buffers and optimizer state; each rank copies its own shards.
 
-    Learning rates are not part of it: the schedule goes on.
+    Learning rates are left out: the schedule continues.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -238,28 +240,28 @@ class Snapshot:
         self._undo_steps = StepUndo(optimizer, with_settings=False)
 
     def restore(self) -> None:
-        """Make all of it what it was. The copy stays good for another time."""
+        """Restore everything. The copy can be used again."""
         self._buffers.restore()
         self._undo_steps()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's own part of a tensor that may be spread over ranks; it shares the memory."""
+    """Return this rank's shard of a DTensor, or the tensor itself, detached; the memory is shared."""
     tensor = tensor.detach()
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)  # that of a DTensor
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)  # only a DTensor has it
     return tensor if to_local is None else to_local()
 
 
 @torch.no_grad()
 def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
-    """Write the values of tensors into others, one into each."""
+    """Copy each source tensor into its target."""
     if to:
         torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]  # no public name
 
 
 @torch.no_grad()
 def copies_of(tensors: Sequence[Tensor], *, on_host: bool = False) -> list[Tensor]:
-    """Return copies of tensors; on the host where the device has no room for them."""
+    """Return copies of tensors, on the host if the device has no room for them."""
     local = [local_part(tensor) for tensor in tensors]
     if not on_host:
         try:

@@ -33,14 +33,14 @@ _NOTHING = nullcontext()  # reentrant and without state, so one serves every mic
 
 
 def make_autocast(state: State, strategy: Strategy) -> Autocast:
-    """Return what makes the precision context of a state, as its precision, its device and what is around are now."""
+    """Return a factory of the precision context for the current precision, device and surrounding autocast."""
     if strategy.has_own_precision:
         return nullcontext
-    # The device is named once here; looking it up anew would cost more than the context itself.
+    # The device type is read once here: the lookup costs more than entering the context.
     device_type = state.device.torch_device.type
     enter = functools.partial(get_precision_context, state.precision, state.precision_config, device_type=device_type)
     if state.precision is Precision.FP32 and not torch.is_autocast_enabled(device_type):
-        return _do_nothing  # full precision has only to end an autocast around it
+        return _do_nothing  # in full precision only an enclosing autocast would have to be ended
     return enter
 
 
@@ -49,7 +49,7 @@ def _do_nothing() -> AbstractContextManager[Any]:
 
 
 class TrainMetrics:
-    """Updates `state.train_metrics` with each microbatch as it was before an algorithm changed it.
+    """Updates of `state.train_metrics` with each microbatch as it was before algorithms changed it.
 
     A model without train metrics costs nothing here.
     """
@@ -58,23 +58,23 @@ class TrainMetrics:
         self._state = state
         self._model = model
         self._kept: Any = None
-        # Without an own eval_forward the outputs are taken as they are, so there is no mode to switch.
+        # The default eval_forward returns the outputs unchanged, so switching to eval mode would have no effect.
         self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
 
     def reset(self) -> None:
-        """Start anew, for another batch."""
+        """Reset all metrics for a new batch."""
         if metrics := self._state.train_metrics:
             for metric in metrics.values():
                 metric.reset()
 
     def keep(self, microbatch: Any) -> None:
-        """Remember a microbatch whose containers algorithms are free to change from now on."""
+        """Keep a microbatch for `update`; algorithms may change its containers afterwards."""
         if self._state.train_metrics:
             self._kept = _copy_containers(microbatch)
 
     @in_stage("the metrics of training")
     def update(self, outputs: Any, autocast: Autocast) -> None:
-        """Show the remembered microbatch and the model's outputs to every metric, in the precision of training."""
+        """Update every metric with the kept microbatch and the model's outputs, under the training precision."""
         metrics = self._state.train_metrics
         if not metrics:
             return
@@ -86,9 +86,9 @@ class TrainMetrics:
         self._kept = None
 
     def compute(self) -> dict[str, Any]:
-        """Return the value of each metric over the microbatches seen, and put them on the state.
+        """Return each metric over the microbatches seen so far, and store the values on the state.
 
-        A run that was resumed right at the end of an epoch has seen none yet.
+        A run resumed exactly at the end of an epoch has seen none yet.
         """
         values = {
             name: metric.compute()
@@ -100,7 +100,7 @@ class TrainMetrics:
 
 
 def _copy_containers(batch: Any) -> Any:
-    """Copy the dicts, lists and tuples of a batch, with the very same tensors in them."""
+    """Copy the dicts, lists and tuples of a batch; the tensors in them stay the same objects."""
     if isinstance(batch, Mapping):
         return {key: _copy_containers(value) for key, value in batch.items()}
     if type(batch) in (list, tuple):
@@ -109,24 +109,24 @@ def _copy_containers(batch: Any) -> Any:
 
 
 class BatchTrainer:
-    """Trains on `state.batch`.
+    """Training step on `state.batch`.
 
     The gradient of a batch is the mean over its samples, however it is cut: each microbatch's loss counts with its
     share of the samples, or of the tokens that make up the loss, of all ranks together.
 
     Args:
         state: Its `batch`, `outputs` and `loss` follow the microbatch at work; the whole batch is back at the end.
-        engine: Tells the listeners.
-        strategy: How gradients are computed and applied.
+        engine: Runs the events.
+        strategy: Computes and applies the gradients.
         model: The user's model, whose `loss` is called; `state.model` may wrap it.
-        data_spec: How a batch is cut, counted and prepared on the device.
-        autocast: Makes the precision context of a forward pass and a loss.
-        metrics: Sees each microbatch as it was before any algorithm changed it.
+        data_spec: Splits the batch, counts it and prepares it on the device.
+        autocast: Creates the precision context of a forward pass and a loss.
+        metrics: Receives each microbatch as it was before algorithms changed it.
         create_graph: Whether an algorithm differentiates through the gradients.
-        ranks: Know how much the batch weighs on all ranks together.
-        by_tokens: Whether microbatches count by their loss-generating tokens instead of their samples.
-        guard: Says of each step whether it may be made.
-        fitting: Says what becomes of a batch that does not fit into memory.
+        ranks: Provides the weight of the batch over all ranks.
+        by_tokens: Whether microbatches are weighted by their loss-generating tokens instead of their samples.
+        guard: Decides whether each step may be taken.
+        fitting: Handles batches that do not fit into memory.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class BatchTrainer:
         self._by_tokens = by_tokens
         self._guard = guard
         self._fitting = fitting
-        self._optimizers = state.optimizers  # the same list for life
+        self._optimizers = state.optimizers  # the list object never changes, only its items
         self._has_looked_at_tokens = False
-        self._needs_closure: dict[Optimizer, bool] = {}  # looked up once for each, as algorithms may replace it
+        self._needs_closure: dict[Optimizer, bool] = {}  # per optimizer, since algorithms may replace it
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
@@ -171,11 +171,11 @@ class BatchTrainer:
         if self._needs_closure[optimizer]:
 
             def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
-                seen = losses if loss_dict is None else loss_dict  # the optimizer says which look is logged
+                seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
                 self._compute_gradients(seen, sync=ddp_sync)
                 if not ddp_sync:
                     return seen[TOTAL]
-                loss = mean_total(seen, self._strategy)  # who looks at the loss decides alike on every rank
+                loss = mean_total(seen, self._strategy)  # optimizers that branch on the loss must agree on every rank
                 return None if self._guard.refuses(optimizer, seen) else loss
 
             with self._guard.closures(optimizer):
@@ -196,7 +196,7 @@ class BatchTrainer:
         self._guard.check_weights()
 
     def finish(self) -> None:
-        """Wait for what is not yet known of the latest steps."""
+        """Handle the results of the latest steps that have not reached the host yet."""
         self._guard.end_fit()
 
     @in_stage("the optimizer's step")
@@ -204,9 +204,9 @@ class BatchTrainer:
         self._strategy.step(optimizer, closure, scaler=scaler)
 
     def _compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
-        """Leave the gradients of the batch on the parameters, and add the losses that made them to `losses`.
+        """Compute the gradients of the batch, and add its losses to `losses`.
 
-        Without `sync` they are those of this rank's part of the batch.
+        Without `sync`, the gradients are those of this rank's part of the batch.
         """
         self._fitting.gradients(partial(self._attempt_gradients, losses, sync=sync))
 
@@ -230,7 +230,7 @@ class BatchTrainer:
                     self._train_microbatch(share, losses, averages=averages)
         state.batch = batch
         if state.scaler is not None:
-            state.scaler.unscale_(state.optimizers[0])  # listeners see the gradients in their true size
+            state.scaler.unscale_(state.optimizers[0])  # AFTER_TRAIN_BATCH must see gradients at their true size
         self._engine.run_event(Event.AFTER_TRAIN_BATCH)
 
     @in_stage("the cutting into microbatches")
@@ -243,14 +243,14 @@ class BatchTrainer:
 
     @in_stage("the preparation of a microbatch")
     def _move(self, microbatch: Any) -> None:
-        """Put a microbatch on the device and on the state."""
+        """Move a microbatch to the device and to the state."""
         on_device = self._state.device.batch_to_device(microbatch)
         self._state.batch = self._strategy.prepare_batch(transform_microbatch(self._data_spec, on_device))
 
     def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
-        """Return each microbatch's share in the loss, and whether the ranks have equally many of them.
+        """Return each microbatch's share in the loss, and whether all ranks have the same number of them.
 
-        Over all ranks the shares add up to the number of ranks.
+        The shares of all ranks add up to the number of ranks.
         """
         spec = self._data_spec
         if self._by_tokens:
@@ -309,7 +309,7 @@ class BatchTrainer:
 
     @in_stage("the backward pass")
     def _backward(self, loss: Tensor, share: float) -> None:
-        # A part that weighs nothing may have no loss at all, such as a mean over no tokens, and still must take part.
+        # A microbatch of zero weight may have a NaN loss, such as a mean over no tokens, but must join the collectives.
         loss = self._guard.mark(loss) if share else _zero_over(self._state.outputs)
         if self._state.scaler is not None:
             loss = self._state.scaler.scale(loss)
@@ -317,10 +317,10 @@ class BatchTrainer:
 
 
 def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
-    """Return the microbatches of a batch, of `size` samples each; a split of the user's own may do without a size.
+    """Return the microbatches of a batch, of `size` samples each; a custom `split_batch` may work without a size.
 
-    Where they are as large as the dataloader's batches, an incomplete last batch is one of its own. It does not go
-    through `split_batch`, which would warn that it cannot be cut.
+    When microbatches are as large as the dataloader's batches, an incomplete last batch becomes one microbatch. It
+    bypasses `split_batch`, which would warn that it cannot be split.
     """
     of_loader = getattr(data_spec.dataloader, "batch_size", None)
     if of_loader is not None and size == of_loader and data_spec.get_num_samples_in_batch(batch) < size:
@@ -329,12 +329,12 @@ def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
 
 
 def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the parts of a loss that a model gave in parts, and the total that is minimised, by their log names.
+    """Return the parts of a loss and the total to minimize, by their log names.
 
-    A dict with a `total` says itself what is minimised; of any other dict or sequence it is the sum.
+    The total is the entry `total` of a dict; for any other dict or sequence it is the sum.
 
     Raises:
-        TypeError: If the loss is of another kind.
+            TypeError: If the loss is neither a dict nor a sequence of tensors.
     """
     named: Mapping[str, Any] = {}
     if isinstance(loss, Mapping):
@@ -359,8 +359,9 @@ def _weigh(loss: Tensor, share: float) -> Tensor:
 
 
 def _zero_over(outputs: Any) -> Tensor:
-    """Return a zero whose gradient is zero for everything that the outputs depend on."""
+    """Return a zero with a zero gradient for everything that the outputs depend on."""
     if isinstance(outputs, Tensor):
+        # NaN * 0 would be NaN again.
         return torch.nan_to_num(outputs).sum() * 0
     parts = outputs.values() if isinstance(outputs, Mapping) else outputs
     return torch.stack([_zero_over(part) for part in parts if isinstance(part, (Tensor, Mapping, list, tuple))]).sum()
@@ -371,31 +372,31 @@ def _mean(loss: Tensor) -> Tensor:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer evaluates the loss itself, as LBFGS and SAM do, once or more in a step."""
+    """Return whether an optimizer evaluates the loss itself, once or more per step, as LBFGS and SAM do."""
     if getattr(optimizer, "_step_supports_amp_closure", False):
         return True
-    # Wrapped by PyTorch (hooks, schedulers), the method still shows the signature of the one it wraps.
+    # PyTorch's wrappers (hooks, schedulers) preserve the signature of the method.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def transform_batch(spec: DataSpec, batch: Any) -> Any:
-    """Return what `batch_transforms` makes of a batch, or raise TypeError if that is nothing."""
+    """Apply `batch_transforms` to a batch; raise TypeError if it returns `None`."""
     transformed = spec.batch_transforms(batch)
     return _returned_nothing("batch_transforms", spec) if transformed is None else transformed
 
 
 def transform_microbatch(spec: DataSpec, microbatch: Any) -> Any:
-    """Return what `microbatch_transforms` makes of a microbatch, or raise TypeError if that is nothing."""
+    """Apply `microbatch_transforms` to a microbatch; raise TypeError if it returns `None`."""
     transformed = spec.microbatch_transforms(microbatch)
     return _returned_nothing("microbatch_transforms", spec) if transformed is None else transformed
 
 
 def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
-    """Return the microbatches that `split_batch` makes of a batch.
+    """Split a batch into microbatches with `split_batch`.
 
     Raises:
-        TypeError: If those are no microbatches.
+            TypeError: If `split_batch` returns no list, or an empty one.
     """
     microbatches = spec.split_batch(batch, size)
     if not hasattr(microbatches, "__len__") or not len(microbatches):
