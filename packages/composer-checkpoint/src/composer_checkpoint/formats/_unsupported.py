@@ -1,4 +1,4 @@
-"""Refusing what a format has no form for, before any of it is written."""
+"""Checks that refuse, before anything is written, what a format cannot represent."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from composer_checkpoint.sharded._entries import refuse_unfit_entries, refuse_un
 __all__ = ["refuse_doubled_names", "Target", "refuse_quantized", "refuse_unfit"]
 
 Target = Literal["pt", "safetensors", "dcp", "local"]
-"""What is written: a `.pt` or a `.safetensors` file, a sharded folder, or per-rank files."""
+"""Target format: a `.pt` or a `.safetensors` file, a sharded folder, or per-rank files."""
 
 _CALLED = {
     "pt": "a .pt file",
@@ -34,21 +34,21 @@ def refuse_unfit(
     what: str | None = None,
     aliases: Iterable[str] = (),
 ) -> None:
-    """Refuse a tree that could not be written, with all that is known without reading a tensor.
+    """Refuse a tree that could not be written, by everything that is known without reading a tensor.
 
-    Whoever only plans calls this, too, so that a plan is refused where writing would be.
+    Planning calls this too, so that a plan is refused for the same reasons as the write.
 
     Args:
-        tree: Dicts, lists and tuples of `StoredTensor`s, tensors and plain data; of `'safetensors'`, tensors by name.
+        tree: Dicts, lists and tuples of `StoredTensor`s, tensors and plain data; for `'safetensors'`, tensors by name.
         target: The format.
-        path: Where it would be written to, for messages.
-        what: What messages call the format.
-        aliases: Of `'safetensors'`, further names of tensors.
+        path: Path of the output, for messages.
+        what: Name of the format in messages.
+        aliases: Further names of tensors, for `'safetensors'`.
 
     Raises:
-        IncompatibleCheckpointError: If a tensor is sparse or quantized and cannot be, or of a name that cannot be.
-        TypeError: If the format has nothing for a tensor's dtype.
-        UnsafeCheckpointError: If anything is more than data.
+        IncompatibleCheckpointError: If the format does not support a sparse or quantized tensor, or a name.
+        TypeError: If the format does not support a tensor's dtype.
+        UnsafeCheckpointError: If the tree has anything other than data.
 
     Example:
         >>> refuse_unfit({"w": as_stored(torch.ones(2, dtype=torch.complex128))}, "safetensors", "out.safetensors")
@@ -69,22 +69,24 @@ def refuse_unfit(
                 )
         return
     if target == "dcp":
+        # Each of these checks is cheap: they look at names and dtypes, never at elements.
         refuse_unmeasured((name, tensor.dtype) for name, tensor in tensors.items())
     if target != "pt":
         refuse_doubled_names(tree, target)
+    # Tensors are known to be data, so they are left out of the search for other objects.
     plain, _ = encode(map_tree(tree, lambda _, value: None if isinstance(value, StoredTensor) else value))
     refuse_more_than_data(plain, os.fspath(path))
 
 
 def refuse_quantized(tensors: Mapping[str, StoredTensor], what: str) -> None:
-    """Refuse quantized tensors, which are not what they were without the scale that torch has beside their elements.
+    """Refuse quantized tensors, whose elements mean nothing without the scale, which is not stored.
 
     Args:
-        tensors: By name.
-        what: What takes no quantized ones, for the message.
+        tensors: Tensors by name.
+        what: Name of the format in the message.
 
     Raises:
-        IncompatibleCheckpointError: If there is one.
+        IncompatibleCheckpointError: If a tensor is quantized.
     """
     for name, tensor in tensors.items():
         if tensor.is_quantized:
@@ -105,7 +107,7 @@ def _tensors_in(tree: Any) -> dict[str, StoredTensor]:
 
 
 def refuse_doubled_names(tree: Any, target: Literal["dcp", "local"]) -> None:
-    """Refuse two things of one name, once the keys on the way to them are joined as a format has them.
+    """Refuse two items that get the same name once the keys of their paths are joined as the format joins them.
 
     Args:
         tree: Dicts and lists of `StoredTensor`s, tensors and plain data.
@@ -113,7 +115,7 @@ def refuse_doubled_names(tree: Any, target: Literal["dcp", "local"]) -> None:
             by slashes.
 
     Raises:
-        IncompatibleCheckpointError: With the keys on the way to both, or to one that is too long for a folder.
+        IncompatibleCheckpointError: With the paths of both items, or of one that is too long for a folder.
     """
     if target == "dcp":
         refuse_unfit_entries(tree, (StoredTensor, torch.Tensor))

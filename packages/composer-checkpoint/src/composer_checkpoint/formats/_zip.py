@@ -1,8 +1,8 @@
-"""Where the members of a torch archive lie in its file, read strictly.
+"""Strict reader for the layout of a torch archive: the members and where their bytes lie.
 
-A torch archive is a zip whose members are stored uncompressed. Zip readers forgive much (gaps, overlaps, doubled names,
-trailing bytes), and each forgives differently, so a file could look one way to who checks it and another way to who
-loads it. Here whatever torch does not write is refused.
+A torch archive is a zip file whose members are stored uncompressed. Zip readers tolerate gaps, overlaps, duplicate
+names and trailing bytes, and each tolerates different ones, so a checker and a loader could read different content from
+the same file. Anything that torch does not write is therefore refused here.
 """
 
 import struct
@@ -28,16 +28,19 @@ _END_MAGIC = b"PK\x05\x06"
 _END64_MAGIC = b"PK\x06\x06"
 _LOCATOR_MAGIC = b"PK\x06\x07"
 
+# Layouts of the records, from the zip specification (APPNOTE.TXT, sections 4.3.7 to 4.3.16).
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 
+# A 16-bit or 32-bit field with all bits set means that the number is in a 64-bit field instead.
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED_FLAG = 1
+# Kinds of extra field: 64-bit numbers (zip64), and "FB", which torch uses for alignment padding.
 _WIDE_NUMBERS, _PADDING = 1, 0x4246
-MAX_DIRECTORY_BYTES = 1 << 29
+MAX_DIRECTORY_BYTES = 1 << 29  # a directory is read into memory, so its size has a limit
 
 
 class Readable(Protocol):
@@ -52,7 +55,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the directory says of one member; its own header comes before its bytes, and should say the same.
+    """Directory entry of one member. The member's own header, which comes before its bytes, should agree with it.
 
     `fields` are the version, flags, method, time and date.
     """
@@ -66,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member: where its bytes lie, and the checksum that the zip has for them."""
+    """Location of one member's bytes, and the CRC-32 that the zip file has for them."""
 
     name: str
     header_offset: int
@@ -76,13 +79,13 @@ class Member:
 
     @property
     def end(self) -> int:
-        """The position after its last byte."""
+        """Return the position after the last byte."""
         return self.offset + self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ZipLayout:
-    """The members by name, without the folder that all of them are in, and the comment at the end."""
+    """Members by name, without the folder that contains all of them, and the comment at the end of the file."""
 
     folder: str
     members: dict[str, Member]
@@ -94,7 +97,7 @@ def read_zip_layout(file: Readable) -> ZipLayout:
     """Read the layout of a torch archive.
 
     Raises:
-        CorruptCheckpointError: If there is anything that torch does not write.
+        CorruptCheckpointError: If the file has anything that torch does not write.
     """
     directory = _read_directory(file)
     members = {
@@ -115,7 +118,7 @@ def read_zip_layout(file: Readable) -> ZipLayout:
 
 
 def read_entries(file: Readable) -> list[Entry]:
-    """Read what the directory lists, without comparing it with the members' own headers.
+    """Read the entries of the directory without comparing them with the members' own headers.
 
     Raises:
         CorruptCheckpointError: If the directory is not one that torch writes.
@@ -141,6 +144,7 @@ def _read_directory(file: Readable) -> _Directory:
 def _find_end(file: Readable) -> tuple[int, bytes]:
     tail_bytes = min(file.size_bytes, _END.size + _FULL16)
     tail = file.read(file.size_bytes - tail_bytes, tail_bytes)
+    # The last record of this kind must end the file; a comment that contains its magic fails the length check below.
     position = tail.rfind(_END_MAGIC)
     comment = tail[position + _END.size :]
     if position < 0 or _END.unpack_from(tail.ljust(position + _END.size), position)[7] != len(comment):
@@ -154,6 +158,7 @@ def _read_end(file: Readable, end_offset: int) -> tuple[int, int, int, int]:
     locator_offset = end_offset - _LOCATOR.size
     locator = file.read(locator_offset, _LOCATOR.size) if locator_offset >= 0 else b""
     if locator[:4] == _LOCATOR_MAGIC:
+        # torch writes these 64-bit records even for small files.
         _, _, end64_offset, _ = _LOCATOR.unpack(locator)
         if end64_offset + _END64.size != locator_offset:
             _refuse(f"its 64-bit end record is not where its locator says, at {end64_offset}")
@@ -183,12 +188,13 @@ def _parse_directory(directory: bytes, count: int) -> list[Entry]:
         position += name_bytes + extra_bytes + comment_bytes
         if magic != _CENTRAL_MAGIC or position > len(directory):
             _refuse("its directory is damaged")
+        # Members are stored uncompressed, so the two sizes must be equal.
         size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
         if method or stored != size or flags & _ENCRYPTED_FLAG:
             _refuse(f"its member {name!r:.200} is compressed or encrypted, which torch's never are")
         entries.append(Entry(name, header_offset, size, crc32, (version, flags, method, time, date)))
     if position != len(directory) or len({entry.name for entry in entries}) != count:
-        _refuse("its directory lists a member twice, or has bytes that are no member's")
+        _refuse("its directory lists a member twice, or has bytes that belong to no member")
     return entries
 
 
@@ -200,9 +206,10 @@ def _member_name(raw: bytes) -> str:
 
 
 def _wide_numbers(name: str, extra: bytes, size: int, stored: int, header_offset: int) -> tuple[int, int, int]:
-    """Return the numbers, taken from the 64-bit field where the 32-bit ones are full."""
+    """Return the numbers, replaced by those of the 64-bit field where the 32-bit ones are saturated."""
     if _FULL32 not in (size, stored, header_offset):
         return size, stored, header_offset
+    # The 64-bit field has only the numbers that are saturated, in this order.
     wide = iter(_wide_field(extra))
     found = [next(wide, None) if number == _FULL32 else number for number in (size, stored, header_offset)]
     if None in found:
@@ -224,15 +231,15 @@ def _wide_field(extra: bytes) -> tuple[int, ...]:
 
 
 def offset_of_data(file: Readable, entry: Entry, *, exactly: bool = False) -> int:
-    """Return where a member's bytes begin, after its own header.
+    """Return the offset of a member's bytes, after its own header.
 
     Args:
         file: The archive.
         entry: The member.
-        exactly: Whether the header must have nothing that torch does not write.
+        exactly: Whether the header must match the directory and have only what torch writes.
 
     Raises:
-        CorruptCheckpointError: If the header is not the member's.
+        CorruptCheckpointError: If the header does not belong to the member.
     """
     if entry.header_offset + _LOCAL.size > file.size_bytes:
         _refuse(f"its member {entry.name!r:.200} starts at {entry.header_offset}, past the end")
@@ -243,7 +250,7 @@ def offset_of_data(file: Readable, entry: Entry, *, exactly: bool = False) -> in
     is_whole = magic == LOCAL_MAGIC and file.read(start, name_bytes) == entry.name.encode()
     if is_whole and exactly:
         extra = file.read(start + name_bytes, extra_bytes)
-        sizes = (0, _FULL32, entry.size_bytes)  # 0 where they follow the bytes
+        sizes = (0, _FULL32, entry.size_bytes)  # 0 where the sizes follow the bytes in a data descriptor
         is_whole = tuple(fields) == entry.fields and crc32 in (0, entry.crc32) and stored in sizes and size in sizes
         is_whole = is_whole and _is_padding(extra)
     if not is_whole:
@@ -252,7 +259,7 @@ def offset_of_data(file: Readable, entry: Entry, *, exactly: bool = False) -> in
 
 
 def _is_padding(extra: bytes) -> bool:
-    """Return whether there is nothing but wide numbers and what torch fills up with, so that storages are aligned."""
+    """Return whether an extra field has only 64-bit numbers and torch's alignment padding."""
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)

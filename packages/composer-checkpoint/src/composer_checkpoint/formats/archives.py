@@ -1,4 +1,4 @@
-"""A `.pt` file inside a tar archive, or compressed by a command-line tool, written and unpacked within bounds."""
+"""`.pt` files inside tar archives or compressed by a command-line tool, unpacked within size limits."""
 
 import bz2
 import gzip
@@ -48,9 +48,9 @@ KNOWN_COMPRESSORS = {
     "xz": "xz",
     "zst": "zstd",
 }
-"""The command of each extension that may follow `.pt`."""
+"""Command for each extension that may follow `.pt`."""
 
-# What a tar file's name may end with, and how the tar in it is compressed.
+# Extensions of tar files, and the compression of each.
 _TAR_COMPRESSION: dict[str, Literal["", "gz", "bz2", "xz"]] = {
     ".tar": "",
     ".tar.gz": "gz",
@@ -59,21 +59,21 @@ _TAR_COMPRESSION: dict[str, Literal["", "gz", "bz2", "xz"]] = {
     ".tar.lzma": "xz",
 }
 
-# Weights hardly shrink, and zeros, such as fresh optimizer state, shrink a thousandfold. So much is allowed anyway.
+# Weights hardly compress, but zeros, such as fresh optimizer state, compress a thousandfold; hence the minimum below.
 _LARGEST_RATIO = 100
 _ALWAYS_ALLOWED_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 _MOST_MEMBERS = 1000
-# What a header may say besides, such as a long name; tarfile reads all of it into memory.
+# Extended headers, such as one with a long name: tarfile reads them whole into memory.
 _MOST_HEADER_BYTES = 1 << 16
 
 
 class CompressorNotFound(CheckpointError, FileNotFoundError):
-    """The program that a file name's extension asks for is not known or not installed."""
+    """Raised if the compression that a file name asks for is unknown, or its program is not installed."""
 
 
 def compressor_of(name: str | os.PathLike[str]) -> str | None:
-    """Return the command for a name such as `a.pt.gz`, and `None` for names that do not ask for one."""
+    """Return the command for a name such as `a.pt.gz`; `None` for names without such an extension."""
     return KNOWN_COMPRESSORS.get(_extension_after_pt(name))
 
 
@@ -83,11 +83,11 @@ def _extension_after_pt(name: str | os.PathLike[str]) -> str:
 
 
 def check_compressor(name: str | os.PathLike[str]) -> None:
-    """Refuse a file name whose extension this machine has no program for, before anything is trained.
+    """Raise if this machine cannot write a file of this name, so that a run fails before it trains.
 
     Raises:
         CompressorNotFound: If the compression is unknown or its program is not installed.
-        ValueError: If the name is a tar archive's, of a compression that tar files are not saved with.
+        ValueError: If the name is that of a tar archive with an unsupported compression.
     """
     if is_tar(name):
         _tar_compression(name)
@@ -119,7 +119,7 @@ def _tar_compression(name: str | os.PathLike[str]) -> Literal["", "gz", "bz2", "
 
 
 def pack_tar(states: Path, path: str, name: str) -> None:
-    """Write a tar archive that holds one file, compressed as its name says."""
+    """Write a tar archive with one file, compressed as its name says."""
     with tarfile.open(path, cast(Any, f"w:{_tar_compression(name)}")) as archive:
         archive.add(states, STATES_NAME, recursive=False)
     _sync(path)
@@ -127,6 +127,7 @@ def pack_tar(states: Path, path: str, name: str) -> None:
 
 def compress(states: Path, path: str, command: str) -> None:
     """Write a file compressed by a program."""
+    # A file for the messages: nothing would drain a pipe, and a full one would block the program.
     with open(states, "rb") as source, open(path, "wb") as target, tempfile.TemporaryFile() as messages:
         status = subprocess.run([_program(command), "-c"], stdin=source, stdout=target, stderr=messages, check=False)
         if status.returncode:
@@ -144,19 +145,19 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def unpacked(path: str, name: str, max_bytes: int | None = None) -> Iterator[Path]:
-    """Yield the path of the `.pt` file that an archive holds, in a temporary folder.
+    """Yield the path of the `.pt` file in an archive, unpacked to a temporary folder.
 
-    Where the file was mapped into memory, it stays readable after the folder is gone.
+    A file that was mapped into memory stays readable after the folder is deleted.
 
     Args:
-        path: The archive.
-        name: The file name that says how it is packed.
-        max_bytes: How much it may become. When `None`, a hundred times its size, 16 MiB at least, and no more than
-            the temporary folder has room for.
+        path: Path of the archive.
+        name: File name from which the kind of archive follows.
+        max_bytes: Size limit of the unpacked file. When `None`, a hundred times the size of the archive and at least
+            16 MiB, but no more than the free space of the temporary folder.
 
     Raises:
-        CorruptCheckpointError: If it cannot be unpacked, or becomes too large.
-        UnsafeCheckpointError: If a tar archive has members that point out of it, or are no files.
+        CorruptCheckpointError: If the archive is damaged, or exceeds the limit.
+        UnsafeCheckpointError: If a tar archive has members outside of it, or members that are not files.
     """
     with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
         target = Path(folder) / STATES_NAME
@@ -165,13 +166,13 @@ def unpacked(path: str, name: str, max_bytes: int | None = None) -> Iterator[Pat
 
 
 def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> None:
-    """Write the `.pt` file that an archive holds to another file; see `unpacked`."""
+    """Unpack the `.pt` file of an archive to another file; see `unpacked`."""
     budget = _budget(path, target.parent, max_bytes)
     if is_tar(name):
         _extract(path, name, target, budget)
     else:
         command = compressor_of(name)
-        assert command is not None  # the caller has asked
+        assert command is not None  # callers check with is_packed()
         _decompress(path, command, target, budget)
 
 
@@ -209,7 +210,7 @@ def _copy(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 class _Budgeted(io.RawIOBase):
-    """A file that may be read so far and no further."""
+    """File that raises once more than a given number of bytes is read from it."""
 
     def __init__(self, source: Any, path: str, budget: int) -> None:
         self._source = source
@@ -238,16 +239,18 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
             budgeted = cast("IO[bytes]", _Budgeted(raw, path, budget))
             with tarfile.open(fileobj=budgeted, mode="r|", tarinfo=_Header) as archive:
                 found = _extract_states(path, archive, target)
-            while budgeted.read(_PIECE_BYTES):  # the checksum of what was compressed comes after the archive's end
+            # Read to the end: the checksum of the compressed data follows the end of the archive.
+            while budgeted.read(_PIECE_BYTES):
                 pass
     except (
         *(tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError),
-        RecursionError,  # of a header for a header for a header
+        RecursionError,  # of extended headers that precede each other
     ) as error:
         raise CorruptCheckpointError(
             f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
         ) from error
     except OSError as error:
+        # gzip and bz2 raise an OSError without an errno for damaged data; one with an errno is a fault of the disk.
         if error.errno is not None:
             raise
         raise CorruptCheckpointError(
@@ -258,7 +261,7 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """A header of a tar archive; one that would have tarfile read far more than itself into memory is refused."""
+    """Tar header that refuses those for which tarfile would read unlimited data into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
@@ -269,14 +272,15 @@ class _Header(tarfile.TarInfo):
             _refuse_header(f"of {header.size} bytes")
         return header
 
-    # Private to tarfile, which has no other way to read no lists of holes. They are as long as a member, and it takes
-    # quadratic time over them.
+    # tarfile offers no public way to skip the maps of sparse files, which may be as long as a member and take
+    # quadratic time to read.
     def _proc_gnusparse_00(self, *_: Any) -> NoReturn:
         _refuse_header("with a list of holes")
 
     _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
 
 
+# Types whose content describes the following member, and is read into memory.
 _ABOUT_THE_NEXT = frozenset(
     [tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK]
 )
@@ -290,7 +294,7 @@ def _refuse_header(what: str) -> NoReturn:
 
 
 def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:
-    """Write the first member of the right name to a file, after each was looked at; return whether there is one."""
+    """Check each member, and write the first of the right name to a file; return whether there is one."""
     found = False
     for number, member in enumerate(archive):
         if number >= _MOST_MEMBERS:
@@ -301,7 +305,7 @@ def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:
         if PurePosixPath(member.name) == PurePosixPath(STATES_NAME) and not found:
             found = True
             source = archive.extractfile(member)
-            assert source is not None  # it is a file
+            assert source is not None  # _check_member() has refused other kinds
             with source, open(target, "wb") as out:
                 _copy(source, out)
     return found
@@ -313,8 +317,9 @@ def _open_tar(path: str, name: str) -> IO[bytes]:
 
 
 def _check_member(path: str, member: tarfile.TarInfo) -> None:
-    """Refuse members that a checkpoint does not have, also where they would not be extracted."""
+    """Refuse members that no checkpoint has, even if they would not be extracted."""
     parts = PurePosixPath(member.name).parts
+    # A backslash separates folders on Windows.
     if PurePosixPath(member.name).is_absolute() or ".." in parts or "\\" in member.name:
         _refuse_member(path, member, "a name that leads out of the archive")
     if not (member.isreg() or member.isdir()) or member.issparse():
@@ -333,28 +338,28 @@ def _refuse_member(path: str, member: tarfile.TarInfo, what: str) -> NoReturn:
 Format = Literal["safetensors", "pt", "legacy pt", "pickle"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
-"""How the name of a list of several safetensors files ends."""
+"""Suffix of the index of several safetensors files."""
 
-# An unfinished file has its name from the one that it becomes.
+# The temporary name of a file is its final name with this suffix.
 _UNFINISHED = re.compile(r"\.tmp-[^/]*$")
 _PICKLE_START = b"\x80"
 
 
 def final_name(path: str) -> str:
-    """Return the name that says the format, also of a file that is still being written."""
+    """Return the name from which the format follows, also for a file that is still being written."""
     return _UNFINISHED.sub("", path)
 
 
 def is_packed(name: str) -> bool:
-    """Return whether the name says that there is another file inside."""
+    """Return whether the name is that of an archive with another file inside."""
     return is_tar(name) or compressor_of(name) is not None
 
 
 def format_of(reader: FileReader) -> Format:
-    """Return the format of a file that is not packed.
+    """Return the format of a file that is not an archive.
 
     Raises:
-        CorruptCheckpointError: If it is none of them.
+        CorruptCheckpointError: If the file has none of the formats.
     """
     start = reader.read(0, min(reader.size_bytes, len(LEGACY_MAGIC)))
     if final_name(reader.path).endswith(".safetensors"):
@@ -373,11 +378,11 @@ def format_of(reader: FileReader) -> Format:
 
 @contextmanager
 def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str]:
-    """Yield the file, or what was packed in it; errors inside begin with the file's name."""
+    """Yield the path of a file, or of its content if it is an archive; errors inside are prefixed with the path."""
     try:
         name = final_name(path)
         if is_packed(name):
-            FileReader(path).close()  # says so where it is missing or empty
+            FileReader(path).close()  # raises a clear error if the file is missing or empty
             with unpacked(path, name, max_expanded_bytes) as plain:
                 yield os.fspath(plain)
         else:
@@ -388,16 +393,16 @@ def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str
         raise type(error)(f"{path}: {error}") from error
     except FileNotFoundError as error:
         if os.path.exists(path):
-            raise
+            raise  # another file is missing, not the checkpoint
         raise NoCheckpointError(f"there is no checkpoint at {path!r}. Check the path.") from error
 
 
 class CliCompressor:
-    """A program that compresses what it reads, and with `-d` does the opposite.
+    """Program that compresses its standard input, and decompresses it with `-d`.
 
     Args:
-        extension: What the names of its files end with, such as `'gz'`.
-        cmd: The program; the one that is known for the extension, or else called like it, when `None`.
+        extension: Extension of its files, such as `'gz'`.
+        cmd: Name of the program. When `None`, the known one for the extension, or else the extension itself.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -418,14 +423,14 @@ class CliCompressor:
 
     @property
     def exists(self) -> bool:
-        """Whether the program is installed."""
+        """Return whether the program is installed."""
         return shutil.which(self.cmd) is not None
 
     def check_exists(self) -> None:
-        """Raise unless the program is installed.
+        """Raise if the program is not installed.
 
         Raises:
-            CompressorNotFound: If it is not.
+            CompressorNotFound: If the program is not installed.
         """
         if not self.exists:
             raise CompressorNotFound(
@@ -435,11 +440,11 @@ class CliCompressor:
 
     @contextmanager
     def compress(self, out_compressed_filename: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-        """Yield a file; what is written to it is in the other one, compressed, at the end.
+        """Yield a file whose content is written to the other one, compressed.
 
         Raises:
             CompressorNotFound: If the program is not installed.
-            OSError: If it fails, with what it says.
+            OSError: If the program fails, with its message.
         """
         self.check_exists()
         with open(out_compressed_filename, "wb") as target, self._run("-c", stdout=target) as process:
@@ -449,17 +454,17 @@ class CliCompressor:
 
     @contextmanager
     def decompress(self, in_compressed_filename: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-        """Yield a file from which the other one's content can be read, decompressed, without limit to its size.
+        """Yield a file with the decompressed content of the other one, without a size limit.
 
         Raises:
             CompressorNotFound: If the program is not installed.
-            OSError: If it fails, with what it says.
+            OSError: If the program fails, with its message.
         """
         self.check_exists()
         with open(in_compressed_filename, "rb") as source, self._run("-dc", stdin=source) as process:
             assert process.stdout is not None  # it is a pipe
             yield process.stdout
-            while process.stdout.read(1 << 20):  # a program whose output nobody reads would wait, or fail
+            while process.stdout.read(1 << 20):  # otherwise the program would block on a full pipe, or fail
                 pass
 
     @contextmanager
@@ -482,7 +487,7 @@ class CliCompressor:
 
 
 def is_compressed_pt(filename: str | os.PathLike[str]) -> bool:
-    """Return whether the name has an extension behind `.pt`, which says how the file is compressed.
+    """Return whether the name has an extension after `.pt`, which names the compression.
 
     Example:
         >>> is_compressed_pt("ep1.pt.gz"), is_compressed_pt("ep1.pt"), is_compressed_pt("ep1.tar.gz")
@@ -492,10 +497,10 @@ def is_compressed_pt(filename: str | os.PathLike[str]) -> bool:
 
 
 def get_compressor(filename: str | os.PathLike[str]) -> CliCompressor:
-    """Return the compressor for a name.
+    """Return the compressor for a file name.
 
     Raises:
-        CompressorNotFound: If none is known for its extension.
+        CompressorNotFound: If the extension is unknown.
 
     Example:
         >>> get_compressor("ep1.pt.zst")

@@ -1,8 +1,8 @@
-"""Reading DeepSpeed's ZeRO checkpoints tensor by tensor, without DeepSpeed and without running its pickles.
+"""Tensor-by-tensor reader of DeepSpeed's ZeRO checkpoints, which needs no DeepSpeed and runs none of the pickles.
 
-A rank's optimizer file has its part of all parameters of a group as one flat tensor in float32. Of stages 1 and 2 the
-ranks' parts follow each other, and the parameters lie in the whole in the order of `param_shapes`. At stage 3 each
-parameter is cut into as many equal pieces as there are ranks, and a rank's part has its pieces one after the other.
+The optimizer file of a rank has its part of all parameters of a group as one flat float32 tensor. At stages 1 and 2 the
+ranks' parts are concatenated, and the whole has the parameters in the order of `param_shapes`. At stage 3 each
+parameter is cut into as many equal pieces as there are ranks, and a rank's part is the concatenation of its pieces.
 """
 
 import math
@@ -24,26 +24,26 @@ __all__ = ["find_zero_folder", "open_zero_source"]
 Weights = Literal["fp32", "16bit"]
 
 _LATEST = "latest"
-_FLAT = "fp32_flat_groups"  # of stage 3
-_PARTITION = "single_partition_of_fp32_groups"  # of stages 1 and 2
+_FLAT = "fp32_flat_groups"  # key of stage 3
+_PARTITION = "single_partition_of_fp32_groups"  # key of stages 1 and 2
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# What the pickles name besides data: classes and functions of DeepSpeed's own, and of torch's, that say nothing about
-# weights. Nothing of it is made; an inert object stands for each.
+# Globals that the pickles name besides data: classes and functions of DeepSpeed, all unrelated to the weights.
+# None of them is imported; an inert object replaces each.
 _INERT = re.compile(r"deepspeed\..*")
 
 
 def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the folder with DeepSpeed's files: this one, or the one that its `latest` names; `None` if there is none.
+    """Return the folder with DeepSpeed's files: this one or the one that `latest` names. `None` if neither has any.
 
     Raises:
-        UnsafeCheckpointError: If `latest` names a folder elsewhere.
+        UnsafeCheckpointError: If `latest` names a folder outside this one.
     """
     root = Path(folder)
     if any(_MODEL.fullmatch(path.name) for path in root.glob("*_model_states.pt")):
         return root
     latest = root / _LATEST
-    if not latest.is_file() or latest.stat().st_size > 4096:
+    if not latest.is_file() or latest.stat().st_size > 4096:  # a tag is short; anything larger is another file
         return None
     tag = latest.read_text(errors="replace").strip()
     if Path(tag).name != tag or tag in ("", ".", ".."):
@@ -53,17 +53,17 @@ def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32") -> TensorSource:
-    """Open the checkpoint of a DeepSpeed engine at any ZeRO stage, saved by any number of ranks.
+    """Open the checkpoint of a DeepSpeed engine, of any ZeRO stage and any number of ranks.
 
     Args:
-        folder: With the files, or with a `latest` that names it.
-        weights: `'fp32'` takes the weights that the optimizer trains, `'16bit'` those that the model computes with,
-            which stages 0 to 2 have whole.
+        folder: Folder with the files, or with a `latest` file that names it.
+        weights: `'fp32'` takes the master weights of the optimizer, `'16bit'` the weights that the model computes with,
+            which stages 0 to 2 store whole.
 
     Raises:
-        NoCheckpointError: If there are no such files, or some ranks' are missing.
-        CorruptCheckpointError: If they do not fit each other.
-        UnsafeCheckpointError: If they ask for more than data and DeepSpeed's own classes.
+        NoCheckpointError: If the folder has no such files, or lacks those of some ranks.
+        CorruptCheckpointError: If the files do not fit together.
+        UnsafeCheckpointError: If the files need more than data and DeepSpeed's own classes.
     """
     found = find_zero_folder(folder)
     if found is None:
@@ -84,7 +84,7 @@ def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """The opened files: of the model, one or one for each rank, and of the optimizer, none or one for each rank."""
+    """Opened files: one model file or one per rank, and no optimizer file or one per rank."""
 
     folder: Path
     models: Sequence[TensorSource]
@@ -107,28 +107,29 @@ class _Ranks:
 
     @property
     def stage(self) -> int:
-        """Return the ZeRO stage; 1 stands for 2 as well. What the files say of it is an enumeration of DeepSpeed's."""
+        """Return the ZeRO stage, where 1 also stands for 2."""
+        # The files name the stage by an enumeration of DeepSpeed, which is not loaded, so it follows from their keys.
         if not self.optimizers or self.model().get("param_shapes") is None:
             return 0
         return 3 if _FLAT in self.partitions(0) else 1
 
     def partitions(self, rank: int) -> Mapping[str, Any]:
-        """Return what a rank's optimizer file says of the parameters."""
+        """Return the optimizer state dict in a rank's file."""
         state = self.optimizers[rank].tree.get("optimizer_state_dict")
         if not isinstance(state, dict):
             self.refuse(f"the optimizer's file of rank {rank} has no optimizer_state_dict")
         return state
 
     def model(self, rank: int = 0) -> Mapping[str, Any]:
-        """Return what a rank's model file holds."""
+        """Return the content of a rank's model file."""
         return self.models[rank].tree
 
     def rest(self) -> dict[str, Any]:
-        """Return what there is besides weights, as far as it is data."""
+        """Return the entries besides weights that are data."""
         keep = ("ds_version", "ds_config", "dp_world_size", "global_steps", "global_samples", "skipped_steps")
         model = self.model()
         rest = {key: model[key] for key in keep if key in model}
-        # Composer's integration of DeepSpeed, among others, gives the engine a state of its own to keep.
+        # Composer's DeepSpeed integration, among others, stores a client state of its own in the engine's file.
         if isinstance(model.get("state"), dict):
             rest["state"] = {key: value for key, value in model["state"].items() if key != "model"}
         return {**rest, "zero_stage": self.stage}
@@ -186,8 +187,10 @@ def _weights(ranks: _Ranks, weights: Weights) -> dict[str, StoredTensor]:
     for alias, name in dict(model.get("shared_params") or {}).items():
         if name in found:
             found[alias] = found[name]
-    if ranks.stage < 3:  # what is not trained, and stage 1 says nothing of, is whole in the module
+    # Parameters that are not trained are missing from the stage 1 partitions, and whole in the module.
+    if ranks.stage < 3:
         found |= {name: _in_fp32(tensor) for name, tensor in whole.items() if name not in found}
+    # In the module's order, as in its own state dict.
     return {name: found[name] for name in [*(key for key in module or () if key in found), *found]}
 
 
@@ -204,7 +207,7 @@ def _shapes(ranks: _Ranks) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
-    """Cut the parameters of stages 1 and 2 out of the ranks' parts."""
+    """Map each parameter of stages 1 and 2 to its range of the concatenated parts."""
     groups = [_flat(ranks, rank, _PARTITION) for rank in range(len(ranks.optimizers))]
     _check_count(ranks)
     paddings = ranks.partitions(0).get("param_alignment_paddings")
@@ -215,12 +218,13 @@ def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
         for order, (name, shape) in enumerate(shapes.items()):
             numel = math.prod(shape)
             found[name] = _Cut(parts, [(position, numel)], shape).stored(ranks, name)
+            # DeepSpeed may pad each parameter for alignment.
             position += numel + (int(paddings[index][order]) if paddings is not None else 0)
     return found
 
 
 def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
-    """Put the parameters of stage 3 together from a piece of each rank."""
+    """Map each parameter of stage 3 to its pieces, one in the part of each rank."""
     parts = [_flat(ranks, rank, _FLAT) for rank in range(len(ranks.optimizers))]
     _check_count(ranks)
     lengths = [sum(part.numel for part in of_rank) for of_rank in parts]
@@ -231,7 +235,7 @@ def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
     for shapes in _shapes(ranks):
         for name, shape in shapes.items():
             numel = math.prod(shape)
-            piece = -(-numel // len(parts))
+            piece = -(-numel // len(parts))  # rounded up, as DeepSpeed does; the last piece is padded
             stretches = [
                 (start + position, min(piece, numel - rank * piece))
                 for rank, start in enumerate(starts)
@@ -243,7 +247,7 @@ def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
 
 
 def _frozen(ranks: _Ranks) -> dict[str, StoredTensor]:
-    """Return the parameters that are not trained: whole up to stage 2, and cut into pieces at stage 3."""
+    """Return the frozen parameters, which are whole up to stage 2 and cut into pieces at stage 3."""
     shapes = ranks.model().get("frozen_param_shapes") or {}
     holders = range(len(ranks.models)) if ranks.stage == 3 else (0,)
     fragments = [ranks.model(rank).get("frozen_param_fragments") or {} for rank in holders]
@@ -273,6 +277,7 @@ def _at(ranks: _Ranks, parts: list[StoredTensor], index: int) -> StoredTensor:
 
 def _check_count(ranks: _Ranks) -> None:
     count = ranks.partitions(0).get("partition_count")
+    # One count for all groups, or a list with one for each.
     count = max(count) if isinstance(count, list) else count
     if count != len(ranks.optimizers):
         raise NoCheckpointError(
@@ -283,7 +288,7 @@ def _check_count(ranks: _Ranks) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A parameter as stretches of flat tensors that are thought to follow each other."""
+    """Parameter whose elements are ranges of the concatenation of flat tensors."""
 
     parts: Sequence[StoredTensor]
     stretches: Sequence[tuple[int, int]]

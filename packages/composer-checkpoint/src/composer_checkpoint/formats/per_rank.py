@@ -1,4 +1,4 @@
-"""Per-rank files: each rank's own shards, as they lie in its memory, in a file of its own."""
+"""Per-rank files: each rank's own shards, as they are in its memory, in a file of its own."""
 
 import os
 import uuid
@@ -63,34 +63,34 @@ def save_local(
     overwrite: bool = True,
     timeout_s: float | None = None,
 ) -> Manifest:
-    """Save what this rank holds to a file of its own. Every rank of the group must call this.
+    """Save this rank's shards to a file of its own. Every rank of the group must call this.
 
-    No file gets its name before those of all ranks are on the disk, and once one has its name all of them get it: if
-    the ranks are killed between, by `remove_leftovers`, which each run calls that saves to the folder. That takes a
-    folder which rank 0 sees as the others do. On disks of the nodes' own, files that replace others may end up mixed,
-    which loading refuses; give each save a name of its own there, with `{batch}` in it.
+    No file gets its final name before the files of all ranks are on the disk, and once one has its name, all of them
+    get theirs. If the ranks are killed in between, `remove_leftovers` completes the set, and each run that saves to the
+    folder calls it. This needs a folder that rank 0 shares with the other ranks. On node-local disks, files that
+    replace others may end up mixed, and loading refuses those; save under a new name each time there, with `{batch}`.
 
-    The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to put the
-    parts together again: world size, rank, mesh, and each tensor's placements, global shape and offsets.
+    The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to
+    reassemble the parts: world size, rank, mesh, and each tensor's placements, global shape and offsets.
 
     Args:
         state_dict: Tensors, DTensors and plain data in nested dicts and lists.
-        path: With `{rank}` in it, if there are several ranks.
-        info: What the manifest shall say about the run.
+        path: Path of the file, with `{rank}` in it if there are several ranks.
+        info: Entries of the manifest about the run.
         process_group: The ranks that hold the state dict. All of them when `None`.
-        overwrite: Whether a file of this name may be replaced.
-        timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
-            `None` waits for a disk as long as it takes.
+        overwrite: Whether to replace an existing file of this name.
+        timeout_s: Time limit in seconds for the write of each rank; a rank that does not respond is given up after
+            three times as long. `None` sets no limit for the disk.
 
     Returns:
         The manifest of this rank's file.
 
     Raises:
         ValueError: If there are several ranks and no `{rank}` in the path.
-        IncompatibleCheckpointError: On all ranks, before anything is written, if a DTensor of any has the name of
-            another thing once the keys on the way to them are joined by slashes.
-        CheckpointError: On all ranks, if any of them cannot write its file, or takes too long. What was there before
-            is untouched.
+        IncompatibleCheckpointError: On all ranks, before anything is written, if on any of them a DTensor has the name
+            of another item once the keys of its path are joined by slashes.
+        CheckpointError: On all ranks, if any of them fails to write its file, or takes too long. Earlier files are
+            left unchanged.
 
     Example:
         >>> import tempfile
@@ -112,23 +112,24 @@ def save_local(
 def local_content(
     state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, ranks: Ranks
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what this rank's file holds, and what its manifest says. Every rank must call this."""
+    """Return the content of this rank's file and of its manifest. Every rank must call this."""
 
     def propose() -> str:
-        refuse_doubled(state_dict, (DTensor,), "/", "the layout of per-rank files")  # which has no others
+        refuse_doubled(state_dict, (DTensor,), "/", "the layout of per-rank files")  # the layout lists only DTensors
         return uuid.uuid4().hex
 
+    # All ranks take rank 0's id, by which loading recognizes files of different saves.
     save_id = ranks.exchange(propose, lambda proposed: proposed[:1] * len(proposed))
     layout = {**_layout(state_dict, ranks), SAVE_ID_KEY: save_id}
     return {**_to_local(state_dict), LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
 
 
 def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
-    """Raise if the ranks' files are of several saves: a run was killed while it replaced them one by one.
+    """Raise if the ranks' files come from several saves, as after a run that was killed while it replaced them.
 
     Args:
-        save_ids: What each rank's file says; `None` where it does not.
-        path: As it was given to `save_local`.
+        save_ids: The save id of each rank's file; `None` where it has none.
+        path: Path with `{rank}`, as passed to `save_local`.
     """
     if len(set(save_ids)) > 1:
         kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
@@ -149,23 +150,23 @@ def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
 
 
 def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, overwrite: bool) -> None:
-    """Let each rank write a file, and name all of them or none. Every rank must call this.
+    """Write a file on each rank, and name either all of them or none. Every rank must call this.
 
     Args:
-        own: This rank's file.
-        write: Writes to the temporary path that it is given.
-        ranks: Who takes part.
-        overwrite: Whether a file of this name may be replaced.
+        own: Path of this rank's file.
+        write: Function that writes to the temporary path passed to it.
+        ranks: The ranks that take part.
+        overwrite: Whether to replace an existing file of this name.
     """
-    own = Path(os.path.abspath(own))  # what is saved may change the current folder
+    own = Path(os.path.abspath(own))  # saving may run user code that changes the current folder
     temporary = name_beside(own)
     with ExitStack() as undo:
         undo.callback(discard, temporary)
-        # First all of them reach the disk. One that hangs does so here, and what was given up never gets a name.
+        # First, all files reach the disk. A rank that hangs does so here, before any file has its final name.
         ranks.together(lambda: write_beside(temporary, own, write, overwrite=overwrite))
         if ranks.world_size > 1:
-            # From here on no rank deletes its file, whatever it hears of the others: if the record is there by then,
-            # the set is completed by whoever comes next, and otherwise the files are removed as leftovers.
+            # From here on no rank deletes its file, even if another one fails: if the record exists by then, the next
+            # process that cleans up completes the set, and otherwise it removes the files as leftovers.
             undo.pop_all()
         record = ranks.exchange(lambda: (own, temporary), _record)
         ranks.together(lambda: put_in_place(temporary, own, overwrite=overwrite))
@@ -174,11 +175,11 @@ def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, ove
 
 
 def _record(files: list[tuple[Path, Path]]) -> list[Path | None]:
-    """Write down, on rank 0, which file gets which name, so that they get them even if all ranks are killed."""
+    """Record, on rank 0, the final name of each file, so that the set can be completed even if all ranks are killed."""
     if len(files) == 1:
         return [None]
     folder = Path(os.path.commonpath([final.parent for final, _ in files]))
-    # What an earlier save has not come to renaming gets its names now. Later, its record would put it over this save.
+    # Complete an interrupted earlier save first. Done later, its record would put its files over those of this save.
     complete_earlier_sets(folder, {final for final, _ in files})
     record = name_beside(folder / files[0][0].name, "set")
     with write_atomically(record) as unfinished:
@@ -195,28 +196,29 @@ def load_local(
 ) -> None:
     """Load this rank's file into a state dict, in place. Every rank of the group must call this.
 
-    If a run was killed while it replaced the files by those of a later save, the rest of those get their names first.
+    If a run was killed while it replaced the files by those of a later save, that replacement is completed first.
 
-    With `COMPOSER_LOCAL_ELASTIC=1` in the environment, files of another number of ranks are put together, and each
-    rank takes its part of the whole.
+    With `COMPOSER_LOCAL_ELASTIC=1` in the environment, files of another number of ranks are reassembled, and each rank
+    takes its part of the whole.
 
     Args:
-        state_dict: Tensors and DTensors of the right shapes, and plain data that will be replaced, in nested dicts and
-            lists. It may leave out parts of the files.
-        path: As it was given to `save_local`.
-        verify: Whether the files' hashes are compared.
+        state_dict: Tensors and DTensors of the right shapes, and plain data to be replaced, in nested dicts and lists.
+            It may lack parts of the files.
+        path: Path with `{rank}`, as passed to `save_local`.
+        verify: Whether to compare the files with their hashes.
         process_group: The ranks that hold the state dict. All of them when `None`.
 
     Raises:
         ValueError: If the files are of another number of ranks; or if there are several ranks and no `{rank}` in the
             path.
-        NoCheckpointError: If there are no such files.
-        CheckpointError: On all ranks, if a file of any is damaged, unsafe or of another model. Nothing was changed.
+        NoCheckpointError: If the files do not exist.
+        CheckpointError: On all ranks, if the file of any is damaged, unsafe or of another model. Nothing was changed.
     """
     ranks = Ranks(process_group)
     folder = _path_of(path, ranks.rank, ranks.world_size).parent
     ranks.together(lambda: complete_interrupted_sets(folder) if ranks.rank == 0 else None)
     loaded: list[Mapping[str, Any]] = []
+    # All ranks have read and checked their files before any of them changes its state.
     ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
     ranks.exchange(lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: _check_ids(ids, path))
     values = _own_names(loaded[0])
@@ -232,17 +234,17 @@ def load_local(
 
 
 def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
-    """Return the state dict with whole tensors that per-rank files hold together. One process suffices.
+    """Return the state dict, with whole tensors, that per-rank files hold together. One process suffices.
 
-    Plain data is rank 0's, except for the `rng` list, which has every rank's.
+    Plain data is rank 0's, except for the `rng` list, which has the states of all ranks.
 
     Args:
-        path: As it was given to `save_local`.
-        verify: Whether the files' hashes are compared.
+        path: Path with `{rank}`, as passed to `save_local`.
+        verify: Whether to compare the files with their hashes.
 
     Raises:
         NoCheckpointError: If a file is missing.
-        CheckpointError: If one is damaged or unsafe, or if they are not of one save.
+        CheckpointError: If a file is damaged or unsafe, or the files are not of one save.
     """
     first = _load(path, 0, verify)
     world_size = first[LAYOUT_KEY]["world_size"]
@@ -278,7 +280,7 @@ def _merged(name: str, files: list[dict[str, Any]], leaves: list[dict[str, Any]]
     for file, values in zip(files, leaves, strict=True):
         offsets = tuple(file[LAYOUT_KEY]["tensors"][name]["offsets"])
         part: torch.Tensor = values[name]
-        if offsets in seen or not part.numel():  # a copy that another rank holds, too, or nothing
+        if offsets in seen or not part.numel():  # a replica of another rank's shard, or an empty shard
             continue
         seen.add(offsets)
         region = whole
@@ -295,9 +297,9 @@ def _merged(name: str, files: list[dict[str, Any]], leaves: list[dict[str, Any]]
 
 
 def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ranks, verify: bool) -> dict[str, Any]:
-    """Return this rank's values, after comparing them with what is asked for."""
+    """Return this rank's values, after comparing their names and shapes with the state dict."""
     own = _path_of(path, ranks.rank, ranks.world_size)
-    # A rank that the saving run did not have has no file; rank 0's knows how many there were.
+    # A rank beyond the number of saving ranks has no file; rank 0's file has that number.
     content = _load(path, ranks.rank if own.exists() else 0, verify)
     saved = content[LAYOUT_KEY]["world_size"]
     if saved != ranks.world_size:
@@ -353,7 +355,7 @@ def _load(path: str | os.PathLike[str], rank: int, verify: bool) -> dict[str, An
     counts = isinstance(layout, dict) and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
     if not isinstance(tensors, dict) or not counts:
         raise CorruptCheckpointError(
-            f"{file} has no {LAYOUT_KEY!r}, so it is no per-rank file. Load it as a single file, with load_file()."
+            f"{file} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Load it as a single file, with load_file()."
         )
     return cast("dict[str, Any]", content)
 
@@ -372,7 +374,7 @@ def _layout(state_dict: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
             spread[name] = leaf
         return leaf
 
-    _map_leaves(state_dict, note)  # which goes into a container under each of its names, as loading does
+    _map_leaves(state_dict, note)  # visits a shared container under each of its names, as loading does
     mesh = next(iter(spread.values())).device_mesh if spread else None
     return {
         "world_size": ranks.world_size,
@@ -391,7 +393,7 @@ def _layout(state_dict: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def _offsets(tensor: DTensor) -> list[int]:
-    """Return where this rank's part begins; by the method through which torch's own checkpoints ask a tensor."""
+    """Return where this rank's shard begins, from the method that torch's own checkpoints use."""
     (chunk,) = tensor.__create_chunk_list__()
     return list(chunk.offsets)
 
@@ -412,7 +414,7 @@ def _map_leaves(root: Any, change: Callable[[str, Any], Any], names: Names | Non
 
 
 def _own_names(root: Any) -> dict[str, Any]:
-    """Return what is in containers by names that no two things share, as those of the layout may."""
+    """Return the leaves by names that are unique, unlike those of the layout."""
     leaves: dict[str, Any] = {}
 
     def note(name: str, leaf: Any) -> Any:
@@ -440,17 +442,18 @@ def save_local_state(
     info: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> "Manifest":
-    """Save what this rank holds of a model and its optimizers to a file of its own. Every rank must call this.
+    """Save this rank's part of a model and its optimizers to a file of its own. Every rank must call this.
 
-    Of a model sharded with `fully_shard` these are its shards; of one in `DistributedDataParallel`, or a plain one, all
-    of it. Names are those of the plain model, and the file has the layout of those that a whole run saves.
+    For a model sharded with `fully_shard` the part is its shards; for a plain one, or one in
+    `DistributedDataParallel`, it is everything. Names are those of the plain model, and the layout of the file is that
+    of the per-rank files that a run saves.
 
     Args:
-        path: With `{rank}` in it, if there are several ranks.
+        path: Path of the file, with `{rank}` in it if there are several ranks.
         model: The model.
-        optimizers: The optimizer, or several, of different classes.
-        info: What the manifest shall say about the run.
-        timeout_s: How long the write of any rank may take.
+        optimizers: The optimizer, or several of different classes.
+        info: Entries of the manifest about the run.
+        timeout_s: Time limit in seconds for the write of each rank.
 
     Returns:
         The manifest of this rank's file.
@@ -476,18 +479,18 @@ def load_local_state(
     *,
     verify: bool = True,
 ) -> None:
-    """Load this rank's file into a model and its optimizers, spread as they were. Every rank must call this.
+    """Load this rank's file into a model and its optimizers, sharded as when saved. Every rank must call this.
 
     Args:
-        path: As it was given to `save_local_state`, or one of the per-rank files of a run.
+        path: Path with `{rank}`, as passed to `save_local_state`, or that of a run's per-rank files.
         model: The model.
-        optimizers: The optimizer, or several; none loads the model alone.
-        verify: Whether the files' hashes are compared.
+        optimizers: The optimizer, or several. With none, only the model is loaded.
+        verify: Whether to compare the files with their hashes.
 
     Raises:
-        ValueError: If another number of ranks saved the files: they are not elastic, unless `COMPOSER_LOCAL_ELASTIC=1`.
-        NoCheckpointError: If there are no such files.
-        CheckpointError: On all ranks, if a file of any is damaged, unsafe or of another model. Nothing was changed.
+        ValueError: If another number of ranks saved the files, unless `COMPOSER_LOCAL_ELASTIC=1` makes them elastic.
+        NoCheckpointError: If the files do not exist.
+        CheckpointError: On all ranks, if the file of any is damaged, unsafe or of another model. Nothing was changed.
     """
     named = _named(optimizers)
     content = _collect(model, named)

@@ -1,4 +1,4 @@
-"""Writing a set of per-rank files with never more than one tensor in memory."""
+"""Writing of a set of per-rank files with at most one tensor in memory."""
 
 import os
 import uuid
@@ -31,22 +31,22 @@ def stream_local(
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Write a tree to the files that as many ranks, over which FSDP2 has spread its tensors, would have saved.
+    """Write a tree as the per-rank files that `world_size` ranks with FSDP2 would have saved.
 
     Args:
         tree: Dicts and lists of `StoredTensor`s and plain data. `rng`, if it is a list, has an entry for each rank.
-        path: With `{rank}` in it. No file has its name before all are on the disk.
-        world_size: How many.
-        info: What the manifests shall say about the run.
-        overwrite: Whether files of these names may be replaced.
+        path: Path with `{rank}` in it. No file gets its final name before all are on the disk.
+        world_size: Number of ranks.
+        info: Entries of the manifests about the run.
+        overwrite: Whether to replace existing files of these names.
         progress: Called with the number of bytes after each piece.
 
     Raises:
         ValueError: If there is no `{rank}` in the path, or `world_size` is less than 1.
-        CheckpointConflictError: If a file exists and may not be replaced.
-        IncompatibleCheckpointError: If a tensor is sparse or quantized, or if two things have one name once the keys on
-            the way to them are joined by slashes.
-        UnsafeCheckpointError: If anything is more than data.
+        CheckpointConflictError: If a file exists and `overwrite` is false.
+        IncompatibleCheckpointError: If a tensor is sparse or quantized, or if two items have one name once the keys of
+            their paths are joined by slashes.
+        UnsafeCheckpointError: If the tree has anything other than data.
 
     Example:
         >>> import tempfile, torch
@@ -79,15 +79,17 @@ def stream_local(
                 lambda place, part=part: stream_pt(part, place, info=notes, progress=progress),
                 overwrite=overwrite,
             )
+        # Renamed only now, so that a failed write leaves the earlier set as it was.
         for temporary, final in zip(temporaries, finals, strict=True):
             put_in_place(temporary, final, overwrite=overwrite)
 
 
 def _part(tree: Mapping[str, Any], rank: int, world_size: int, save_id: str) -> dict[str, Any]:
-    """Return what a rank's file holds."""
+    """Return the content of a rank's file."""
     tensors: dict[str, Any] = {}
 
     def change(name: str, value: Any) -> Any:
+        # Scalars and RNG states are replicated, as under FSDP2.
         if not isinstance(value, StoredTensor) or not value.shape or name.startswith("rng"):
             return value
         part, start = _rows(value, rank, world_size)
@@ -106,7 +108,8 @@ def _part(tree: Mapping[str, Any], rank: int, world_size: int, save_id: str) -> 
 
 
 def _rows(tensor: StoredTensor, rank: int, world_size: int) -> tuple[StoredTensor, int]:
-    """Return the rows of a tensor that are a rank's, and which is the first."""
+    """Return a rank's rows of a tensor, and the index of the first."""
+    # Rounded up, as `Shard(0)` splits a dimension: the last ranks may have fewer rows or none.
     rows = -(-tensor.shape[0] // world_size)
     start = min(rank * rows, tensor.shape[0])
     count = min(rows, tensor.shape[0] - start)
@@ -129,14 +132,14 @@ _RANK = "{rank}"
 
 
 def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
-    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has every rank's.
+    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has the states of all.
 
     Args:
-        path: With `{rank}` in it.
+        path: Path with `{rank}` in it.
 
     Raises:
-        NoCheckpointError: If files are missing; the message names them.
-        CorruptCheckpointError: If they are not of one save.
+        NoCheckpointError: If files are missing, with their names.
+        CorruptCheckpointError: If the files are not of one save.
     """
     template = os.fspath(path)
     first = open_pt_source(_of_rank(template, 0))
@@ -165,7 +168,7 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
 
 
 def layout_of(tree: Any) -> Mapping[str, Any] | None:
-    """Return how the tensors of a per-rank file are spread, `None` for other files."""
+    """Return how the tensors of a per-rank file are sharded; `None` for other files."""
     layout = tree.get(LAYOUT_KEY) if isinstance(tree, dict) else None
     return layout if isinstance(layout, dict) else None
 
@@ -179,7 +182,7 @@ def _layout(source: TensorSource, template: str) -> Mapping[str, Any]:
     counts = layout is not None and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
     if layout is None or not counts or not isinstance(layout.get("tensors"), dict):
         raise CorruptCheckpointError(
-            f"{template} has no {LAYOUT_KEY!r}, so it is no per-rank file. Name it as a single file."
+            f"{template} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Name it as a single file."
         )
     return layout
 
@@ -206,6 +209,7 @@ def _whole(name: str, sources: Sequence[TensorSource], layouts: Sequence[Mapping
         if part is None or part.sparse is not None or name not in layout["tensors"]:
             raise CorruptCheckpointError(f"a rank's file lacks {name!r:.200}. Bring together the files of one save.")
         if part.numel:
+            # The first of several replicas suffices; an empty shard may have the offsets of another.
             parts.setdefault(tuple(layout["tensors"][name]["offsets"]), part)
     covered = sum(part.numel for part in parts.values())
     dtype = sources[0].tensors[name].dtype
@@ -219,7 +223,8 @@ def _whole(name: str, sources: Sequence[TensorSource], layouts: Sequence[Mapping
             region.copy_(part.read())
         return whole
 
-    same = tuple(part.storage for part in parts.values())  # all parts of two names are one, or they are no one tensor
+    # Two names are one tensor if all of their parts are.
+    same = tuple(part.storage for part in parts.values())
     merged = StoredTensor(dtype, shape, fetch, None if None in same else same)
     if covered != merged.numel:
         raise CorruptCheckpointError(

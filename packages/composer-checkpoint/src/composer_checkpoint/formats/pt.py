@@ -1,4 +1,4 @@
-"""The `.pt` file: `torch.save`'s archive with a manifest and a seal, read by `torch.load` after it was checked."""
+"""`.pt` files: archives of `torch.save` with a manifest and a seal, checked before `torch.load` reads them."""
 
 import io
 import os
@@ -44,7 +44,7 @@ _MAX_NAME_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class PtContents:
-    """What a `.pt` file holds, without its tensors' elements."""
+    """Contents of a `.pt` file without the tensors' elements."""
 
     layout: ZipLayout
     manifest: Manifest | None
@@ -52,7 +52,7 @@ class PtContents:
 
 
 def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, allow_untrusted: bool = False) -> Manifest:
-    """Write a `.pt` file with its manifest. What could not be loaded without trust is refused, or else logged."""
+    """Write a `.pt` file with its manifest. Refuse what needs trust to load, or log it if `allow_untrusted`."""
     plain, kinds = encode(obj)
     if not allow_untrusted:
         refuse_more_than_data(plain, path)
@@ -60,7 +60,7 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
     if rehearsal.unknown_globals:
         held = f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES])}"
         if not allow_untrusted:
-            os.unlink(path)  # nobody shall take it for a checkpoint
+            os.unlink(path)  # so that it cannot be mistaken for a checkpoint
             raise more_than_data(path, held)
         log.warning("%s holds %s, which are more than data: it can be loaded with trusted=True only.", path, held)
     return manifest
@@ -69,9 +69,9 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
 def load_pt(
     reader: FileReader, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
 ) -> tuple[Any, Manifest | None, Collection[str]]:
-    """Check and load a `.pt` file; return what it holds, its manifest if it has one, and weights seen to be finite.
+    """Check and load a `.pt` file; return its content, its manifest if any, and the weights known to be finite.
 
-    One that is trusted must be whole all the same.
+    A trusted file is checked for damage all the same.
     """
     contents = open_pt(reader, record_unknown=trusted)
     finite: Collection[str] = ()
@@ -89,11 +89,11 @@ def verify_pt(reader: FileReader) -> Manifest | None:
 
 
 def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
-    """Read and check everything except the tensors' elements.
+    """Read and check everything but the tensors' elements.
 
     Raises:
-        CorruptCheckpointError: If the file is not whole, or declares tensors that it has no bytes for.
-        UnsafeCheckpointError: If its pickle asks for what checkpoints do not need.
+        CorruptCheckpointError: If the file is not whole, or has too few bytes for a tensor that it declares.
+        UnsafeCheckpointError: If its pickle needs more than data.
     """
     with naming_tensors(reader):
         layout = read_zip_layout(reader)
@@ -126,7 +126,7 @@ def _check_storages(layout: ZipLayout, rehearsal: Rehearsal) -> None:
 
 
 def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile | None = None) -> Collection[str]:
-    """Compare all storages with their hashes; return the names of the weights that are finite, as far as was seen."""
+    """Compare all storages with their hashes; return the names of the weights that were seen to be finite."""
     manifest, layout = contents.manifest, contents.layout
     if manifest is None:
         return ()
@@ -162,7 +162,7 @@ def _tensors_of(rehearsal: Rehearsal, key: str) -> str:
 
 
 def load_checked(path: str, *, map_location: Any, mmap: bool, trusted: bool = False) -> Any:
-    """Load what was checked before, with torch's own weights-only loader as the second lock unless it is trusted."""
+    """Load a file that was checked before; unless trusted, torch's weights-only loader is the second lock."""
     if trusted:
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
     return _load_with(lambda: torch.load(path, map_location=map_location, mmap=mmap, weights_only=True), map_location)
@@ -177,11 +177,12 @@ def _load_with(load: Callable[[], Any], map_location: Any) -> Any:
             f"torch refuses the file: {str(error).partition(chr(10))[0]:.300}. If you trust who wrote it, load it with "
             f"trusted=True and save it again."
         ) from error
+    # These are not faults of the file: the disk, the memory, or a warning that the user made an error.
     except (OSError, MemoryError, torch.OutOfMemoryError, Warning):
         raise
     except Exception as error:
         if isinstance(error, RuntimeError) and str(map_location) != "cpu":
-            raise  # of the device
+            raise  # an error of the device, such as CUDA's
         raise CorruptCheckpointError(
             f"torch cannot load the file: {type(error).__name__}: {error!s:.300}. Load another checkpoint."
         ) from error
@@ -192,9 +193,9 @@ _globals_lock = threading.Lock()
 
 @contextmanager
 def _safe_globals() -> Iterator[None]:
-    """Extend torch's list for the time of one load, and leave alone what the user has put on it.
+    """Extend torch's allowlist during one load, without removing what the user has put on it.
 
-    The list is one for the process, so that loads of several threads go one after the other.
+    The allowlist is global to the process, so loads of several threads run one after another.
     """
     with _globals_lock:
         known = set(torch.serialization.get_safe_globals())
@@ -204,10 +205,11 @@ def _safe_globals() -> Iterator[None]:
 
 
 def _data_globals() -> list[Any]:
-    """Return what files of Composer 0.10 to 0.32 hold beyond torch's own list: data, and no more."""
+    """Return the types in files of Composer 0.10 to 0.32 that torch's own allowlist lacks; all of them are data."""
     reconstruct: Any = np.empty(0).__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
     dtypes = [value for value in vars(np.dtypes).values() if isinstance(value, type)]
+    # NumPy 2 moved `numpy.core` to `numpy._core`; files of both versions must load.
     aliases = [
         (function, f"numpy.{module}.multiarray.{function.__name__}")
         for function in (reconstruct, scalar)
@@ -222,10 +224,10 @@ _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Ten
 
 
 def refuse_more_than_data(obj: Any, path: str) -> None:
-    """Raise if anything of a checkpoint is no data, with where it is.
+    """Raise if a checkpoint has anything other than data, and name where it is.
 
     Raises:
-        UnsafeCheckpointError: If so: it could be loaded with trust only, and no run resumes from it.
+        UnsafeCheckpointError: If so; such a file loads only with trust, and no run resumes from it.
     """
     found = [
         f"{name or 'the object'} ({told})"
@@ -246,7 +248,7 @@ def more_than_data(path: str, held: str) -> UnsafeCheckpointError:
 
 
 def unknown_globals_of(saved: bytes) -> set[str]:
-    """Return what the bytes that `torch.save` wrote ask for beyond data."""
+    """Return the names of globals, beyond data, that the bytes written by `torch.save` refer to."""
     with zipfile.ZipFile(io.BytesIO(saved)) as archive:
         (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
         return rehearse(archive.read(pickled), record_unknown=True).unknown_globals
@@ -259,22 +261,24 @@ def _fault_of(leaf: Any) -> str | None:
         unknown = unknown_globals_of(buffer.getvalue())
     except CheckpointError as error:
         return f"a {type(leaf).__qualname__}: {error}"
-    except Exception as error:  # whatever an object raises that cannot be pickled
+    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
         return f"a {type(leaf).__qualname__}, which cannot be pickled: {error!s:.100}"
     return ", ".join(sorted(unknown)) or None
 
 
 def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, Rehearsal]:
-    """Write what `torch.save` writes, and the manifest and seal; flush it to the disk."""
+    """Write the archive of `torch.save` with manifest and seal, and flush it to the disk."""
     with _HashingFile(path, hash_name) as file:
         torch.save(obj, cast("IO[bytes]", file))
         file.raise_failure()
+        # Offsets, and thus hashes of members, are known only from the finished archive.
         with FileReader(path) as reader:
             layout = read_zip_layout(reader)
             pickled = layout.members["data.pkl"]
             rehearsal = rehearse(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
             manifest = make_manifest(layout, rehearsal, Hashes(reader, file.hashes, hash_name), info)
         file.append_member(f"{layout.folder}/{MANIFEST_NAME}", manifest.to_json())
+        # The seal covers the directory, which the manifest's member has just changed, so it is written last.
         with FileReader(path) as reader:
             file.replace_end(seal(reader, read_zip_layout(reader)))
         file.sync()
@@ -282,10 +286,9 @@ def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tu
 
 
 class _HashingFile:
-    """A file for `torch.save` that hashes each stretch before it writes it.
+    """File for `torch.save` that hashes each piece before writing it.
 
-    Torch writes a storage in one piece; where it does not, the piece's hash is not asked for, and the storage is read
-    back.
+    torch writes each storage in one piece. A storage whose hash was not taken in this way is read back.
     """
 
     def __init__(self, path: str, hash_name: str) -> None:
@@ -301,7 +304,7 @@ class _HashingFile:
         start, hasher = self._disk.position, new_hasher(self._hash_name)
         try:
             self._disk.write(view, hasher)
-        except OSError as error:  # torch replaces what a file raises by an error without its cause
+        except OSError as error:  # torch replaces an error of the file by one without its cause
             self._failure = self._failure or error
             raise
         self.hashes[start, len(view)] = hasher.hexdigest()
@@ -311,23 +314,23 @@ class _HashingFile:
         """Do nothing: nothing is held back."""
 
     def raise_failure(self) -> None:
-        """Raise what a write ran into, if torch has swallowed it."""
+        """Raise the error of a failed write that torch has swallowed."""
         if self._failure is not None:
             raise self._failure
 
     def append_member(self, name: str, text: str) -> None:
-        """Add a member to the archive, and an empty seal."""
+        """Append a member and an empty seal to the archive."""
         with zipfile.ZipFile(self._raw, "a") as archive:
             archive.writestr(zipfile.ZipInfo(name), text)  # dated 1980, so that equal states make equal files
             archive.comment = EMPTY_SEAL
 
     def replace_end(self, end: bytes) -> None:
-        """Replace as many bytes at the end as there are."""
+        """Overwrite the last bytes of the file."""
         size_bytes = self._raw.seek(0, os.SEEK_END)
         self._disk.rewrite(memoryview(end), size_bytes - len(end))
 
     def sync(self) -> None:
-        """Wait until all is on the disk."""
+        """Flush everything to the disk."""
         self._disk.finish()
 
     def __enter__(self) -> "_HashingFile":
@@ -340,7 +343,7 @@ class _HashingFile:
 
 
 class Hashes:
-    """Hashes of stretches of the file: those taken while it was written, others when they are asked for."""
+    """Hashes of byte ranges of the file: those taken while it was written, others computed on demand."""
 
     def __init__(self, reader: FileReader, written: Mapping[tuple[int, int], str], hash_name: str) -> None:
         self.reader = reader
@@ -348,7 +351,7 @@ class Hashes:
         self._known = dict(written)
 
     def prepare(self, members: Any) -> None:
-        """Take all that are missing at once."""
+        """Compute all missing hashes in one pass."""
         missing = [(m.offset, m.size_bytes) for m in members if (m.offset, m.size_bytes) not in self._known]
         self._known.update(zip(missing, hash_ranges(self.reader, missing, self.hash_name), strict=True))
 
@@ -371,6 +374,7 @@ def make_manifest(layout: ZipLayout, rehearsal: Rehearsal, hashes: Hashes, info:
 
 def _tensor_entry(spec: TensorSpec, storages: Mapping[str, Member], hashes: Hashes) -> TensorEntry:
     member = storages[f"{PAYLOAD_FOLDER}{spec.storage.key}"]
+    # A tensor in one contiguous range has the hash of its bytes; others are gathered into row-major order first.
     if spec.byte_range is not None:
         digest = hashes.of(member, *spec.byte_range)
     else:

@@ -1,4 +1,4 @@
-"""Reading a `.pt` file tensor by tensor: its pickle is only rehearsed, and nothing of it is ever run."""
+"""Tensor-by-tensor reader and writer of `.pt` files; nothing of their pickles is ever run."""
 
 import io
 import mmap
@@ -47,17 +47,17 @@ _LEGACY_LEADING_PICKLES = 3  # the magic number, the version, and the writer's b
 
 
 def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
-    """Open what `torch.save` wrote, of any version, or a plain pickle of arrays.
+    """Open a file of any version of `torch.save`, or a plain pickle of arrays.
 
     Args:
-        path: The file, not packed.
-        record_unknown: Open also a file that asks for more than data, with inert objects in the places of what it asks
-            for; `unsafe_globals` lists them.
-        drop_attributes: Read tensors that have attributes of their own without these.
+        path: Path of the file, which is not an archive of a `.pt` file.
+        record_unknown: Whether to open a file with more than data too, with inert objects in place of the unknown
+            ones; `unsafe_globals` lists them.
+        drop_attributes: Whether to read tensors with Python attributes, without the attributes.
 
     Raises:
-        CorruptCheckpointError: If it is not whole.
-        UnsafeCheckpointError: If it asks for more than data.
+        CorruptCheckpointError: If the file is not whole.
+        UnsafeCheckpointError: If the file has more than data.
     """
     reader = FileReader(path)
     try:
@@ -81,7 +81,7 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
 
 
 def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> torch.Tensor:
-    """Return bytes of a file as a tensor of bytes, read straight into its memory."""
+    """Return a byte range of a file as a `uint8` tensor, read directly into its memory."""
     buffer = torch.empty(size_bytes, dtype=torch.uint8)
     if size_bytes:
         reader.read_into(memoryview(cast(Any, buffer.numpy())), offset)
@@ -102,7 +102,7 @@ def _source(
 
 
 def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]) -> Any:
-    """Read the tensors that stand for NumPy arrays, which are small and are turned back."""
+    """Read the tensors that stand for NumPy arrays, which are small, and convert them back."""
     if "ndarray" not in kinds.values():
         return tree
 
@@ -115,7 +115,7 @@ def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]
 
 def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) -> StoredTensor:
     dtype = getattr(torch, spec.dtype.name)
-    # Every file numbers its storages from 0.
+    # Part of the key since storages are numbered from 0 in every file, and per-rank files are merged.
     where = (reader.path, spec.storage.key, spec.offset, spec.stride, spec.is_conj, spec.is_neg)
     offset, in_a_row = offsets[spec.storage.key], spec.byte_range
 
@@ -135,7 +135,7 @@ def _stored(reader: FileReader, offsets: Mapping[str, int], spec: TensorSpec) ->
 
 
 def _resolved(spec: TensorSpec, elements: torch.Tensor) -> torch.Tensor:
-    """Conjugate and negate what the file has as it was before."""
+    """Apply the lazy conjugation and negation that the tensor had when it was saved."""
     conjugated = elements.conj_physical() if spec.is_conj else elements
     return -conjugated if spec.is_neg else conjugated
 
@@ -147,6 +147,7 @@ def _read(reader: FileReader, storage_offset: int, spec: TensorSpec, dtype: torc
     if spec.byte_range is not None:
         start, end = spec.byte_range
         return read_bytes(reader, storage_offset + start, end - start).view(dtype).reshape(spec.shape)
+    # Not contiguous: read the range that the strides span, and gather from it.
     last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
     start, count = spec.offset * spec.dtype.item_bytes, (last + 1) * spec.dtype.item_bytes
     around = read_bytes(reader, storage_offset + start, count).view(dtype)
@@ -162,7 +163,7 @@ def _refuse_quantized(spec: TensorSpec) -> None:
 
 
 def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
-    """Return the tree with the real things in the places of those that were built with checks."""
+    """Return the tree with real objects in place of the descriptions that the inspection made."""
 
     def change(_: str, value: Any) -> Any:
         match value:
@@ -175,6 +176,7 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
             case Dtype():
                 return getattr(torch, value.name)
             case PickledOrderedDict():
+                # pickle stores attributes of an OrderedDict, such as the `_metadata` of a state dict.
                 ordered = OrderedDict(value)
                 vars(ordered).update(vars(value))
                 return ordered
@@ -189,11 +191,11 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
 
 
 def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[Rehearsal, dict[str, int]]:
-    """Return what a file of torch before 1.6 holds, and where each storage's elements begin."""
+    """Return the content of a file of torch before 1.6, and the offset of each storage's elements."""
     with mmap.mmap(reader.descriptor, reader.size_bytes, access=mmap.ACCESS_READ) as mapped:
         view = memoryview(mapped)
         try:
-            rehearsal = read_legacy_bytes(view, record_unknown=record_unknown)  # checks all that follows, too
+            rehearsal = read_legacy_bytes(view, record_unknown=record_unknown)  # checks the whole file
             position = 0
             for _ in range(_LEGACY_LEADING_PICKLES + 1):
                 position = scan(view, position)
@@ -201,6 +203,7 @@ def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[Rehearsal, d
             keys = rehearse(bytes(view[position:end])).tree
         finally:
             view.release()
+    # After the list of keys, each storage is its number of elements as an int64, followed by the elements.
     offsets: dict[str, int] = {}
     for key in keys:
         offsets[key] = end + struct.calcsize("<q")
@@ -209,7 +212,7 @@ def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[Rehearsal, d
 
 
 def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
-    """Open a plain pickle, whose arrays are inside it, so that all of it is in memory."""
+    """Open a plain pickle. Its arrays are inside the pickle, so all of it is read into memory."""
     data = reader.read(0, reader.size_bytes)
     rehearsal = rehearse(data, record_unknown=True)
     if rehearsal.unknown_globals and record_unknown:
@@ -237,11 +240,11 @@ def _check_byteorder(reader: FileReader, member: Any) -> None:
 _FOLDER = "archive"
 _ALIGNMENT = 64  # torch's own, so that mapped tensors are aligned
 _LOCAL_HEADER_BYTES, _WIDE_FIELD_BYTES = 30, 20
-_PADDING_KIND = 0x4246  # the field in which torch hides its padding, too
+_PADDING_KIND = 0x4246  # kind of extra field that torch pads with
 _PIECE_BYTES = 8 << 20
 _PROTOCOL = 2
 
-# The classes by which a pickle says a storage's dtype. Newer dtypes have none, and are named beside untyped bytes.
+# Classes that name a storage's dtype in a pickle. Newer dtypes have none, and are named next to untyped bytes.
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -266,15 +269,15 @@ def stream_pt(
     hash_name: str = HASH_NAME,
     progress: Callable[[int], object] | None = None,
 ) -> Manifest:
-    """Write a tree to one file that `torch.load` and `load_file` read, reading each tensor when its turn comes.
+    """Write a tree to one file for `torch.load` and `load_file`, reading each tensor only when it is written.
 
-    The file has a manifest and a seal, as `save_file` writes them. Tensors of one storage are written once and stay
-    one. It is written in place, as `save_file` does.
+    The file has a manifest and a seal, like those of `save_file`. Tensors that are one storage are written once, and
+    stay one. The file is written in place, as by `save_file`.
 
     Args:
         tree: Dicts, lists and tuples of `StoredTensor`s, tensors, numbers, strings and `None`.
-        path: Where to.
-        info: What else the manifest should say.
+        path: Path of the file.
+        info: Further entries of the manifest.
         hash_name: As for `save_file`.
         progress: Called with the number of bytes after each tensor.
 
@@ -283,7 +286,7 @@ def stream_pt(
 
     Raises:
         IncompatibleCheckpointError: If a tensor is quantized.
-        UnsafeCheckpointError: If anything is more than data.
+        UnsafeCheckpointError: If the tree has anything other than data.
 
     Example:
         >>> import tempfile
@@ -312,10 +315,12 @@ def stream_pt(
                     progress(tensor.size_bytes)
             _write_member(archive, "version", memoryview(b"3\n"))
         manifest = _describe(os.fspath(path), pickled, hashes, hash_name, notes)
+        # Reopened for appending: the manifest needs the offsets, which are known from the closed archive.
         with zipfile.ZipFile(file, "a") as archive:
             archive.writestr(zipfile.ZipInfo(f"{_FOLDER}/{MANIFEST_NAME}"), manifest.to_json())
             archive.comment = EMPTY_SEAL
         file.flush()
+        # The seal covers the directory, so it is computed last, and replaces the empty one of the same length.
         with FileReader(path) as reader:
             end = seal(reader, read_zip_layout(reader))
         file.seek(-len(end), os.SEEK_END)
@@ -327,7 +332,7 @@ def stream_pt(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """Stands in a pickle for the bytes of a tensor."""
+    """Placeholder in a pickle for the bytes of a tensor."""
 
     key: str
     kind: type
@@ -335,7 +340,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Makes of descriptions the pickle that `torch.save` makes of tensors."""
+    """Pickler that writes descriptions of tensors as `torch.save` writes tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -354,6 +359,7 @@ class _Pickler(pickle.Pickler):
             coalesced = (obj.sparse.is_coalesced,) if obj.sparse.layout == torch.sparse_coo else ()
             data = (*obj.sparse.parts.values(), torch.Size(obj.shape), *coalesced)
             return _rebuild_sparse_tensor, (obj.sparse.layout, data)
+        # Contiguous strides, without allocating memory.
         stride = tuple(torch.empty(obj.shape, device="meta").stride())
         place = (self._storage(obj), 0, obj.shape, stride, False, OrderedDict())
         if obj.dtype in _STORAGES:
@@ -382,10 +388,10 @@ def _pickle(tree: Any) -> tuple[bytes, dict[str, StoredTensor]]:
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, data: memoryview, hash_name: str = HASH_NAME) -> str:
-    """Append a member whose bytes begin at a multiple of 64; return their hash."""
-    entry = zipfile.ZipInfo(f"{_FOLDER}/{name}")  # dated 1980, so that equal states make equal files
+    """Append a member whose bytes begin at a multiple of 64, and return their hash."""
+    entry = zipfile.ZipInfo(f"{_FOLDER}/{name}")  # its date is 1980, so that equal states make equal files
     entry.file_size = data.nbytes
-    is_wide = data.nbytes * 1.05 > zipfile.ZIP64_LIMIT
+    is_wide = data.nbytes * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule
     begin = archive.start_dir + _LOCAL_HEADER_BYTES + len(entry.filename.encode()) + is_wide * _WIDE_FIELD_BYTES + 4
     padding = -begin % _ALIGNMENT
     entry.extra = struct.pack("<2H", _PADDING_KIND, padding) + b"Z" * padding

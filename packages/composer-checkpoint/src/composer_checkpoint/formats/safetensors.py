@@ -1,4 +1,4 @@
-"""The `.safetensors` file: weights only, for everybody who reads that format, with a manifest in its header."""
+"""`.safetensors` files: weights only, readable by all tools for that format, with a manifest in the header."""
 
 import json
 import math
@@ -43,9 +43,9 @@ LENGTH = struct.Struct("<Q")
 METADATA_KEY = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
-_MAX_DIMS = 64  # torch has no tensors of more
+_MAX_DIMS = 64  # torch's own limit
 
-# Each dtype's name in torch, and the bytes of one element.
+# Name of each dtype in torch, and bytes per element.
 DTYPES: Mapping[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -71,7 +71,7 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """One tensor, and where its bytes lie in the file."""
+    """One tensor, and the location of its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The tensors by name, the texts that came with them, and the header as it stands in the file."""
+    """Tensors by name, metadata strings by key, and the header's bytes in the file."""
 
     tensors: dict[str, TensorSlot]
     metadata: dict[str, str]
@@ -89,13 +89,14 @@ class Header:
 
 
 def read_header(file: Readable) -> Header:
-    """Read a header and compare it with the file.
+    """Read a header and compare it with the size of the file.
 
     Raises:
-        CorruptCheckpointError: If it is not JSON of the format, or its tensors do not fill the file exactly.
+        CorruptCheckpointError: If the header is invalid, or its tensors do not fill the file exactly.
     """
     if file.size_bytes < LENGTH.size:
         _refuse(f"it has {file.size_bytes} bytes, fewer than the length of a header")
+    # Checked before it is read, so that a damaged length cannot allocate gigabytes.
     (length,) = LENGTH.unpack(file.read(0, LENGTH.size))
     if length > min(MAX_HEADER_BYTES, file.size_bytes - LENGTH.size):
         _refuse(f"its header would have {length} bytes; the file has {file.size_bytes}")
@@ -120,7 +121,7 @@ def _slot(name: str, value: Any, start: int) -> TensorSlot:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if dtype in DTYPES:
             torch_dtype, item_bytes = DTYPES[dtype]
         case _:
-            torch_dtype, item_bytes, shape, begin, end = "", 0, [], 0, -1
+            torch_dtype, item_bytes, shape, begin, end = "", 0, [], 0, -1  # refused below
     is_shape = len(shape) <= _MAX_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
     if not is_shape or not 0 <= begin <= end or math.prod(shape) * item_bytes != end - begin:
         _refuse(f"its tensor {name!r:.200} is described as {value!r:.200}, whose dtype, shape and bytes do not fit")
@@ -129,6 +130,7 @@ def _slot(name: str, value: Any, start: int) -> TensorSlot:
 
 def _check_filled(tensors: Mapping[str, TensorSlot], start: int, size_bytes: int) -> None:
     position = start
+    # The format forbids gaps and overlaps. Empty tensors sort before the one that starts at the same byte.
     for name, slot in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
         if slot.offset != position:
             _refuse(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
@@ -155,7 +157,7 @@ FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Tensors by name, the names that are the same tensor as another, and whether they came inside a state."""
+    """Tensors by name, aliases of tensors, and whether they came from the model part of a state."""
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
@@ -163,15 +165,16 @@ class _Weights:
 
 
 def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> Manifest:
-    """Write the weights of a state, or a flat dict of tensors, and flush them to the disk."""
+    """Write the weights of a state, or a flat dict of tensors, and flush the file to the disk."""
     weights = _weights_of(obj)
     notes: dict[str, Any] = {"aliases": weights.aliases} if weights.aliases else {}
     if weights.is_state:
         notes["layout"] = "composer"
     info = {**info, **notes}
-    names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # so that all are aligned
+    names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # largest first: aligned
     tensors = {name: weights.tensors[name] for name in names}
     no_hashes = dict.fromkeys(names, "0" * NUM_DIGITS[hash_name])
+    # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
     placeholder, _ = header_of(tensors, no_hashes, info, hash_name)
     with open(path, "wb", buffering=0) as file:
         disk = FlushedFile(file)
@@ -189,14 +192,14 @@ def load_safetensors(
     """Check and load a safetensors file.
 
     Returns:
-        Its weights in the form in which they were saved, its manifest, and the names of weights seen to be finite.
+        The weights in the form in which they were saved, the manifest if any, and the weights known to be finite.
     """
-    from safetensors.torch import load_file  # it and NumPy load only where somebody uses the format
+    from safetensors.torch import load_file  # here, since it imports NumPy and not all users need the format
 
     header, manifest = read_safetensors(reader)
     finite: Collection[str] = ()
     if verify:
-        finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # as the tensors will be
+        finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # load_file() maps the file as well
     device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
     tensors: dict[str, Any] = load_file(reader.own_path, device=device)
     tensors = {name: tensors[name] for name in header.tensors}
@@ -222,6 +225,7 @@ def verify_safetensors(reader: FileReader) -> Manifest | None:
 def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
     """Read and check the header."""
     header = read_header(reader)
+    # Files of other tools have neither mark. A file with only one has been changed.
     marks = [key for key in (_MANIFEST_KEY, _SEAL_KEY) if key in header.metadata]
     if not marks:
         return header, None
@@ -230,6 +234,7 @@ def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
         raise CorruptCheckpointError(
             f"the file was written with a manifest and a seal, and has only {marks}. Load another checkpoint."
         )
+    # The seal is the hash of the header with zeros in place of the seal.
     unsealed = header.raw[: match.start(1)] + _NO_SEAL.encode() + header.raw[match.end(1) :]
     if blake3(unsealed).hexdigest() != match[1].decode():
         raise CorruptCheckpointError(
@@ -257,7 +262,7 @@ def _weights_of(obj: Any) -> _Weights:
     for name, tensor in by_text_names(weights).items():
         if tensor.layout != torch.strided or (dtype := str(tensor.dtype).removeprefix("torch.")) not in FORMAT_NAMES:
             raise TypeError(f"{name} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
-        lazily = (tensor.is_conj(), tensor.is_neg())
+        lazily = (tensor.is_conj(), tensor.is_neg())  # a conjugated view shares its memory with the plain tensor
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype, lazily)
         if tensor.numel() and identity in seen:
             aliases[name] = seen[identity]
@@ -269,10 +274,10 @@ def _weights_of(obj: Any) -> _Weights:
 
 
 def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
-    """Return weights by their keys as texts, which names in a file are.
+    """Return weights by the text of their keys, since names in a file are text.
 
     Raises:
-        IncompatibleCheckpointError: If two keys become one text, as 1 and `'1'` do.
+        IncompatibleCheckpointError: If two keys have the same text, as 1 and `'1'` do.
     """
     keys: dict[str, Any] = {}
     for key in weights:
@@ -282,10 +287,10 @@ def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
 
 
 def check_names(names: Collection[str]) -> None:
-    """Refuse the name that safetensors has for something else, and those that its own reader cannot read.
+    """Refuse the one name that the format reserves, and names that its own reader cannot decode.
 
     Raises:
-        IncompatibleCheckpointError: If there is one.
+        IncompatibleCheckpointError: If there is such a name.
     """
     if METADATA_KEY in names:
         raise IncompatibleCheckpointError(
@@ -303,7 +308,7 @@ def check_names(names: Collection[str]) -> None:
 def header_of(
     tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
 ) -> tuple[bytes, Manifest]:
-    """Return the file's bytes up to the tensors, as long for one set of hashes as for another."""
+    """Return the file's bytes before the tensors, whose length does not depend on the hashes, and the manifest."""
     slots: dict[str, Any] = {}
     entries: dict[str, TensorEntry] = {}
     position = 0
@@ -316,7 +321,7 @@ def header_of(
     manifest = Manifest(hash_name=hash_name, tensors=entries, info=info)
     metadata = {"format": "pt", _MANIFEST_KEY: manifest.to_json(), _SEAL_KEY: _NO_SEAL}
     text = json.dumps({METADATA_KEY: metadata, **slots}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
     sealed = text.replace(
         f'"{_SEAL_KEY}":"{_NO_SEAL}"'.encode(), f'"{_SEAL_KEY}":"{blake3(text).hexdigest()}"'.encode(), 1
     )
@@ -332,7 +337,7 @@ def _write_tensor(file: FlushedFile, tensor: torch.Tensor, hash_name: str) -> st
 def _verify_payload(
     reader: FileReader, header: Header, manifest: Manifest | None, mapped: MappedFile | None = None
 ) -> Collection[str]:
-    """Compare all tensors with their hashes; return the names of those that are finite, as far as was seen."""
+    """Compare all tensors with their hashes; return the names of those that were seen to be finite."""
     if manifest is None:
         return ()
     ranges = [(slot.offset, slot.size_bytes) for slot in header.tensors.values()]

@@ -1,4 +1,4 @@
-"""Writing `.safetensors` files with never more than one tensor in memory."""
+"""Writing of `.safetensors` files with at most one tensor in memory."""
 
 import os
 from collections import OrderedDict
@@ -38,15 +38,15 @@ def stream_safetensors(
     hash_name: str = HASH_NAME,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write tensors to one file, reading each when its turn comes; flush it to the disk.
+    """Write tensors to one file, reading each only when it is written, and flush the file to the disk.
 
-    The file is what `save_file` would write of them, with its manifest. It is written in place, as `save_file` does.
+    The file equals that of `save_file`, manifest included. It is written in place, as by `save_file`.
 
     Args:
-        tensors: By name.
-        path: Where to.
-        info: What else the manifest should say.
-        aliases: Further names of tensors, which `load_file` gives back.
+        tensors: Tensors by name.
+        path: Path of the file.
+        info: Further entries of the manifest.
+        aliases: Further names of tensors, which `load_file` returns as well.
         hash_name: As for `save_file`.
         progress: Called with the number of bytes after each tensor.
 
@@ -54,7 +54,7 @@ def stream_safetensors(
         The manifest.
 
     Raises:
-        IncompatibleCheckpointError: If a tensor is sparse or quantized, or has a name that safetensors has none for.
+        IncompatibleCheckpointError: If a tensor is sparse or quantized, or its name does not fit the format.
         TypeError: If safetensors has no form for a dtype.
 
     Example:
@@ -67,7 +67,8 @@ def stream_safetensors(
         tensor([1., 1.])
     """
     refuse_unfit(tensors, "safetensors", path, aliases=aliases or ())
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that all are aligned
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # largest items first, so all are aligned
+    # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
     described = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
     notes: dict[str, Any] = {"torch_version": str(torch.__version__), **(info or {})}
     if aliases:
@@ -92,7 +93,7 @@ def stream_safetensors(
 def plan_shards(
     tensors: Mapping[str, StoredTensor], max_shard_bytes: int, name: str = "model"
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Say which tensors go into which file: in order, as many as fit, and a larger one alone.
+    """Assign tensors to files in order, as many as fit in each. A tensor larger than a file gets one of its own.
 
     Raises:
         ValueError: If `max_shard_bytes` is less than 1.
@@ -103,7 +104,7 @@ def plan_shards(
         dict_keys(['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
     """
     if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} is no size. Give 1 or more, such as 5_000_000_000.")
+        raise ValueError(f"`max_shard_bytes={max_shard_bytes!r}` must be 1 or more, such as 5_000_000_000.")
     groups = list(_groups(tensors, max_shard_bytes))
     if len(groups) == 1:
         return {f"{name}.safetensors": groups[0]}
@@ -119,14 +120,14 @@ def stream_shards(
     aliases: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write planned files, and their index if there are several, to a folder that is there.
+    """Write the planned files, and their index if there are several, to an existing folder.
 
     Args:
-        shards: From `plan_shards`.
-        folder: Where to; see `write_atomically(folder=True)`.
-        name: What the index's name begins with.
-        info: What the manifests should say.
-        aliases: Further names of tensors, which `load_file` gives back.
+        shards: Result of `plan_shards`.
+        folder: Path of the folder; see `write_atomically(folder=True)`.
+        name: Prefix of the index's name.
+        info: Further entries of the manifests.
+        aliases: Further names of tensors, which `load_file` returns as well.
         progress: Called with the number of bytes after each tensor.
     """
     manifests = {
@@ -139,6 +140,7 @@ def stream_shards(
         )
         for shard, tensors in shards.items()
     }
+    # Written last: an index names only files that are complete.
     if len(manifests) > 1:
         Path(folder, name + INDEX_SUFFIX).write_text(index_text(manifests))
 
@@ -156,10 +158,10 @@ def _groups(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> Iterat
 
 
 def open_safetensors_source(path: str) -> TensorSource:
-    """Open one file.
+    """Open one `.safetensors` file.
 
     Raises:
-        CorruptCheckpointError: If it is not whole.
+        CorruptCheckpointError: If the file is not whole.
     """
     reader = FileReader(path)
     try:
@@ -175,11 +177,11 @@ def open_safetensors_source(path: str) -> TensorSource:
 
 
 def open_index_source(path: str) -> TensorSource:
-    """Open the files that an index names. What it names and no file has, is listed as missing.
+    """Open the files of an index. Tensors that the index lists and no file has are reported as missing.
 
     Raises:
-        CorruptCheckpointError: If a file is missing or not whole, two have one tensor, or the index is none.
-        UnsafeCheckpointError: If it names a file outside its own folder.
+        CorruptCheckpointError: If a file is missing or damaged, two have the same tensor, or the index is invalid.
+        UnsafeCheckpointError: If the index names a file outside its own folder.
     """
     index = read_index(path)
     weight_map = {name: shard for shard, names in index.shards.items() for name in names}
@@ -199,6 +201,7 @@ def open_index_source(path: str) -> TensorSource:
             found, _ = _tensors_of(reader)
             files[shard] = reader.size_bytes
             tensors |= meant_of(path, shard, found, tensors, weight_map)
+    # Also on KeyboardInterrupt: no one else would close the files opened so far.
     except BaseException:
         source.close()
         raise
@@ -215,17 +218,17 @@ def meant_of(
     earlier: Container[str],
     weight_map: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a file without those that the index has in another one.
+    """Return the tensors of a file without those that the index assigns to another file.
 
     Args:
-        index: Which names the files.
-        shard: The file.
-        found: What is in it, by name.
-        earlier: The names in those before.
-        weight_map: The file of each name that the index lists.
+        index: Path of the index.
+        shard: Name of the file.
+        found: Tensors in the file, by name.
+        earlier: Names of tensors in the files before.
+        weight_map: File of each tensor that the index lists.
 
     Raises:
-        CorruptCheckpointError: If two files have one tensor, and the index does not say which of them is meant.
+        CorruptCheckpointError: If two files have the same tensor and the index does not assign it to either.
     """
     for name in found:
         if name in earlier and name not in weight_map:

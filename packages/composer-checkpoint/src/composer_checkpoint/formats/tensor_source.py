@@ -1,4 +1,4 @@
-"""What every kind of checkpoint is to who reads it tensor by tensor: names, and how to get one tensor."""
+"""Common interface of all checkpoint formats for reading tensor by tensor."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -18,12 +18,12 @@ __all__ = ["StoredTensor", "TensorSource", "aliases_of", "are_one", "as_stored",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseParts:
-    """What a sparse tensor consists of.
+    """Components of a sparse tensor.
 
     Args:
-        layout: As torch has it, such as `torch.sparse_coo`.
-        parts: Its indices and its values, by the names that torch has for them, in the order of their pickles.
-        is_coalesced: Of the coordinate layout, whether the indices are sorted and unique; `None` where nobody knows.
+        layout: torch's layout, such as `torch.sparse_coo`.
+        parts: Indices and values, by torch's names for them, in the order of torch's pickles.
+        is_coalesced: For the coordinate layout, whether the indices are sorted and unique; `None` if unknown.
     """
 
     layout: torch.layout
@@ -34,10 +34,11 @@ class SparseParts:
         """Read the parts and return the sparse tensor.
 
         Raises:
-            CorruptCheckpointError: If they do not fit each other, or the shape.
+            CorruptCheckpointError: If the parts do not fit each other or the shape.
         """
         parts = [part.read() for part in self.parts.values()]
         try:
+            # Checked here: torch's kernels do not check indices, and wrong ones would access memory out of bounds.
             if self.layout == torch.sparse_coo:
                 indices, values = parts
                 return torch.sparse_coo_tensor(
@@ -55,26 +56,26 @@ class SparseParts:
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Return whether it is of one of the layouts that are known here."""
+    """Return whether a tensor has one of the supported sparse layouts."""
     return str(tensor.layout).removeprefix("torch.") in SPARSE_PARTS
 
 
 def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a sparse tensor consists of, by the names that torch has for it."""
-    if tensor.layout == torch.sparse_coo:  # whose public methods want it coalesced
+    """Return the components of a sparse tensor, by torch's names for them."""
+    if tensor.layout == torch.sparse_coo:  # the public methods require a coalesced tensor
         return {"indices": tensor._indices(), "values": tensor._values()}
     return {name: getattr(tensor, name)() for name in SPARSE_PARTS[str(tensor.layout).removeprefix("torch.")]}
 
 
 def refuse_sparse(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
-    """Refuse sparse tensors where only dense ones can be.
+    """Raise if there is a sparse tensor, for formats of dense ones only.
 
     Args:
-        tensors: By name.
-        what: What takes no sparse ones, for the message.
+        tensors: Tensors by name.
+        what: Name of the format in the message.
 
     Raises:
-        IncompatibleCheckpointError: If there is one.
+        IncompatibleCheckpointError: If a tensor is sparse.
     """
     for name, tensor in tensors.items():
         if tensor.sparse is not None:
@@ -87,17 +88,17 @@ def refuse_sparse(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """One tensor that is not in memory.
+    """Tensor that is not in memory.
 
     Args:
-        dtype: Of its elements.
-        shape: Its sizes.
-        fetch: Returns it, on the CPU, its elements in row-major order; anew each time it is called.
-        storage: Equal for all that are one and the same tensor, such as tied weights. `None` where the checkpoint does
-            not say.
-        fetch_range: Returns a number of its elements from one on, in row-major order, where that needs less memory
-            than all of them.
-        sparse: What a sparse one consists of; `fetch` returns it sparse. `None` for a dense one.
+        dtype: Dtype of its elements.
+        shape: Shape of the tensor.
+        fetch: Function that reads the tensor on each call, on the CPU, with its elements in row-major order.
+        storage: Key that is equal for names of the same tensor, such as tied weights. `None` where the checkpoint does
+            not record it.
+        fetch_range: Function `(start, count)` that reads a range of elements in row-major order, where that needs less
+            memory than the whole tensor.
+        sparse: Components of a sparse tensor, for which `fetch` returns a sparse one. `None` for a dense tensor.
 
     Example:
         >>> stored = as_stored(torch.ones(2, 3))
@@ -116,23 +117,23 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of its elements; of a sparse one, of what it consists of."""
+        """Return the bytes of its elements, or, for a sparse tensor, of its components."""
         if self.sparse is not None:
             return sum(part.size_bytes for part in self.sparse.parts.values())
         return self.numel * self.dtype.itemsize
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its elements are numbers only together with a scale, which is not kept."""
+        """Return whether the elements have values only together with a scale, which is not stored."""
         return str(self.dtype).startswith(("torch.qint", "torch.quint"))
 
     def read(self) -> torch.Tensor:
-        """Return the tensor itself, which is the caller's alone.
+        """Read the tensor and return it. The caller owns it.
 
         Raises:
             CorruptCheckpointError: If its bytes cannot be read.
@@ -140,10 +141,10 @@ class StoredTensor:
         return self.fetch()
 
     def read_range(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` of its elements, counted in row-major order, from `start` on.
+        """Read `count` elements in row-major order, beginning at `start`.
 
         Raises:
-            IncompatibleCheckpointError: If it is sparse.
+            IncompatibleCheckpointError: If the tensor is sparse.
         """
         if self.sparse is not None:
             raise IncompatibleCheckpointError(
@@ -155,7 +156,7 @@ class StoredTensor:
         return self.fetch().reshape(-1)[start : start + count]
 
     def to(self, dtype: torch.dtype) -> "StoredTensor":
-        """Return the same tensor in another dtype, rounded once, straight from the one it has."""
+        """Return the same tensor in another dtype, rounded once, from the stored one."""
         if dtype == self.dtype:
             return self
         if self.sparse is not None:
@@ -165,26 +166,27 @@ class StoredTensor:
             dtype,
             self.shape,
             lambda: self.fetch().to(dtype),
-            None if self.storage is None else (self.storage, dtype),
+            None if self.storage is None else (self.storage, dtype),  # tied weights stay tied
             lambda start, count: self.read_range(start, count).to(dtype),
         )
 
 
 def as_stored(tensor: torch.Tensor) -> StoredTensor:
-    """Return a tensor that is in memory in the form of one that is not."""
+    """Wrap a tensor in memory as a `StoredTensor`."""
     plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():  # its bytes are not its elements, and may be another tensor's, too
+    if plain.is_conj() or plain.is_neg():  # a lazy view: its bytes are those of another tensor
         plain = plain.resolve_conj().resolve_neg()
     if is_sparse(plain):
         parts = {name: as_stored(part) for name, part in parts_of(plain).items()}
         is_coalesced = plain.is_coalesced() if plain.layout == torch.sparse_coo else None
         return sparse_stored(tuple(plain.shape), SparseParts(plain.layout, parts, is_coalesced))
+    # Empty tensors may all have the address 0, which does not make them one tensor.
     key = (plain.data_ptr(), tuple(plain.stride()), tuple(plain.shape), plain.dtype) if plain.numel() else None
     return StoredTensor(plain.dtype, tuple(plain.shape), lambda: plain.cpu().contiguous(), key)
 
 
 def sparse_stored(shape: tuple[int, ...], sparse: SparseParts) -> StoredTensor:
-    """Return a sparse tensor that is not in memory by the parts that it consists of."""
+    """Return a sparse `StoredTensor` from its components."""
     keys = tuple(part.storage for part in sparse.parts.values())
     same = None if None in keys else (sparse.layout, keys)
     return StoredTensor(sparse.parts["values"].dtype, shape, lambda: sparse.put_together(shape), same, None, sparse)
@@ -192,17 +194,17 @@ def sparse_stored(shape: tuple[int, ...], sparse: SparseParts) -> StoredTensor:
 
 @dataclass(slots=True)
 class TensorSource:
-    """A checkpoint that is read tensor by tensor; close it, or use it in a `with`.
+    """Checkpoint that is read tensor by tensor. Close it, or use it in a `with` statement.
 
     Args:
-        format: What kind it is, such as `'composer'` or `'dcp'`.
-        tree: All that it holds, in dicts, lists and tuples, with a `StoredTensor` in the place of each tensor.
-        size_bytes: Of its files.
-        manifest: Where it has one.
-        unsafe_globals: What it asks for beyond data. None of that was made; an inert object stands for each.
-        missing: Names that an index promises, and no file has.
-        files: The files by name, as far as it consists of several.
-        path: Where it lies, after links were followed.
+        format: Name of the format, such as `'composer'` or `'dcp'`.
+        tree: All of its content in dicts, lists and tuples, with a `StoredTensor` in place of each tensor.
+        size_bytes: Size of its files.
+        manifest: The manifest, if any.
+        unsafe_globals: Globals beyond data that it refers to. None was imported; an inert object replaces each.
+        missing: Names that an index lists and no file has.
+        files: Sizes of the files by name, if there are several.
+        path: Its path, with links resolved.
 
     Example:
         >>> import tempfile
@@ -231,18 +233,18 @@ class TensorSource:
 
     @property
     def weights(self) -> Mapping[str, StoredTensor]:
-        """The model's tensors by the names that the model has for them, wherever they lie in the tree.
+        """Return the model's tensors by the model's own names, wherever they are in the tree.
 
-        Where they are nested, and `state_dict()` is flat, the keys are joined by dots.
+        Names of nested dicts are joined by dots, as in a flat `state_dict()`.
 
         Raises:
-            IncompatibleCheckpointError: If two tensors would have one name then.
+            IncompatibleCheckpointError: If two tensors would get the same name.
         """
         return by_joined_names(self._model(), StoredTensor, ".", "a model, whose names are flat", are_one)
 
     @property
     def beside_weights(self) -> list[str]:
-        """The names of what the model's part has besides tensors, such as a module's extra state."""
+        """Return the names of entries of the model that are not tensors, such as a module's extra state."""
         found: list[str] = []
 
         def note(name: str, value: Any) -> Any:
@@ -255,12 +257,12 @@ class TensorSource:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of weights that are the same tensor as another, with the first name of each."""
+        """Return the names of weights that are the same tensor as an earlier one, with the name of that one."""
         return aliases_of(self.weights)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What there is besides the model: timestamp, metadata and so on; empty for weights alone."""
+        """Return the state besides the model, such as timestamp and metadata; empty for weights alone."""
         tree = self.tree
         state = tree.get("state") if isinstance(tree, dict) else None
         return state if isinstance(state, dict) else {}
@@ -270,7 +272,7 @@ class TensorSource:
         self._open.close()
 
     def on_close(self, opened: Any) -> None:
-        """Close something else together with this."""
+        """Close another object together with this one."""
         self._open.callback(opened.close)
 
     def __enter__(self) -> "TensorSource":
@@ -286,6 +288,7 @@ class TensorSource:
         state = tree.get("state")
         if isinstance(state, dict) and isinstance(state.get("model"), dict):
             return state["model"]
+        # Keys that other libraries commonly use.
         for key in ("model", "module", "state_dict", "model_state_dict"):
             if isinstance(tree.get(key), dict) and next(iter(tensors_in(tree[key])), None) is not None:
                 return tree[key]
@@ -293,12 +296,12 @@ class TensorSource:
 
 
 def tensors_in(tree: Any) -> dict[str, StoredTensor]:
-    """Return the tensors of a tree by their names, such as `state/model/fc.weight`."""
+    """Return the tensors of a tree by names such as `state/model/fc.weight`."""
     return dict(named_leaves(tree, StoredTensor))
 
 
 def are_one(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two are known to be one and the same tensor, as tied weights are."""
+    """Return whether two are known to be the same tensor, as tied weights are."""
     if one is other:
         return True
     is_known = one.storage is not None and one.numel > 0
@@ -306,7 +309,7 @@ def are_one(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def aliases_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Return the names that are the same tensor as an earlier one, with that one's name."""
+    """Return the names that are the same tensor as an earlier one, with the name of that one."""
     return dict(_same(tensors))
 
 
