@@ -149,7 +149,7 @@ def test_a_function_of_pil_images_works_on_tensors_of_every_kind(dtype, shape):
         (torch.zeros(8, 8), ValueError, r"shape \(8, 8\)"),
         (torch.zeros(5, 8, 8), ValueError, r"shape \(5, 8, 8\)"),
         (torch.zeros(3, 8, 8, dtype=torch.int64), TypeError, "int64"),
-        ("cat.png", TypeError, "str is no image"),
+        ("cat.png", TypeError, "str is not an image"),
     ],
 )
 def test_what_is_no_image_is_refused(image, error, message):

@@ -121,9 +121,9 @@ def test_without_an_image_it_is_a_transform_that_torchs_seed_repeats():
         ({"p_col": 1.1}, ValueError, r"p_col=1\.1"),
         ({"resize_target": "maybe"}, ValueError, "resize_target='maybe'"),
         ({"sample": (1, 2, 3)}, ValueError, "tuple of 3 parts"),
-        ({"sample": torch.zeros(8, 8)}, ValueError, r"shape \(8, 8\) is no image"),
+        ({"sample": torch.zeros(8, 8)}, ValueError, r"shape \(8, 8\) is not an image"),
         ({"sample": (torch.zeros(1, 8, 8), torch.zeros(1, 4, 4)), "resize_target": True}, ValueError, "8 x 8.* 4 x 4"),
-        ({"sample": "cat.png"}, TypeError, "str is no image"),
+        ({"sample": "cat.png"}, TypeError, "str is not an image"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(arguments, error, message):

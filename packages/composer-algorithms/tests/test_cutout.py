@@ -92,8 +92,8 @@ def test_without_an_image_it_is_a_transform_that_torchs_seed_repeats():
         ({"length": -0.5}, ValueError, r"length=-0\.5"),
         ({"length": 1.5}, ValueError, r"length=1\.5"),
         ({"num_holes": -1}, ValueError, "num_holes=-1"),
-        ({"input": torch.ones(8, 8)}, ValueError, r"shape \(8, 8\) is no image"),
-        ({"input": [1]}, TypeError, "list is no image"),
+        ({"input": torch.ones(8, 8)}, ValueError, r"shape \(8, 8\) is not an image"),
+        ({"input": [1]}, TypeError, "list is not an image"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(arguments, error, message):

@@ -1,7 +1,7 @@
-"""Published speed-up methods for training, each as a function for your own loop and as an Algorithm for an Engine.
+"""Published training speed-up methods, each as a function for any training loop and as an `Algorithm` for an `Engine`.
 
-The functions are in `composer_algorithms.functional`; each method's module (`composer_algorithms.mixup`) has both
-forms and the `METADATA` that the table of methods is made from.
+`composer_algorithms.functional` collects the functions. Each method has a module of its own, such as
+`composer_algorithms.mixup`, with both forms and the `METADATA` from which the table of methods is generated.
 """
 
 from importlib import import_module
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The methods need torch, so each loads on first use.
+# The methods import torch, so each loads on first use.
 _HOME = {
     "add_vision_dataset_transform": "dataset_transforms",
     "AGC": "gradient_clipping",

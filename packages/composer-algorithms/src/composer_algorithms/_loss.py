@@ -1,4 +1,4 @@
-"""The model's loss for other targets than the batch has."""
+"""The model's loss for targets other than those of the batch."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def loss_for_target(state: "State", target_key: Any, target: Tensor) -> Tensor:
-    """Compute the loss of `state.outputs` as if the batch had `target` under `target_key`; the batch keeps its own.
+    """Return the loss of `state.outputs` with `target` in place of the batch's target, which is restored afterwards.
 
-    The loss is computed as the loop computes its own: in the state's precision, and of labels that are smoothed if
-    `state.algorithms` smooth those under `target_key`.
+    The loss is computed as the training loop computes its own: in the precision of the state, and with labels smoothed
+    if `state.algorithms` smooth those under `target_key`.
     """
     outputs = require_tensor(state.outputs, "the model's output")
     loss_fn = find_loss(state.model)
     own_target = state.batch_get_item(target_key)
     state.batch_set_item(target_key, _smoothed(state, target_key, outputs, target))
-    try:
+    try:  # the batch must get its own target back even if the loss fails
         with _precision_of_loss(state, outputs):
             return require_tensor(loss_fn(outputs, state.batch), "the model's loss")
     finally:
@@ -35,8 +35,8 @@ def find_loss(model: nn.Module) -> Callable[..., Any]:
     """Return `model.loss`, or `model.module.loss` where the model is wrapped.
 
     Raises:
-        AttributeError: If there is neither.
-        TypeError: If it cannot be called.
+        AttributeError: If neither exists.
+        TypeError: If the attribute is not callable.
     """
     for owner in (model, getattr(model, "module", None)):
         loss = getattr(owner, "loss", None)
@@ -55,7 +55,7 @@ def find_loss(model: nn.Module) -> Callable[..., Any]:
 
 
 def _smoothed(state: "State", target_key: Any, outputs: Tensor, target: Tensor) -> Tensor:
-    # LabelSmoothing acts around the loop's own loss only: afterwards the batch has its labels back.
+    # LabelSmoothing acts around the loop's own loss only, so the batch has its plain labels back by now.
     for algorithm in state.algorithms:
         if isinstance(algorithm, LabelSmoothing) and algorithm.target_key == target_key:
             target = algorithm.smooth(outputs, target)
@@ -63,7 +63,7 @@ def _smoothed(state: "State", target_key: Any, outputs: Tensor, target: Tensor) 
 
 
 def _precision_of_loss(state: "State", outputs: Tensor) -> AbstractContextManager[Any]:
-    # The loop computes its own loss under autocast, but raises BEFORE_BACKWARD outside of it.
-    if state.precision is None:  # a loop that has its own state and leaves precision alone
+    # The loop computes its own loss under autocast, but runs BEFORE_BACKWARD outside of it.
+    if state.precision is None:  # a custom loop whose state leaves precision alone
         return nullcontext()
     return get_precision_context(state.precision, state.precision_config, device_type=outputs.device.type)

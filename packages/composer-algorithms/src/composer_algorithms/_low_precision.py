@@ -1,4 +1,4 @@
-"""What the low precision norms share: when they are put in, and in which dtype they compute."""
+"""Common parts of the low precision norms: event, surgery and autocast dtype."""
 
 import warnings
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ _APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
 
 
 class LowPrecisionNorm(Algorithm):
-    """Base of an algorithm that changes the norms of a model on one event.
+    """Base of the algorithms that convert the norms of a model to low precision at one event.
 
     Args:
-        apply_at: The event: `Event.INIT`, `Event.BEFORE_LOAD` or `Event.AFTER_LOAD`.
+        apply_at: `Event.INIT`, `Event.BEFORE_LOAD` or `Event.AFTER_LOAD`.
 
     Raises:
-        ValueError: If it is another one.
+        ValueError: If `apply_at` is any other event.
     """
 
-    surgery_rank = 5
+    surgery_rank = 5  # after the algorithms that replace norms
     acts_on = _APPLY_AT
 
     def __init__(self, apply_at: Event = Event.INIT) -> None:
         if apply_at not in _APPLY_AT:
             raise ValueError(
-                f"apply_at={apply_at!r} is no event on which the model may be changed. Pass one of "
+                f"apply_at={apply_at!r} is not an event at which the model may be changed. Pass one of "
                 f"{', '.join(f'Event.{event.name}' for event in _APPLY_AT)}."
             )
         self.apply_at = apply_at
@@ -45,20 +45,20 @@ class LowPrecisionNorm(Algorithm):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Answer yes: training goes on in the precision that it had."""
+        """Return true: a resumed run must train in the same precision."""
         return True
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is the one to act on."""
+        """Return whether the event is `apply_at`."""
         return event == self.apply_at
 
     def __repr__(self) -> str:
-        # A checkpoint names the event in this way, which can be read back.
+        # Checkpoints record this representation, and the event must be readable from it.
         return f"{type(self).__name__}(apply_at=Event.{Event(self.apply_at).name})"
 
 
 def to_autocast_dtype(tensor: Tensor | None, device_type: str) -> Tensor | None:
-    """Return the tensor in the dtype of the autocast around, or as it is where there is none."""
+    """Return the tensor in the dtype of the surrounding autocast, or unchanged without autocast."""
     if tensor is None or not torch.is_autocast_enabled(device_type):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type))
@@ -71,7 +71,7 @@ def swap_norms(
     precision: str | Precision | None,
     optimizers: Optimizer | Sequence[Optimizer] | None,
 ) -> nn.Module:
-    """Turn the norms of one class into their low precision form, and warn where that has no effect."""
+    """Convert the norms of one class to their low precision form, and warn where this has no effect."""
     name = base.__name__
     if precision is None or Precision(precision) not in _PRECISIONS:
         warnings.warn(
@@ -97,18 +97,16 @@ def swap_norms(
 
 
 def to_low_precision(module: nn.Module, base: type[nn.Module], low: type[nn.Module]) -> nn.Module | None:
-    """Make a norm compute in low precision, in place; `None` if it is a subclass that computes something else.
-
-    The class of the object changes, so that its parameters, hooks and place in optimizers stay.
+    """Convert a norm in place; return `None` for a subclass with a `forward` of its own.
 
     Raises:
-        TypeError: If the module is no norm of the class.
+        TypeError: If the module is not an instance of `base`.
     """
     if not isinstance(module, base):
-        raise TypeError(f"module={module!r} is no torch.nn.{base.__name__}: only those have a low precision form.")
+        raise TypeError(f"module={module!r} is not a torch.nn.{base.__name__}: only those have a low precision form.")
     if isinstance(module, low):
         return module
     if type(module).forward is not base.forward:
         return None
-    module.__class__ = low
+    module.__class__ = low  # not a new object, so that parameters, hooks and optimizers keep their references
     return module

@@ -1,4 +1,4 @@
-"""One microbatch as large as they come, run and forgotten, so that the memory it needs is there from then on."""
+"""Peak-memory warm-up with one microbatch of maximal length, and gradient norms and clipping."""
 
 import logging
 from collections import defaultdict
@@ -22,13 +22,13 @@ _log = logging.getLogger("composer.algorithms.seq_length_warmup")
 
 
 def run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
-    """Run the first microbatch of a batch forward and backward, and leave weights, gradients and draws as they were.
+    """Run the first microbatch forward and backward without changing weights, gradients or random state.
 
-    With `state.auto_microbatching` a microbatch that does not fit into memory, on any rank, is halved on all of them.
-    Every rank must call this.
+    The allocator then holds the memory that the largest microbatch needs. With `state.auto_microbatching`, a
+    microbatch that does not fit on some rank is halved on all ranks. Every rank must call this.
 
     Raises:
-        RuntimeError: If not even one sample fits.
+        RuntimeError: If a single sample does not fit.
     """
     size = _microbatch_size(state)
     while not _fits(state, batch, size):
@@ -38,14 +38,14 @@ def run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
                 "lower max_seq_length, or use a smaller model."
             )
         size = max(size // 2, 1)
-        _log.info("device_train_microbatch_size is %d now, for sequences of maximal length to fit.", size)
+        _log.info("device_train_microbatch_size is now %d, so that sequences of maximal length fit.", size)
         state.device_train_microbatch_size = size
 
 
 def _microbatch_size(state: "State") -> int:
     size: Any = state.device_train_microbatch_size
     if size is None:
-        size = state.dataloader.batch_size  # an AttributeError names what a dataloader of another kind lacks
+        size = state.dataloader.batch_size  # an AttributeError names what another dataloader lacks
     if size is None:
         raise RuntimeError(
             "the dataloader has batch_size=None, so the size of a microbatch is not known: set "
@@ -68,6 +68,7 @@ def _fits(state: "State", batch: dict[str, Any], size: int) -> bool:
             optimizer.zero_grad()
     if not state.auto_microbatching:
         return True
+    # All ranks must agree on the size, or their collectives in backward would not pair up.
     failures = torch.tensor([int(has_failed)], dtype=torch.uint8, device=state.device.torch_device)
     dist.all_reduce(failures, reduce_operation="MAX")
     return not failures.item()
@@ -76,7 +77,7 @@ def _fits(state: "State", batch: dict[str, Any], size: int) -> bool:
 def _run(state: "State", microbatch: Any) -> None:
     devices = [state.device.torch_device.index] if state.device.torch_device.type == "cuda" else []
     with ExitStack() as stack:
-        # A resumed run, which does not come here again, must draw the same numbers.
+        # A resumed run skips this pass and must draw the same random numbers as this one.
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(_without_sync(state.model))
         with _autocast(state):
@@ -86,7 +87,7 @@ def _run(state: "State", microbatch: Any) -> None:
 
 
 def _without_sync(model: Any) -> AbstractContextManager[Any]:
-    # DDP builds its buckets in the first synchronised pass, which must be one of training.
+    # DDP builds its buckets in the first synchronized pass, which must be a training pass.
     no_sync: Any = getattr(model, "no_sync", nullcontext)
     return no_sync()
 
@@ -97,14 +98,14 @@ def _autocast(state: "State") -> AbstractContextManager[Any]:
     return get_precision_context(state.precision, state.precision_config, device_type=state.device.torch_device.type)
 
 
-_ONE = torch.ones((), dtype=torch.float32)  # of no dims, and so at home on each device
-_IN_CACHE = 1 << 21  # elements that the last cache of a processor has room for
+_ONE = torch.ones((), dtype=torch.float32)  # zero-dim, so it combines with tensors on any device
+_IN_CACHE = 1 << 21  # number of elements that fit into the last-level cache of a CPU
 
 
 def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all tensors as one vector, shards on other ranks included.
+    """Return the Euclidean norm of all tensors as one vector, including shards on other ranks.
 
-    Where tensors are sharded, every rank must call it.
+    If tensors are sharded, every rank must call this.
     """
     norms = [_whole(get_total_norm(group)) for group in _by_mesh(tensors).values()]
     if len(norms) == 1:
@@ -113,14 +114,14 @@ def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or the tensor itself if it is whole. Both share their memory."""
+    """Return this rank's shard of a tensor, or an unsharded tensor itself. Both share its memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
 
 
 def clip_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients so that their joint norm is at most `max_norm`, and return the norm before."""
+    """Scale the gradients so that their joint norm is at most `max_norm`, and return the norm before scaling."""
     if not _can_be_sharded():
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm=max_norm)  # by that name, under which tests patch it
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm=max_norm)  # via the module: tests patch it there
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(is_dtensor(parameter) for parameter in with_gradient):
         return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm=max_norm)
@@ -143,7 +144,7 @@ def clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        if is_dtensor(parameter.grad):  # element by element, so each rank can do its own part
+        if is_dtensor(parameter.grad):  # elementwise, so each rank can clamp its own shard
             local_part(parameter.grad).clamp_(-threshold, threshold)
         else:
             whole.append(parameter)
@@ -153,16 +154,16 @@ def clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
 
 @torch.no_grad()
 def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) -> None:
-    """Scale the gradient of each unit so that its norm is at most `threshold` times that of the unit's weights.
+    """Scale the gradient of each unit so that its norm is at most `threshold` times the norm of the unit's weights.
 
-    A unit is a row of the weights: all that has the same first index. Vectors and scalars are one unit each.
+    A unit is all elements with the same first index. Vectors and scalars are one unit each.
     """
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        # One tensor, and on the CPU one part of a large one, after the other: a gradient that is still in the cache
-        # when it is scaled is not read from memory twice.
+        # One tensor at a time, and large CPU tensors in chunks: a gradient still in the cache when it is scaled does
+        # not have to be read from memory twice.
         if gradient.numel() > 2 * _IN_CACHE and gradient.is_cpu and gradient.ndim > 1 and not is_dtensor(gradient):
             num_units = max(1, len(gradient) * _IN_CACHE // gradient.numel())
             for weights, own in zip(parameter.split(num_units), gradient.split(num_units), strict=True):
@@ -172,20 +173,20 @@ def clip_to_weights(parameters: Iterable[Tensor], threshold: float, eps: float) 
 
 
 def unit_norms(tensor: Tensor) -> Tensor:
-    """Return the Euclidean norm of each unit, of one element in each dim but the first; of a vector one number."""
-    dims = tuple(range(1, tensor.ndim)) or None  # None: all of a vector
+    """Return the norm of each unit, with size 1 in every dim but the first; a single number for a vector."""
+    dims = tuple(range(1, tensor.ndim)) or None  # None: over all elements of a vector
     return torch.linalg.vector_norm(tensor, dim=dims, keepdim=dims is not None)
 
 
 def unit_coefficients(weights: Tensor, gradient: Tensor, threshold: float, eps: float) -> Tensor:
-    """Return the factor of each unit of a gradient that bounds its norm by `threshold` times that of the weights."""
-    # DTensors' norms are those of whole units, whichever dim is sharded, but may still have to be summed up.
+    """Return the factor for each unit of a gradient that bounds its norm by `threshold` times that of the weights."""
+    # DTensor norms cover whole units, whichever dim is sharded, but may be partial sums that are not reduced yet.
     norm = unit_norms(weights)
     is_sharded = is_dtensor(norm)
     if eps > 0 or is_sharded:
         norm = norm.clamp(min=eps)
     ratio = norm.mul_(threshold).div_(unit_norms(gradient))
-    # At most 1, also for 0 / 0, which is a unit that does not move. DTensors have no fmin, which does it at once.
+    # At most 1, including 0 / 0, a unit that does not move. DTensor has no fmin, which would do both at once.
     if is_sharded:
         ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0)
     else:
@@ -194,12 +195,12 @@ def unit_coefficients(weights: Tensor, gradient: Tensor, threshold: float, eps: 
 
 
 def _can_be_sharded() -> bool:
-    # A DTensor needs a mesh of devices, and that needs the process group.
+    # A DTensor needs a device mesh, which needs the process group.
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
-    # torch's functions for many tensors refuse to take tensors of several meshes at once.
+    # torch's multi-tensor functions reject tensors of several meshes.
     groups: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device_mesh if is_dtensor(tensor) else None].append(tensor)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's

@@ -1,4 +1,4 @@
-"""Parameter groups that follow a model whose modules were replaced."""
+"""Updates of optimizer parameter groups after modules were replaced."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["Replacement", "as_optimizers", "follow_replacements", "rename_in_opt
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """What one replacement did: where, which parameters there were before, and the module that is there now."""
+    """Record of one replacement: its path, the old parameters and the new module."""
 
     path: str
     old_params: Mapping[str, Tensor]
@@ -23,16 +23,16 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One parameter group of one of several optimizers, both by their position."""
+    """Position of an optimizer, and of one of its parameter groups."""
 
     optimizer: int
     group: int
 
 
 def as_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
-    """Return one optimizer, several or none as a tuple, or refuse what is no optimizer.
+    """Return one optimizer, several or none as a tuple, after a check of their types.
 
-    Wrappers that have an optimizer's parameter groups and state count as one.
+    Wrappers with `param_groups` and `state` count as optimizers.
     """
     opts = ensure_tuple(optimizers)
     for opt in opts:
@@ -47,21 +47,21 @@ def as_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
 def update_params_in_optimizer(
     old_params: Iterable[Tensor], new_params: Iterable[Tensor], optimizers: Optimizer | Sequence[Optimizer]
 ) -> None:
-    """Exchange parameters in the group that holds them; the state of those that leave is dropped.
+    """Exchange parameters in the group that holds them, and drop the optimizer state of the removed ones.
 
-    What is in both sets stays where it is. The group keeps its order, and what is added follows in the given order.
+    Parameters in both sets stay in place. The group keeps its order, and new parameters follow in the given order.
 
     Args:
-        old_params: The parameters of what was replaced.
-        new_params: The parameters of what replaced it.
+        old_params: Parameters of the replaced modules.
+        new_params: Parameters of the new modules.
         optimizers: One optimizer, or several of which one holds the old parameters. Changed in place.
 
     Raises:
-        RuntimeError: If parameters are added and no single group is theirs: the optimizer has several groups, and the
-            old parameters are in none or in more than one of them. Also if the optimizer was built from
+        RuntimeError: If there are new parameters but no single group for them: the optimizer has several groups, and
+            the old parameters are in none or in more than one of them. Also if the optimizer was built from
             `named_parameters()`: use `replace_module_classes`, which knows the names.
         NotImplementedError: If there are several optimizers and not exactly one of them holds the old parameters.
-        TypeError: If `optimizers` has something else in it.
+        TypeError: If `optimizers` contains anything other than optimizers.
 
     Example:
         >>> import torch
@@ -84,22 +84,23 @@ def update_params_in_optimizer(
 def follow_replacements(
     replacements: Sequence[Replacement], root: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> None:
-    """Exchange the parameters of each replacement, each new one for those that it takes the place of.
+    """Exchange the parameters of each replacement, putting new ones into the groups of their predecessors.
 
     A new parameter joins the group of the old ones with the same last name and, if there are several, the same number
-    of dims, so that weights stay where weights are and biases where biases are. Frozen ones do not join, unless their
-    predecessor was there frozen.
+    of dims, so that weights stay with weights and biases with biases. A frozen parameter joins only if its predecessor
+    was frozen in a group, too.
     """
     opts: tuple[Optimizer, ...] = ensure_tuple(optimizers)
     names = {id(tensor): name for name, tensor in root.named_parameters()}
     for replacement in replacements:
-        places = _places(opts)
+        places = _places(opts)  # again for each, since nested replacements move parameters that were just added
         new_params = dict(replacement.new.named_parameters())
         new = _by_id(new_params.values())
         removed = _without(_by_id(replacement.old_params.values()), new)
         kept = {id(tensor) for tensor in replacement.old_params.values()}
         added: dict[int, tuple[Tensor, _Place]] = {}
         for name, tensor in new_params.items():
+            # Shared parameters may be in an optimizer already, and torch rejects a parameter in two groups.
             if id(tensor) in kept or id(tensor) in places or not _is_optimized(name, tensor, replacement, places):
                 continue
             candidates = _predecessors_places(name, tensor, replacement, places)
@@ -109,13 +110,14 @@ def follow_replacements(
 
 
 def rename_in_optimizer(root: nn.Module, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
-    """Write the names that parameters have now into optimizers that were built from `named_parameters()`."""
+    """Update the parameter names in optimizers that were built from `named_parameters()`."""
     names = {id(tensor): name for name, tensor in root.named_parameters()}
     for optimizer in ensure_tuple(optimizers):
         _exchange((optimizer,), {}, {}, names)
 
 
 def _by_id(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    # By identity: comparing tensors with == is elementwise.
     return {id(tensor): tensor for tensor in tensors}
 
 
@@ -152,7 +154,7 @@ def _predecessors_places(
     leaf = name.rpartition(".")[2]
     same_leaf = [(old_name, old) for old_name, old in known if old_name.rpartition(".")[2] == leaf]
     same_dims = [(old_name, old) for old_name, old in same_leaf if old.ndim == tensor.ndim]
-    for likely in (same_dims, same_leaf):
+    for likely in (same_dims, same_leaf):  # the closest relatives first
         found = {places[id(old)] for _, old in likely}
         if len(found) == 1:
             return found
@@ -184,7 +186,7 @@ def _exchange(
             optimizer.state.pop(tensor, None)
         for g, group in enumerate(optimizer.param_groups):
             newcomers = [tensor for tensor, place in added.values() if place == _Place(o, g)]
-            if "param_names" in group:  # torch keeps them beside the parameters since 2.6
+            if "param_names" in group:  # parallel to "params" since torch 2.6
                 group["param_names"] = _new_names(group, removed, newcomers, names)
             group["params"] = [tensor for tensor in group["params"] if id(tensor) not in removed] + newcomers
 

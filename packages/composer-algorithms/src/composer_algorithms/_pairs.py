@@ -1,4 +1,4 @@
-"""What MixUp and CutMix share: examples in pairs, whose inputs are mixed, and then their targets or their losses."""
+"""Common base of MixUp and CutMix: mixing each example with another one, and their targets or losses with them."""
 
 from abc import abstractmethod
 from types import MappingProxyType
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def check_pairs(input: Tensor, target: Tensor, indices: Tensor | None) -> None:
-    """Refuse inputs and targets that are not of the same examples, and what is no permutation of those.
+    """Validate that inputs, targets and permutation describe the same examples.
 
     Raises:
-        TypeError: If one of them is no tensor, or `indices` are no integers.
+        TypeError: If an argument is not a tensor, or `indices` are not integers.
         ValueError: If they differ in length.
     """
     require_tensor(input, "input")
@@ -53,24 +53,24 @@ DrawPer = Literal["microbatch", "batch"]
 _OF_BATCHES = (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
 _OF_TARGETS = (Event.BEFORE_LOSS, Event.AFTER_LOSS)
 _TWICE_MIXED = (
-    "The second mixes images that are mixed already, but with the targets that the other ones had before, so targets "
-    "are not those of the images. Use one of them."
+    "The second one mixes images that are already mixed, but with the original targets of the other images, so the "
+    "targets do not fit the images. Use one of them."
 )
 
 
 class PairMixing(ResumableDraws, Algorithm):
-    """Mix each example with another one of its batch, at the events where inputs, targets or losses are at hand.
+    """Base of the algorithms that mix each example with another one of its batch.
 
-    A subclass says in `_mix` how inputs are mixed, and may say in `_mix_target` how targets are.
+    Subclasses define in `_mix` how inputs are mixed, and may define in `_mix_target` how targets are mixed.
 
     Args:
         interpolate_loss: Mix the losses instead of the targets.
-        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
-        target_key: Where it holds the targets.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
+        target_key: The same for the targets.
         draw_per: `'microbatch'` or `'batch'`.
 
     Raises:
-        ValueError: If `draw_per` is neither.
+        ValueError: If `draw_per` is anything else.
     """
 
     acts_on = frozenset({*_OF_BATCHES, Event.BEFORE_FORWARD, *_OF_TARGETS, Event.BEFORE_BACKWARD})
@@ -83,6 +83,7 @@ class PairMixing(ResumableDraws, Algorithm):
         self.input_key = input_key
         self.target_key = target_key
         self.draw_per = draw_per
+        # Only the events that these settings need, so that the engine skips the algorithm at the others.
         self.acts_on = self._events = frozenset(
             {
                 *(_OF_BATCHES if draw_per == "batch" else ()),
@@ -92,22 +93,22 @@ class PairMixing(ResumableDraws, Algorithm):
         )
         self._indices = torch.empty(0, dtype=torch.long)
         self._permuted_target = torch.empty(0)
-        self._own_weight = 1.0  # of an example's own target; the other one has the rest
+        self._own_weight = 1.0  # weight of an example's own target; the other target has the rest
         self._original_target: Tensor | None = None
-        self._batch_targets = torch.empty(0)  # the permuted ones of a whole batch
-        self._num_taken = 0  # how many of them microbatches have got
+        self._batch_targets = torch.empty(0)  # permuted targets of the whole batch
+        self._num_taken = 0  # number of those already used by microbatches
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is one of those where inputs, targets or the loss change."""
+        """Return whether inputs, targets or the loss are mixed at this event."""
         return event in self._events
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Mix what belongs to the event."""
+        """Mix inputs, targets or losses, as the event requires."""
         if event == Event.BATCH_START:
             self._mix_inputs(state)
             self._batch_targets, self._num_taken = self._permuted_target, 0
         elif event == Event.BEFORE_TRAIN_BATCH:
-            self._num_taken = 0
+            self._num_taken = 0  # the batch may start over after a microbatch ran out of memory
         elif event == Event.BEFORE_FORWARD and self.draw_per == "batch":
             self._take_targets(state)
         elif event == Event.BEFORE_FORWARD:
@@ -115,6 +116,7 @@ class PairMixing(ResumableDraws, Algorithm):
         elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
             self._mix_targets(state)
         elif event == Event.AFTER_LOSS and self._original_target is not None:
+            # Metrics and callbacks expect the labels that the dataloader gave.
             state.batch_set_item(self.target_key, self._original_target)
             self._original_target = None
         elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:
@@ -129,8 +131,7 @@ class PairMixing(ResumableDraws, Algorithm):
         """
 
     def _mix_target(self, target: Tensor, permuted: Tensor, outputs: Tensor) -> Tensor:
-        """Return the weighted sum of an example's own targets and the others', with one value for each class."""
-        if are_labels(outputs, target) and are_labels(outputs, permuted):
+        if are_labels(outputs, target) and are_labels(outputs, permuted):  # saves a tensor as large as the logits
             return SmoothedTargets.of(outputs, target, permuted, own_weight=self._own_weight)
         return torch.lerp(
             ensure_targets_one_hot(outputs, permuted), ensure_targets_one_hot(outputs, target), self._own_weight
@@ -145,7 +146,6 @@ class PairMixing(ResumableDraws, Algorithm):
         state.batch_set_item(self.input_key, mixed)
 
     def _take_targets(self, state: "State") -> None:
-        """Take the microbatch's part of the permuted targets."""
         target = batch_tensor(state, self.target_key, "target_key")
         end = self._num_taken + len(target)
         if end > len(self._batch_targets):

@@ -1,4 +1,4 @@
-"""Mixed and smoothed targets that cross entropy takes as the class indices they come from."""
+"""Mixed and smoothed targets for which cross entropy is computed from the class indices."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,24 +10,24 @@ from torch import Tensor
 from composer_models.losses import soft_cross_entropy
 from composer_models.targets import can_read_values, check_for_index_targets, ensure_targets_one_hot
 
-_IGNORED = -100  # cross entropy's own default, to which any negative label is mapped
-# What can be answered without values: the tensor has the shape, the dtype and the device of what it stands for.
+_IGNORED = -100  # default of cross entropy, to which all negative labels are mapped
+# Questions that need no values: the stand-in has the shape, the dtype and the device of the real targets.
 _ABOUT_THE_FORM = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout")),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
-        # Its own, which torch.compile compares with what it sees from below.
+        # Of the stand-in itself: torch.compile compares them with those of the underlying tensor.
         *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous),
     ]
 )
 
 
 class SmoothedTargets(Tensor):
-    """Targets with one value for each class, which takes up memory only once something asks for a value.
+    """Targets with one value per class, which take up memory only when an operation needs the values.
 
-    `torch.nn.functional.cross_entropy` and `soft_cross_entropy` compute the loss from the indices, which saves the time
-    and memory of a tensor as large as the logits, and keeps labels out that are negative or their `ignore_index`. All
-    else gets the values that `dense` makes.
+    `torch.nn.functional.cross_entropy` and `soft_cross_entropy` compute the loss from the indices. This saves the time
+    and memory of a tensor as large as the logits, and excludes labels that are negative or equal to their
+    `ignore_index`. All other operations get the values of `dense`.
     """
 
     labels: tuple[Tensor, ...]
@@ -37,26 +37,28 @@ class SmoothedTargets(Tensor):
 
     @classmethod
     def of(cls, logits: Tensor, *labels: Tensor, own_weight: float = 1.0, smoothing: float = 0.0) -> "SmoothedTargets":
-        """Stand for targets of shape `logits.shape`.
+        """Create targets of shape `logits.shape`.
 
         Args:
             logits: Only the shape is used.
-            labels: Class indices, and for mixed targets those of the other examples.
-            own_weight: The share of the first ones.
-            smoothing: The share of both that is spread over all classes.
+            labels: Class indices; for mixed targets, also those of the other examples.
+            own_weight: Weight of the first labels.
+            smoothing: Share of the targets that is spread over all classes.
         """
+        # An expanded scalar has the shape of the logits and the memory of one element.
         targets = torch.zeros((), device=labels[0].device).expand(logits.shape).as_subclass(cls)
         targets.labels, targets.own_weight, targets.smoothing, targets.found = labels, own_weight, smoothing, None
         return targets
 
     def smoothed(self, smoothing: float) -> "SmoothedTargets":
-        """Return them with a share of what is not spread yet spread over all classes."""
+        """Return targets with a share of the rest, the part not spread yet, spread over all classes."""
         smoothing = self.smoothing + smoothing - self.smoothing * smoothing
         return self.of(self, *self.labels, own_weight=self.own_weight, smoothing=smoothing)
 
     def dense(self) -> Tensor:
-        """Return the values. The row of an ignored label is zero."""
+        """Return the values, cached after the first call. The row of an ignored label is zero."""
         if self.found is None:
+            # Otherwise each operation below would come back here through __torch_function__.
             with torch._C.DisableTorchFunctionSubclass():
                 own, *other = (ensure_targets_one_hot(self, labels) for labels in self.labels)
                 values = torch.lerp(other[0], own, self.own_weight) if other else own
@@ -74,9 +76,9 @@ class SmoothedTargets(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute with the values, but for the loss and what asks for the form only."""
+        """Compute the loss from the indices and shape queries without values, and everything else with the values."""
         options = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():  # as PyTorch's notes on extending it do
+        with torch._C.DisableTorchFunctionSubclass():  # as in PyTorch's notes on extending it
             if func in _ABOUT_THE_FORM:
                 return func(*args, **options)
             if func is soft_cross_entropy:
@@ -87,7 +89,7 @@ class SmoothedTargets(Tensor):
 
 
 def are_labels(logits: Tensor, target: Tensor) -> bool:
-    """Return whether targets are one class index for each example of the logits."""
+    """Return whether targets are one class index per example of the logits."""
     return logits.ndim >= 2 and target.shape == logits.shape[:1] + logits.shape[2:] and check_for_index_targets(target)
 
 
@@ -119,16 +121,16 @@ def _from_indices(
     labels = [_without_ignored(each.long(), ignore_index) for each in target.labels]
     for each in labels:
         if can_read_values(each) and each.numel() and int(each.max()) >= input.shape[1]:
-            ensure_targets_one_hot(input, each)  # which says how many classes there must be
+            ensure_targets_one_hot(input, each)  # raises an error that names the number of classes
     if torch.is_autocast_enabled(input.device.type):
-        input = input.float()  # once, as the loss would do for each, so that the gradients of both are rounded together
+        input = input.float()  # once instead of in each loss, so that both gradients are rounded together
     losses = [
         F.cross_entropy(input, each, weight, reduction="none", label_smoothing=target.smoothing) for each in labels
     ]
     loss = torch.lerp(losses[1], losses[0], target.own_weight) if len(losses) > 1 else losses[0]
     if reduction == "none":
         return loss
-    # A sum of many examples passes what 16 bits can hold.
+    # In 16 bits, the sum over many examples would overflow.
     total = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
     if reduction == "mean":
         counts = [(each >= 0).sum(dtype=total.dtype) for each in labels]

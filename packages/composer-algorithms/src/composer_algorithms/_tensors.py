@@ -1,4 +1,4 @@
-"""Tensors out of a batch of any form, or an error that names the key."""
+"""Access to the tensors in batches of any form, with errors that name the key."""
 
 import sys
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class UnsupportedBatchError(TypeError, NotImplementedError):
-    """The batch, the model's output or the loss is not of a kind that the algorithm can work on.
+    """Error for a batch, a model output or a loss of a kind that the algorithm does not support.
 
-    A `TypeError`; also a `NotImplementedError`, which is what scripts written for Composer catch.
+    A `TypeError`, and also a `NotImplementedError`, which scripts written for Composer catch.
     """
 
 
 def batch_tensor(state: "State", key: Any, argument: str) -> Tensor:
-    """Return the tensor that `key` picks from `state.batch`; `argument` is what the user calls that key.
+    """Return the tensor at `key` in `state.batch`; `argument` is the name of the key's argument, for errors.
 
-    A batch that is a tensor itself has no parts to replace: an index would pick an example, and replacing that would
-    write into the caller's data. Functions as the key may do with it what they like.
+    A batch that is itself a tensor is rejected unless the key is a pair of functions: an index would select an example,
+    and replacing it would write into the caller's data.
     """
     if isinstance(state.batch, Tensor) and not _is_getter_and_setter(key):
         raise UnsupportedBatchError(
@@ -47,7 +47,7 @@ def _is_getter_and_setter(key: Any) -> bool:
 
 
 def require_tensor(value: object, what: str) -> Tensor:
-    """Return `value` if it is a tensor; `what` says in the error where it came from."""
+    """Return `value` if it is a tensor; `what` names its origin in the error."""
     if isinstance(value, Tensor):
         return value
     raise UnsupportedBatchError(
@@ -57,39 +57,40 @@ def require_tensor(value: object, what: str) -> Tensor:
 
 
 def is_pil(value: object) -> "TypeGuard[Image]":
-    """Answer whether the value is a PIL image."""
-    pil = sys.modules.get("PIL.Image")  # a process that has not imported it has no such image
+    """Return whether the value is a PIL image."""
+    pil = sys.modules.get("PIL.Image")  # without an import of PIL there can be no such image
     return pil is not None and isinstance(value, pil.Image)
 
 
 def image_size(image: "Tensor | Image") -> tuple[int, int]:
-    """Return height and width.
+    """Return the height and width of an image.
 
     Raises:
         TypeError: If the value is neither a tensor nor a PIL image.
-        ValueError: If a tensor has less than three dims.
+        ValueError: If a tensor has fewer than three dims.
     """
     if is_pil(image):
         return image.height, image.width
     if not isinstance(image, Tensor):
-        raise TypeError(f"{type(image).__qualname__} is no image: pass a tensor or a PIL image.")
+        raise TypeError(f"{type(image).__qualname__} is not an image: pass a tensor or a PIL image.")
     if image.ndim < 3:
         raise ValueError(
-            f"a tensor of shape {tuple(image.shape)} is no image: pass (channels, height, width), or a batch of those."
+            f"a tensor of shape {tuple(image.shape)} is not an image: pass (channels, height, width), or a batch."
         )
     return image.shape[-2], image.shape[-1]
 
 
 def to_pixels(image: Tensor) -> Tensor:
-    """Return an image's values as the whole numbers from 0 to 255 that PIL works on; floating point has 0 to 1."""
+    """Return the values of an image as uint8, as PIL needs them; floating point values are taken to be in [0, 1]."""
     if image.dtype == torch.uint8:
         return image
     if image.is_floating_point():
+        # In float32: half precision cannot represent all steps of 1/255.
         return (image.float() * 255).round_().clamp_(0, 255).to(torch.uint8)
     raise TypeError(f"an image of dtype {image.dtype} cannot be a PIL image: pass uint8, or floating point in [0, 1].")
 
 
 def from_pixels(pixels: Tensor, like: Tensor) -> Tensor:
-    """Return whole numbers from 0 to 255 in the dtype, the range and on the device of another image."""
+    """Convert uint8 pixels to the dtype, value range and device of another image."""
     pixels = pixels.to(like.device)
     return pixels if like.dtype == torch.uint8 else pixels.to(like.dtype).div_(255)

@@ -1,4 +1,4 @@
-"""AugMix: mix each image with several chains of changes of itself."""
+"""AugMix: mix each image with several chains of augmentations of itself."""
 
 import math
 from collections.abc import Sequence
@@ -83,26 +83,26 @@ def augmix_image(
     alpha: float = 1.0,
     augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
 ) -> "Tensor | Image | AugmentAndMixTransform":
-    """Mix an image with several chains of changes of itself.
+    """Mix an image with several chains of augmentations of itself.
 
     With weights `w` drawn from `Dirichlet(alpha, ..., alpha)` and `m` from `Beta(alpha, alpha)` the result is
-    `(1 - m) * image + m * sum(w[i] * chain[i])`, rounded down. What is drawn comes from PyTorch's default generator.
+    `(1 - m) * image + m * sum(w[i] * chain[i])`, rounded down. Random numbers come from PyTorch's default generator.
 
     Args:
-        img: A PIL image of mode RGB or L, or a tensor as `map_pillow_function` takes it. Without it, the function
-            returns a transform to put among those of a dataset.
-        severity: How strong the changes are at most, in [0, 10].
-        depth: How many changes a chain has; 0 or less draws 1, 2 or 3 for each chain.
-        width: How many chains there are, at least one.
-        alpha: Above 0; larger makes the parts more equal.
-        augmentation_set: The functions to choose from: a list, or the name of one in `augmentation_sets`.
+        img: A PIL image of mode RGB or L, or a tensor as in `map_pillow_function`. If omitted, the function returns a
+            transform for a dataset.
+        severity: Maximal strength of the augmentations, in [0, 10].
+        depth: Number of augmentations per chain; 0 or less draws 1, 2 or 3 for each chain.
+        width: Number of chains, at least one.
+        alpha: Above 0; larger values make the weights more equal.
+        augmentation_set: Functions to choose from: a list, or a name in `augmentation_sets`.
 
     Returns:
-        The mixed image, of the type of the input.
+        The mixed image, in the type of the input.
 
     Raises:
-        ValueError: If `severity` lies outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
-        KeyError: If there is no set of that name.
+        ValueError: If `severity` is outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
+        KeyError: If no set has that name.
 
     Example:
         >>> augmix_image(torch.zeros(3, 8, 8, dtype=torch.uint8)).shape
@@ -117,7 +117,7 @@ def augmix_image(
 
 
 class AugmentAndMixTransform:
-    """`augmix_image` as a transform of a dataset's images.
+    """Dataset transform that applies `augmix_image`.
 
     Args:
         severity: See `augmix_image`.
@@ -127,8 +127,8 @@ class AugmentAndMixTransform:
         augmentation_set: See `augmix_image`.
 
     Raises:
-        ValueError: If `severity` lies outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
-        KeyError: If there is no set of that name.
+        ValueError: If `severity` is outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
+        KeyError: If no set has that name.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class AugmentAndMixTransform:
             raise TypeError(f"depth={depth!r} is not a whole number: pass a number of changes, or 0 to draw it.")
         check_number("alpha", alpha, "a number above 0")
         if not 0 < alpha < math.inf:
-            raise ValueError(f"alpha={alpha!r} is no parameter of a Dirichlet distribution: pass a number above 0.")
+            raise ValueError(f"alpha={alpha!r} is not a parameter of a Dirichlet distribution: pass a number above 0.")
         self.severity = severity
         self.depth = depth
         self.width = width
@@ -153,7 +153,7 @@ class AugmentAndMixTransform:
         self.augmentation_set = find_set(augmentation_set)
 
     def __call__(self, img: TImage) -> TImage:
-        """Return a mixed image."""
+        """Return the mixed image."""
         return map_pillow_function(self._mix, img)
 
     def __repr__(self) -> str:
@@ -167,31 +167,33 @@ class AugmentAndMixTransform:
         check_mode(image, self.augmentation_set)
         weights = draw_dirichlet(self.alpha, self.width)
         mixing = draw_beta(self.alpha)
+        # In float32 and in place; the copy from uint8 is the only one.
         mixed = _values(image).float().mul_(1 - mixing)
         for weight in weights:
             depth = self.depth if self.depth > 0 else draw_integer(1, 4)
             chain = change(image, self.augmentation_set, depth, self.severity)
             mixed.add_(_values(chain), alpha=mixing * weight)
+        # uint8 rounds down, as documented.
         return frombytes(image.mode, image.size, mixed.to(torch.uint8).numpy().tobytes())
 
 
 class AugMix(Algorithm):
-    """Mix each training image with several chains of changes of itself.
+    """Mix each training image with several chains of augmentations of itself.
 
-    On `FIT_START` it adds an `AugmentAndMixTransform` to the training dataset, before what makes tensors of its images.
-    The dataset has to be one of torchvision's, in a torch `DataLoader`. Draws come from PyTorch's default generator of
-    the process that loads the image.
+    On `FIT_START` an `AugmentAndMixTransform` is inserted into the training dataset, before the conversion to tensors.
+    The dataset must be a torchvision dataset in a torch `DataLoader`. Random numbers come from PyTorch's default
+    generator in the process that loads the image.
 
     Args:
-        severity: How strong the changes are at most, in [0, 10].
-        depth: How many changes a chain has; 0 or less draws 1, 2 or 3 for each chain.
-        width: How many chains there are, at least one.
-        alpha: Above 0; larger makes the parts more equal.
+        severity: Maximal strength of the augmentations, in [0, 10].
+        depth: Number of augmentations per chain; 0 or less draws 1, 2 or 3 for each chain.
+        width: Number of chains, at least one.
+        alpha: Above 0; larger values make the weights more equal.
         augmentation_set: `'all'`, `'safe'` or `'original'`; see `augmentation_sets`.
 
     Raises:
-        ValueError: If `severity` lies outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
-        KeyError: If there is no set of that name.
+        ValueError: If `severity` is outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
+        KeyError: If no set has that name.
 
     Example:
         >>> AugMix(severity=2)
@@ -199,7 +201,7 @@ class AugMix(Algorithm):
 
     Reference:
         Hendrycks et al., "AugMix: A Simple Data Processing Method to Improve Robustness and Uncertainty", ICLR 2020,
-        arXiv:1912.02781. Its consistency loss is not part of this.
+        arXiv:1912.02781. Its consistency loss is not included.
     """
 
     acts_on = frozenset({Event.FIT_START})
@@ -212,6 +214,7 @@ class AugMix(Algorithm):
         alpha: float = 1.0,
         augmentation_set: str = "all",
     ) -> None:
+        # Built here, so that wrong arguments raise now and not at the start of training.
         transform = AugmentAndMixTransform(severity, depth, width, alpha, augmentation_set)
         self._datasets = TransformedDatasets("AugMix", transform)
         self.severity = severity
@@ -221,7 +224,7 @@ class AugMix(Algorithm):
         self.augmentation_set = augmentation_set
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether training begins on a dataset without the transform."""
+        """Return whether training starts on a dataset without the transform."""
         return self._datasets.is_due(event, state)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
@@ -236,4 +239,5 @@ class AugMix(Algorithm):
 
 
 def _values(image: Image) -> Tensor:
+    # A bytearray, since torch warns about buffers that are not writable.
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)

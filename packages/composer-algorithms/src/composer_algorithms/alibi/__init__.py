@@ -1,4 +1,4 @@
-"""ALiBi: attention that knows positions by a bias that grows with distance, and extends to longer sequences."""
+"""ALiBi: attention with a position bias that grows with distance and extrapolates to longer sequences."""
 
 from composer_algorithms.alibi.algorithm import Alibi
 from composer_algorithms.alibi.surgery import apply_alibi

@@ -24,19 +24,19 @@ _LEGACY = (*LEGACY_ARGUMENTS, "attention_module_name")
 
 
 class Alibi(Algorithm):
-    """Replace position embeddings by ALiBi on `INIT`, and train on shorter sequences.
+    """Replace position embeddings with ALiBi on `INIT`, and train on shorter sequences.
 
-    On `AFTER_DATALOADER` each sequence of a batch is cut into `1 / train_sequence_length_scaling` shorter ones: a
-    tensor of shape `(B, S)` becomes `(B / scaling, S * scaling)`. What a batch has once for each example, such as a
-    class, is repeated. Evaluation sees whole sequences. Loading a checkpoint of the changed model applies it.
+    On `AFTER_DATALOADER` each sequence of a batch is split into `1 / train_sequence_length_scaling` shorter ones: a
+    tensor of shape `(B, S)` becomes `(B / scaling, S * scaling)`. Values per example, such as class labels, are
+    repeated. Evaluation uses whole sequences. Loading a checkpoint of a model with ALiBi applies the algorithm.
 
     Args:
-        max_sequence_length: The longest sequence that the model will see, in training or afterwards.
-        train_sequence_length_scaling: How long the sequences of training are, as a share of those of the dataloader.
+        max_sequence_length: Maximum length of the sequences in training and afterwards.
+        train_sequence_length_scaling: Length of training sequences as a fraction of those of the dataloader.
         **legacy: Arguments of older releases, which are ignored.
 
     Raises:
-        ValueError: If a number is not above 0; on `AFTER_DATALOADER` if a batch cannot be cut so.
+        ValueError: If a number is not above 0; on `AFTER_DATALOADER`, if a batch cannot be split in this way.
 
     Example:
         >>> Alibi(max_sequence_length=1024)
@@ -47,7 +47,7 @@ class Alibi(Algorithm):
         2022, arXiv:2108.12409.
     """
 
-    surgery_rank = 1
+    surgery_rank = 1  # before algorithms that change the layers it replaces
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25, **legacy: Any) -> None:
@@ -65,15 +65,16 @@ class Alibi(Algorithm):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Answer yes: the table of position embeddings has another shape."""
+        """Return true: the table of position embeddings has another shape."""
         return True
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is the first INIT, or AFTER_DATALOADER."""
+        """Return whether the event is the first INIT, or AFTER_DATALOADER."""
+        # Only the first INIT: a second pass would act on a model that has ALiBi already.
         return (event == Event.INIT and not self._applied) or event == Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Change the model, or the batch."""
+        """Apply ALiBi to the model, or split the sequences of the batch."""
         if event == Event.INIT:
             apply_alibi(state.model, self.max_sequence_length, state.optimizers)
             self._applied = True
@@ -94,6 +95,7 @@ def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
     sequences = [value for value in tensors.values() if value.ndim >= 2]
     if not sequences:
         return batch
+    # Other tensors, such as attention masks of higher rank, may have other leading dims.
     first = tensors["input_ids"] if "input_ids" in tensors else sequences[0]
     old_size, old_length = first.shape[:2]
     size, length = round(old_size / scaling), round(old_length * scaling)
@@ -103,7 +105,7 @@ def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
             f"{old_length * scaling:g} by train_sequence_length_scaling={scaling!r}: choose lengths that the scaling "
             f"divides."
         )
-    # A dataloader that keeps its batches has to find them as they were.
+    # A copy, since the dataloader may keep its batches and yield them again.
     cut: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in tensors.items():
         if value.ndim >= 2 and value.shape[:2] == (old_size, old_length):

@@ -1,4 +1,4 @@
-"""Attention with ALiBi, as functions for transformers' registries of attention functions and masks."""
+"""Attention with ALiBi, as functions for the attention and mask registries of transformers."""
 
 import functools
 import logging
@@ -22,11 +22,11 @@ _PREFIX = "composer_alibi_"
 
 
 def attention_name(implementation: str | None) -> str:
-    """Return the name of the implementation with ALiBi that goes with one of transformers.
+    """Return the name of the ALiBi implementation for an attention implementation of transformers.
 
     Args:
-        implementation: `'eager'`, `'sdpa'`, `'flex_attention'`, or one of these with ALiBi already. Flash attention of
-            transformers takes no bias: `'sdpa'` takes its place.
+        implementation: `'eager'`, `'sdpa'`, `'flex_attention'`, or one of these with ALiBi already. Any other, such as
+            the flash attention of transformers, takes no bias and is replaced by `'sdpa'`.
     """
     if implementation is None or implementation.startswith(_PREFIX):
         return implementation or f"{_PREFIX}eager"
@@ -44,9 +44,9 @@ def attention_name(implementation: str | None) -> str:
 
 @functools.cache
 def register_attention_functions() -> None:
-    """Tell transformers of the functions, and that they take the same masks as those that they stand for.
+    """Register the ALiBi functions with transformers, with the same masks as the functions they replace.
 
-    Without the second, models would build no mask at all, and padding would be attended to.
+    Without registered masks, models would build no mask at all and attend to padding.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # optional, and slow to import
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -61,24 +61,24 @@ def register_attention_functions() -> None:
 
 
 def add_bias(slopes: Tensor, mask: Tensor | None, num_queries: int, num_keys: int, is_causal: bool) -> Tensor:
-    """Merge the bias, and what makes attention causal, into a mask.
+    """Merge the bias and the causal mask into an attention mask.
 
     Args:
         slopes: Shape `(heads,)`.
         mask: Broadcasts to `(batch, heads, queries, keys)`: true where attention is allowed, or added to the scores.
-        num_queries: How many queries there are.
-        num_keys: How many keys there are: more than queries where earlier ones were cached.
-        is_causal: Whether each query attends to nothing after it.
+        num_queries: Number of queries.
+        num_keys: Number of keys: more than `num_queries` with a cache of earlier keys.
+        is_causal: Whether queries cannot attend to later positions.
 
     Returns:
-        Float32, to be added to the scaled scores.
+        Mask in float32, to be added to the scaled scores.
     """
     offset: int | Tensor = num_keys - num_queries
     if is_causal and mask is not None and num_keys != num_queries:
         offset = _query_offset(mask, num_queries)
     queries = torch.arange(num_queries, device=slopes.device) + offset
     bias = alibi_bias(slopes, queries, num_keys)
-    lowest = torch.finfo(torch.float32).min
+    lowest = torch.finfo(torch.float32).min  # not -inf: a fully masked row would have a softmax of NaN
     if mask is None:
         if is_causal and num_queries > 1:
             keys = torch.arange(num_keys, device=slopes.device)
@@ -90,10 +90,10 @@ def add_bias(slopes: Tensor, mask: Tensor | None, num_queries: int, num_keys: in
 
 
 def _query_offset(mask: Tensor, num_queries: int) -> Tensor:
-    """Return the position of the first query: caches of fixed size have room for keys that are not there yet."""
+    """Return the position of the first query; static caches have room for keys that do not exist yet."""
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     keys = torch.arange(mask.shape[-1], device=mask.device)
-    last_query = torch.where(allowed[..., -1, :], keys, 0).amax()  # of the longest sequence in the batch
+    last_query = torch.where(allowed[..., -1, :], keys, 0).amax()  # for the longest sequence in the batch
     return last_query - (num_queries - 1)
 
 
@@ -107,7 +107,7 @@ def _eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention step by step, and return its weights too. transformers has no eager function to call."""
+    """Compute attention and its weights explicitly, since transformers has no eager function to call."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * _scaling(module, query, scaling)
     slopes = getattr(module, "alibi_slopes", None)
     if slopes is not None:
@@ -122,7 +122,7 @@ def _eager_attention(
 def _sdpa_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # loaded already, who calls has it
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # already loaded by the caller
 
     slopes = getattr(module, "alibi_slopes", None)
     if slopes is None:
@@ -130,11 +130,11 @@ def _sdpa_attention(
     is_causal = _is_causal(module, kwargs)
     num_queries, num_keys = query.shape[2], key.shape[2]
     if attention_mask is None and is_causal and num_queries > 1 and num_keys > num_queries:
-        # The first tokens, before a cache of fixed size: what follows them is not there yet.
+        # Prefill of a static cache: the keys after the queries do not exist yet.
         key, value, num_keys = key[:, :, :num_queries], value[:, :, :num_queries], num_queries
     mask = add_bias(slopes, attention_mask, num_queries, num_keys, is_causal)
-    # On transformers 4 the function ignores position_bias, so the bias goes into the mask. Clamped, since the lowest
-    # float32 is minus infinity in float16, and a row of nothing else would have no softmax.
+    # transformers 4 ignores position_bias here, so the bias goes into the mask. Clamped, since the lowest float32 is
+    # minus infinity in float16, and the softmax of a row of only those is NaN.
     mask = mask.clamp_min(torch.finfo(query.dtype).min).to(query.dtype)
     if kwargs.get("output_attentions"):
         kwargs.pop("is_causal", None)
@@ -167,16 +167,17 @@ def _flex_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    from transformers.integrations import flex_attention as flex  # loaded already, who calls has it
+    from transformers.integrations import flex_attention as flex  # already loaded by the caller
 
     slopes = getattr(module, "alibi_slopes", None)
     if slopes is None or isinstance(attention_mask, Tensor):
         if slopes is None:
             return flex.flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return _sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    # With a cache, queries stand at the end of the keys.
     offset = key.shape[2] - query.shape[2]
 
-    # The bias is computed where it is needed: there is no tensor of the size of queries times keys.
+    # Computed per score inside the kernel: no tensor of queries times keys is ever stored.
     def lowered(score: Tensor, batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
         return score - slopes[head] * (query_index + offset - key_index).abs()
 
@@ -195,7 +196,7 @@ def _flex_attention(
 def _scaling(module: Any, query: Tensor, scaling: float | None) -> float:
     if scaling is not None:
         return scaling
-    # GPT-2 of transformers 4 leaves the scaling to the function.
+    # In transformers 4, GPT-2 leaves the scaling to the attention function.
     scale = query.shape[-1] ** -0.5 if getattr(module, "scale_attn_weights", True) else 1.0
     if getattr(module, "scale_attn_by_inverse_layer_idx", False):
         scale /= module.layer_idx + 1
@@ -211,11 +212,11 @@ def _is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """Return the slope of each head.
 
-    For a power of two they are `2^(-8/n), 2^(-16/n), ...`. Otherwise those of the next lower power of two, followed by
+    For `n` a power of two: `2^(-8/n), 2^(-16/n), ...`. Otherwise the slopes of the next lower power of two, followed by
     every other slope of the next higher one.
 
     Args:
-        num_heads: The number of heads, 1 or more.
+        num_heads: Number of heads, 1 or more.
 
     Example:
         >>> alibi_slopes(4)
@@ -233,12 +234,12 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 def alibi_bias(slopes: Tensor, query_positions: Tensor, num_keys: int) -> Tensor:
     """Return `-slope * |query - key|` for all pairs of positions, in float32.
 
-    bfloat16 cannot tell distances above 256 apart, so the product is what should be rounded, not its factors.
+    bfloat16 cannot represent all distances above 256, so round the product, not its factors.
 
     Args:
         slopes: Shape `(heads,)`.
-        query_positions: Shape `(queries,)`, counted as the keys are, from 0.
-        num_keys: How many keys there are.
+        query_positions: Shape `(queries,)`; positions count from 0, as for the keys.
+        num_keys: Number of keys.
 
     Returns:
         Shape `(1, heads, queries, num_keys)`.
@@ -254,13 +255,13 @@ def alibi_bias(slopes: Tensor, query_positions: Tensor, num_keys: int) -> Tensor
 
 
 def register_alibi(module: nn.Module, n_heads: int, max_token_length: int | None = None, causal: bool = False) -> None:
-    """Give an attention module the slopes of its heads, as the buffer `alibi_slopes`, which is not saved.
+    """Register the slopes of an attention module's heads as the non-persistent buffer `alibi_slopes`.
 
     Args:
-        module: Changed in place.
-        n_heads: The number of its heads.
-        max_token_length: Not used: the bias is computed for the length at hand.
-        causal: Not used: the same bias serves both directions.
+        module: Attention module, changed in place.
+        n_heads: Number of its heads.
+        max_token_length: Not used: the bias is computed for the length of each input.
+        causal: Not used: causal and bidirectional attention have the same bias.
 
     Example:
         >>> attention = nn.Module()
@@ -268,7 +269,7 @@ def register_alibi(module: nn.Module, n_heads: int, max_token_length: int | None
         >>> attention.alibi_slopes
         tensor([0.0625, 0.0039])
     """
-    first = next(module.parameters(), None)
+    first = next(module.parameters(), None)  # the buffer must be on the device of the module
     slopes = torch.tensor(alibi_slopes(n_heads), dtype=torch.float32, device=None if first is None else first.device)
     module.register_buffer("alibi_slopes", slopes, persistent=False)
 
@@ -276,16 +277,16 @@ def register_alibi(module: nn.Module, n_heads: int, max_token_length: int | None
 def zero_and_freeze_expand_position_embeddings(
     module: nn.Module, max_sequence_length: int, position_embedding_attribute: str
 ) -> None:
-    """Replace a table of position embeddings by zeros that are not trained, for a given number of positions.
+    """Replace a table of position embeddings with frozen zeros for a given number of positions.
 
     Args:
-        module: Owns the table; changed in place.
-        max_sequence_length: The number of positions.
-        position_embedding_attribute: Where the module has its `nn.Embedding`, with dots between the parts.
+        module: Owner of the table, changed in place.
+        max_sequence_length: Number of positions.
+        position_embedding_attribute: Dotted path from the module to its `nn.Embedding`.
 
     Raises:
-        AttributeError: If there is nothing.
-        TypeError: If what is there has no parameter as its `weight`.
+        AttributeError: If the path does not exist.
+        TypeError: If the object at the path has no parameter as its `weight`.
 
     Example:
         >>> model = nn.Module()
@@ -307,12 +308,13 @@ def zero_and_freeze_expand_position_embeddings(
     if not isinstance(weight, nn.Parameter):
         raise TypeError(
             f"position_embedding_attribute={position_embedding_attribute!r} leads to a "
-            f"{type(embedding).__qualname__} whose weight is a {type(weight).__qualname__}, no parameter: name the "
+            f"{type(embedding).__qualname__} whose weight is a {type(weight).__qualname__}, not a parameter: name the "
             f"nn.Embedding of the positions."
         )
     zeros = torch.zeros(
         max_sequence_length, weight.shape[1], dtype=weight.dtype, layout=weight.layout, device=weight.device
     )
     embedding.weight = nn.Parameter(zeros, requires_grad=False)
+    # Keep the representation, and checks against the number of positions, right.
     if isinstance(embedding, nn.Embedding):
         embedding.num_embeddings = max_sequence_length

@@ -1,4 +1,4 @@
-"""Which modules of transformers can be given ALiBi, and how."""
+"""Registry of the functions that add ALiBi to modules."""
 
 import inspect
 import typing
@@ -11,13 +11,13 @@ __all__ = ["AlibiReplacementFunction", "PolicyRegistry"]
 
 
 class AlibiReplacementFunction(Protocol):
-    """Give a module ALiBi in place and return it, or return `None` to leave it as it is.
+    """Function that adds ALiBi to a module in place and returns it, or returns `None` to leave it unchanged.
 
-    The third parameter must have this name. `module_index` counts the modules of the class before this one.
+    The name of the third parameter is fixed. `module_index` counts the previous modules of the class.
     """
 
     def __call__(self, module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module | None:
-        """Change one module."""
+        """Add ALiBi to one module."""
         ...
 
 
@@ -25,7 +25,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., nn.Module | None])
 
 
 class PolicyRegistry(dict[type[nn.Module], AlibiReplacementFunction]):
-    """From classes of modules to the functions that give their instances ALiBi. Looked up whenever ALiBi is applied.
+    """Mapping from module classes to the functions that add ALiBi to their instances, read at each application.
 
     Example:
         >>> registry = PolicyRegistry()
@@ -40,19 +40,19 @@ class PolicyRegistry(dict[type[nn.Module], AlibiReplacementFunction]):
         """Return a decorator that registers a function for classes.
 
         Args:
-            *modules: The classes; the function is asked about instances of subclasses, too.
+            *modules: Classes. The function is called for instances of subclasses, too.
 
         Raises:
-            ValueError: If no class is given, one is registered already, or the function does not take 3 parameters.
-            TypeError: If a class is no module class, or the parameters are not annotated as `AlibiReplacementFunction`
-                says.
+            ValueError: If no class is given, one is already registered, or the function does not take 3 parameters.
+            TypeError: If a class is not a module class, or the annotations of the parameters differ from those of
+                `AlibiReplacementFunction`.
             NameError: If the third parameter is not called `max_sequence_length`.
         """
         if not modules:
             raise ValueError("register() was called without a class: name those that the function is for.")
 
         def register_function(function: FunctionT) -> FunctionT:
-            _check_signature(function)
+            _check_signature(function)  # here, since a wrong function would otherwise fail only when ALiBi is applied
             for module in modules:
                 if not (isinstance(module, type) and issubclass(module, nn.Module)):
                     raise TypeError(f"{module!r} is no subclass of torch.nn.Module: only modules can be replaced.")
@@ -74,12 +74,9 @@ def _check_signature(function: Callable[..., object]) -> None:
             f"{name} takes {len(parameters)} parameters ({', '.join(parameters)}), and not the three that it is called "
             f"with: module: torch.nn.Module, module_index: int, max_sequence_length: int."
         )
-    hints = typing.get_type_hints(function)  # also where annotations are strings
+    hints = typing.get_type_hints(function)  # also resolves annotations that are strings
     kinds = [hints.get(parameter) for parameter in parameters]
     if kinds != [nn.Module, int, int]:
-        raise TypeError(
-            f"{name} annotates its parameters with {kinds}, not with torch.nn.Module, int and int, which is what they "
-            f"are."
-        )
+        raise TypeError(f"{name} annotates its parameters with {kinds}, but they must be torch.nn.Module, int and int.")
     if parameters[2] != "max_sequence_length":
         raise NameError(f"{name} calls its third parameter {parameters[2]!r}: call it 'max_sequence_length'.")

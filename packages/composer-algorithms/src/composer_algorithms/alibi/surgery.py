@@ -28,20 +28,20 @@ def apply_alibi(
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
     **legacy: Any,
 ) -> None:
-    """Replace the position embeddings of a transformer by a bias of its attention scores.
+    """Replace the position embeddings of a transformer with a bias on its attention scores.
 
-    The score of two tokens is lowered by their distance times a slope, which is another one for each head. The table
-    of position embeddings becomes one of `max_sequence_length` zeros, which is not trained. Known are GPT-2, BERT and
-    RoBERTa of transformers, and what was added to `policy_registry`. For other models nothing happens but a warning in
-    the log. A second call changes the length only.
+    The score of two tokens is lowered by their distance times a slope, which differs between heads. The table of
+    position embeddings becomes a frozen table of `max_sequence_length` zeros. Supported are GPT-2, BERT and RoBERTa of
+    transformers and the modules in `policy_registry`. Other models stay unchanged, with a warning in the log. A second
+    call changes only the length.
 
     Args:
-        model: Changed in place; it may contain a model of transformers, or be one.
-        max_sequence_length: The longest sequence that the model will see, in training or afterwards.
-        optimizers: Those that train the model, if they exist already: the position embeddings leave them.
+        model: Changed in place; contains a model of transformers, or is one.
+        max_sequence_length: Maximum length of the sequences in training and afterwards.
+        optimizers: Existing optimizers of the model, from which the position embeddings are removed.
         **legacy: Arguments of older releases: `heads_per_layer`, `position_embedding_attribute`, `attention_module`,
             `attr_to_replace`, `alibi_attention`, `mask_replacement_function`. They are used for models whose attention
-            module has the attribute to replace, and otherwise ignored.
+            module has the attribute to replace, and ignored otherwise.
 
     Raises:
         ValueError: If `max_sequence_length` is not above 0.
@@ -55,12 +55,12 @@ def apply_alibi(
 
     Reference:
         Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", ICLR
-        2022, arXiv:2108.12409. Between both directions, as in BERT, the bias is that of the distance as well.
+        2022, arXiv:2108.12409. Bidirectional attention, as in BERT, has the same bias by distance.
     """
     check_count("max_sequence_length", max_sequence_length, "tokens")
     if legacy and apply_legacy_alibi(model, max_sequence_length, optimizers, **legacy):
         return
-    # transformers is optional and slow to import. The registry is read now: users add to it.
+    # transformers is optional and slow to import. The registry is read at each call, since users may add to it.
     from composer_algorithms.alibi.attention_surgery_functions import policy_registry
 
     policies = {key: _with_length(function, max_sequence_length) for key, function in policy_registry.items()}
@@ -68,10 +68,10 @@ def apply_alibi(
     if not replaced:
         known = [f"{one.__module__}.{one.__qualname__}" for one in policy_registry]
         _log.warning(
-            "ALiBi has no effect on this %s: it has no module of a supported class. %s; others can be added to "
+            "ALiBi has no effect on this %s: it has no module of a supported class. %s; register others in "
             "policy_registry.",
             type(model).__qualname__,
-            f"Those are {', '.join(known)}" if known else "Without transformers there is none",
+            f"Supported are {', '.join(known)}" if known else "Without transformers no class is supported",
         )
         return
     _switch_attention(model, max_sequence_length)
@@ -86,7 +86,7 @@ def _with_length(function: AlibiReplacementFunction, max_sequence_length: int) -
 
 
 def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
-    """Let the models of transformers that have slopes look up the attention functions that use them."""
+    """Select the ALiBi attention functions in the transformers models that have slopes."""
     biased = [module for module in model.modules() if hasattr(module, "alibi_slopes")]
     if not biased or find_spec("transformers") is None:
         return
@@ -100,10 +100,11 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
+        # RoBERTa needs more positions than max_sequence_length, so read the number from the embeddings.
         positions = [one.num_alibi_positions for one in module.modules() if hasattr(one, "num_alibi_positions")]
         if positions and hasattr(module.config, "max_position_embeddings"):
             module.config.max_position_embeddings = positions[0]
-            # It is saved with the configuration, so that who loads the weights can see what they need.
+            # Saved with the configuration, so that it records the shape that the saved weights require.
             module.config.composer_alibi = {"max_sequence_length": max_sequence_length}
         uses_config = any(
             module.config is config for config in configs
@@ -113,9 +114,9 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
 
 
 def _give_own_configs(model: nn.Module) -> None:
-    """Replace the configurations of transformers that a model holds by copies, among which what was one stays one.
+    """Replace the transformers configurations in a model with copies; shared ones stay shared.
 
-    Others may have made a model of the same one, or make one later, and that is to have no ALiBi.
+    The caller may have built other models from the same configuration, or may build one later, without ALiBi.
     """
     from transformers import PretrainedConfig
 
@@ -134,10 +135,10 @@ def _attn(
     attention_mask: Tensor | None = None,
     head_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention with ALiBi, in the place of a method `_attn` of an attention module.
+    """Compute causal attention with ALiBi, as a replacement for the method `_attn` of an attention module.
 
     Returns:
-        The output of shape `(batch, heads, queries, depth)` and the attention weights.
+        Output of shape `(batch, heads, queries, depth)`, and attention weights.
     """
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
     scores = scores + add_bias(self.alibi_slopes, None, *scores.shape[-2:], is_causal=True)
@@ -150,7 +151,7 @@ def _attn(
 
 
 def enlarge_mask(module: nn.Module, max_sequence_length: int) -> nn.Module:
-    """Enlarge the causal mask that an attention module keeps as its buffer `bias`, if it has one.
+    """Enlarge the causal mask in the buffer `bias` of an attention module, if it exists.
 
     Args:
         module: Changed in place.
@@ -167,6 +168,7 @@ def enlarge_mask(module: nn.Module, max_sequence_length: int) -> nn.Module:
     """
     old = getattr(module, "bias", None)
     if isinstance(old, Tensor):
+        # The only public way to find out whether a buffer is persistent.
         is_saved = "bias" in module.state_dict()
         causal = torch.ones(max_sequence_length, max_sequence_length, dtype=torch.bool, device=old.device).tril()
         module.register_buffer("bias", causal[None, None], persistent=is_saved)
@@ -186,7 +188,7 @@ LEGACY_ARGUMENTS = (
 def check_legacy_arguments(
     owner: str, names: Sequence[str], known: Sequence[str], advice: str, stacklevel: int
 ) -> None:
-    """Refuse arguments that no release had, and warn of the others."""
+    """Raise on unknown arguments, and warn about legacy ones."""
     unknown = [name for name in names if name not in known]
     if unknown:
         raise TypeError(f"{owner} got an unexpected keyword argument {unknown[0]!r}.")
@@ -200,7 +202,7 @@ def apply_legacy_alibi(
     optimizers: Optimizer | Sequence[Optimizer] | None,
     **legacy: Any,
 ) -> bool:
-    """Apply ALiBi as older releases did; false if the model has no such attribute, and is to be changed as others are.
+    """Apply ALiBi to a custom model as in older releases; return whether the legacy arguments describe one.
 
     Raises:
         TypeError: If an argument is unknown.
@@ -243,7 +245,7 @@ def _replace_attention(
 
 
 def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Find the module that has the last part of a path, which may begin with wrappers that are not there."""
+    """Find the owner of the last part of a path, trying shorter paths if leading parts do not exist."""
     parts = path.split(".")
     for start in range(len(parts)):
         try:

@@ -1,4 +1,4 @@
-"""Simple changes of single images, of which RandAugment and AugMix put several together."""
+"""Image augmentation primitives, from which RandAugment and AugMix choose."""
 
 from composer_algorithms.augmentation.primitives import (
     AugmentationFunction,

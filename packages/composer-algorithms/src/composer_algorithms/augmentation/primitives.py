@@ -1,7 +1,7 @@
-"""The single changes: functions of a PIL image and a level from 0 to 10, which bounds how strong the change is.
+"""Augmentation primitives: functions of a PIL image and a level from 0 to 10 that bounds the strength.
 
-How strong it is, and in which direction, is drawn from PyTorch's default generator. With `u` from the uniform
-distribution between 0.1 and the level, `u / 10` of a largest strength is applied.
+Strength and direction are drawn from PyTorch's default generator. With `u` uniform between 0.1 and the level, `u / 10`
+of the maximal strength is applied.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,21 +39,21 @@ __all__ = [
 ]
 
 AugmentationFunction: TypeAlias = Callable[[Image, float], Image]
-"""Takes a PIL image and a level, and returns another image."""
+"""Function of a PIL image and a level that returns another image."""
 
 
 def autocontrast(pil_img: Image, level: float = 0.0) -> Image:
-    """Stretch each channel's values to the whole range, whatever the level."""
+    """Stretch the values of each channel to the full range. The level is not used."""
     return ImageOps.autocontrast(pil_img)
 
 
 def equalize(pil_img: Image, level: float = 0.0) -> Image:
-    """Make all values of a channel equally frequent, whatever the level."""
+    """Equalize the histogram of each channel. The level is not used."""
     return ImageOps.equalize(pil_img)
 
 
 def posterize(pil_img: Image, level: float) -> Image:
-    """Keep the upper bits of each value: four, and up to four less."""
+    """Keep the upper four bits of each value, or up to four fewer."""
     return ImageOps.posterize(pil_img, 4 - _whole_part(level, 4))
 
 
@@ -63,7 +63,7 @@ def rotate(pil_img: Image, level: float) -> Image:
 
 
 def solarize(pil_img: Image, level: float) -> Image:
-    """Invert values above a threshold: 256, and up to 256 less."""
+    """Invert values above a threshold of 256, or up to 256 less."""
     return ImageOps.solarize(pil_img, 256 - _whole_part(level, 256))
 
 
@@ -78,53 +78,54 @@ def shear_y(pil_img: Image, level: float) -> Image:
 
 
 def translate_x(pil_img: Image, level: float) -> Image:
-    """Shift the image sideways by up to a third of its width."""
+    """Shift the image horizontally by up to a third of its width."""
     return _moved(pil_img, _with_sign(_whole_part(level, pil_img.width / 3)), 0)
 
 
 def translate_y(pil_img: Image, level: float) -> Image:
-    """Shift the image up or down by up to a third of its height."""
+    """Shift the image vertically by up to a third of its height."""
     return _moved(pil_img, 0, _with_sign(_whole_part(level, pil_img.height / 3)))
 
 
 def color(pil_img: Image, level: float) -> Image:
-    """Make colours stronger or weaker."""
+    """Increase or decrease the color saturation."""
     return ImageEnhance.Color(pil_img).enhance(_factor(level))
 
 
 def contrast(pil_img: Image, level: float) -> Image:
-    """Make contrast stronger or weaker."""
+    """Increase or decrease the contrast."""
     return ImageEnhance.Contrast(pil_img).enhance(_factor(level))
 
 
 def brightness(pil_img: Image, level: float) -> Image:
-    """Make the image brighter, by less than the other factors, or darker."""
+    """Brighten the image, less than the other enhancements would, or darken it."""
     factor = _factor(level)
+    # Bright images saturate, so the upper half of the range is weaker than in the other primitives.
     return ImageEnhance.Brightness(pil_img).enhance(0.75 * factor if factor > 1 else factor)
 
 
 def sharpness(pil_img: Image, level: float) -> Image:
-    """Sharpen or blur."""
+    """Sharpen or blur the image."""
     return ImageEnhance.Sharpness(pil_img).enhance(_factor(level))
 
 
 def color_original(pil_img: Image, level: float) -> Image:
-    """Scale the strength of colours by 0.1 to 1.9, as the paper of AugMix does."""
+    """Scale the color saturation by 0.1 to 1.9, as in the AugMix paper."""
     return ImageEnhance.Color(pil_img).enhance(_original_factor(level))
 
 
 def contrast_original(pil_img: Image, level: float) -> Image:
-    """Scale contrast by 0.1 to 1.9, as the paper of AugMix does."""
+    """Scale the contrast by 0.1 to 1.9, as in the AugMix paper."""
     return ImageEnhance.Contrast(pil_img).enhance(_original_factor(level))
 
 
 def brightness_original(pil_img: Image, level: float) -> Image:
-    """Scale brightness by 0.1 to 1.9, as the paper of AugMix does."""
+    """Scale the brightness by 0.1 to 1.9, as in the AugMix paper."""
     return ImageEnhance.Brightness(pil_img).enhance(_original_factor(level))
 
 
 def sharpness_original(pil_img: Image, level: float) -> Image:
-    """Scale sharpness by 0.1 to 1.9, as the paper of AugMix does."""
+    """Scale the sharpness by 0.1 to 1.9, as in the AugMix paper."""
     return ImageEnhance.Sharpness(pil_img).enhance(_original_factor(level))
 
 
@@ -134,11 +135,11 @@ _SAFE: list[AugmentationFunction] = [
 
 augmentation_sets: dict[str, list[AugmentationFunction]] = {
     "all": [*_SAFE, color, contrast, brightness, sharpness],
-    # Nothing in here is among the corruptions of ImageNet-C and CIFAR-10-C.
+    # Without the corruptions of ImageNet-C and CIFAR-10-C.
     "safe": _SAFE,
     "original": [*_SAFE, color_original, contrast_original, brightness_original, sharpness_original],
 }
-"""Sets of primitives to choose from, by name."""
+"""Named sets of primitives."""
 
 
 def _affine(pil_img: Image, matrix: tuple[float, ...]) -> Image:
@@ -146,7 +147,7 @@ def _affine(pil_img: Image, matrix: tuple[float, ...]) -> Image:
 
 
 def _moved(pil_img: Image, x: float, y: float) -> Image:
-    # By whole pixels, so that there is nothing to interpolate: the same values in a twentieth of the time.
+    # Whole pixels need no interpolation: the same values in a twentieth of the time.
     return pil_img.transform(pil_img.size, Transform.AFFINE, (1, 0, x, 0, 1, y), resample=Resampling.NEAREST)
 
 
@@ -176,12 +177,12 @@ _PRIMITIVES = [function for functions in augmentation_sets.values() for function
 
 
 def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence[AugmentationFunction]:
-    """Return a set by its name, or the functions that were given as one.
+    """Return the set with a given name, or the given functions themselves.
 
     Raises:
-        KeyError: If there is no set of that name.
-        TypeError: If it is neither a name nor a list of functions.
-        ValueError: If no functions were given.
+        KeyError: If no set has that name.
+        TypeError: If the argument is neither a name nor a list of functions.
+        ValueError: If the list is empty.
     """
     if not isinstance(augmentation_set, str):
         if not isinstance(augmentation_set, Sequence) or not all(map(callable, augmentation_set)):
@@ -201,17 +202,17 @@ def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence
 
 
 def check_severity(severity: float) -> None:
-    """Raise if a severity is no level."""
+    """Validate that a severity is a level from 0 to 10."""
     check_number("severity", severity, "a level from 0 to 10")
     if not 0 <= severity <= 10:
-        raise ValueError(f"severity={severity!r} is no level: pass a number from 0 to 10.")
+        raise ValueError(f"severity={severity!r} is not a level: pass a number from 0 to 10.")
 
 
 def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:
-    """Raise if an image is of a mode that PIL's own changes, which the primitives make, do not all know.
+    """Validate that the PIL operations behind the primitives all support the mode of an image.
 
     Raises:
-        TypeError: If it has other than one or three channels of eight bits.
+        TypeError: If the image does not have one or three channels of eight bits.
     """
     if image.mode not in ("L", "RGB") and any(function in _PRIMITIVES for function in functions):
         raise TypeError(
@@ -221,7 +222,7 @@ def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:
 
 
 def change(image: Image, functions: Sequence[AugmentationFunction], depth: int, severity: float) -> Image:
-    """Apply `depth` of the functions, drawn with replacement, one after the other."""
+    """Apply `depth` of the functions in sequence, drawn with replacement."""
     for _ in range(depth):
         image = functions[draw_integer(0, len(functions))](image, severity)
     return image
@@ -233,19 +234,19 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def map_pillow_function(f_pil: Callable[[Image], Image], imgs: TImage) -> TImage:
-    """Apply a function of PIL images to an image of any kind.
+    """Apply a function of PIL images to an image of any type.
 
     Args:
         f_pil: Takes and returns a PIL image.
         imgs: A PIL image, or a tensor of shape `(channels, height, width)` or `(batch, channels, height, width)` with
-            one or three channels: uint8, or floating point in [0, 1], which is rounded to 256 values on the way.
+            one or three channels: uint8, or floating point in [0, 1], which is rounded to 256 values.
 
     Returns:
-        The result of the type of the input: dtype, range of values and device are kept. Each image of a batch goes
-        through the function by itself.
+        The result in the type of the input, with its dtype, value range and device. The images of a batch are
+        processed separately.
 
     Raises:
-        TypeError: If the input is neither, or its dtype has no place for it.
+        TypeError: If the input is neither, or its dtype is not supported.
         ValueError: If a tensor has another shape.
 
     Example:
@@ -256,10 +257,10 @@ def map_pillow_function(f_pil: Callable[[Image], Image], imgs: TImage) -> TImage
     if is_pil(imgs):
         return cast("TImage", f_pil(imgs))
     if not isinstance(imgs, Tensor):
-        raise TypeError(f"{type(imgs).__qualname__} is no image: pass a tensor or a PIL image.")
+        raise TypeError(f"{type(imgs).__qualname__} is not an image: pass a tensor or a PIL image.")
     _check_shape(imgs)
     images = to_pixels(imgs.detach()).cpu()
-    if len(images) == 0:
+    if len(images) == 0:  # torch.stack fails on an empty list
         return cast("TImage", imgs.clone())
     if images.ndim == 3:
         return cast("TImage", from_pixels(_lifted(f_pil, images), like=imgs))
@@ -267,19 +268,18 @@ def map_pillow_function(f_pil: Callable[[Image], Image], imgs: TImage) -> TImage
 
 
 def image_as_type(image: Tensor | Image, typ: type) -> Any:
-    """Turn an image into a tensor or a PIL image.
+    """Convert an image to a tensor or a PIL image.
 
     Args:
         image: A PIL image, or a tensor of shape `(channels, height, width)`.
         typ: `torch.Tensor` or `PIL.Image.Image`.
 
     Returns:
-        The image itself if it is of the type, also where it is a batch. Otherwise a float32 tensor in [0, 1] or a PIL
-        image.
+        The image itself, even a batch, if it has the type. Otherwise a float32 tensor in [0, 1] or a PIL image.
 
     Raises:
         TypeError: If the type is neither of the two.
-        ValueError: If a tensor that is to be a PIL image has another shape.
+        ValueError: If a tensor to be converted to a PIL image has another shape.
     """
     if typ not in (Tensor, Image):
         raise TypeError(f"typ={typ!r} is no type of image: pass torch.Tensor or PIL.Image.Image.")
@@ -298,14 +298,14 @@ def image_as_type(image: Tensor | Image, typ: type) -> Any:
 
 
 def pil_to_pixels(image: Image) -> Tensor:
-    """Return a PIL image's values as a uint8 tensor of shape `(channels, height, width)`."""
-    # Band by band, here and below: PIL takes images apart faster than a tensor's dims are put in another order.
+    """Return the values of a PIL image as a uint8 tensor of shape `(channels, height, width)`."""
+    # Band by band, here and below: PIL splits images faster than a tensor is permuted.
     values = bytearray().join(band.tobytes() for band in image.split())
     return torch.frombuffer(values, dtype=torch.uint8).view(-1, image.height, image.width)
 
 
 def pixels_to_pil(pixels: Tensor) -> Image:
-    """Return the PIL image of a uint8 tensor of shape `(channels, height, width)`."""
+    """Return a uint8 tensor of shape `(channels, height, width)` as a PIL image."""
     channels, height, width = pixels.shape
     bands = [frombytes("L", (width, height), band.numpy().tobytes()) for band in pixels]
     return bands[0] if channels == 1 else merge(_MODES[channels], bands)
@@ -318,6 +318,6 @@ def _lifted(f_pil: Callable[[Image], Image], pixels: Tensor) -> Tensor:
 def _check_shape(image: Tensor) -> None:
     if image.ndim not in (3, 4) or image.shape[-3] not in _MODES:
         raise ValueError(
-            f"a tensor of shape {tuple(image.shape)} is no image: pass (channels, height, width), or a batch of those, "
-            f"with one or three channels."
+            f"a tensor of shape {tuple(image.shape)} is not an image: pass (channels, height, width), or a batch of "
+            f"those, with one or three channels."
         )

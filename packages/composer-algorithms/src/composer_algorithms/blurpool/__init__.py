@@ -1,4 +1,4 @@
-"""BlurPool: blur before sampling down, so that a small shift of the image does not change what the network sees."""
+"""BlurPool: blur before downsampling, so that small shifts of the image change the features less."""
 
 from composer_algorithms.blurpool.algorithm import BlurPool, apply_blurpool
 from composer_algorithms.blurpool.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d

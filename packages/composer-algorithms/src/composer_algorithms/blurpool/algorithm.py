@@ -1,4 +1,4 @@
-"""BlurPool as a function on a model, and as an Algorithm."""
+"""BlurPool as a function on a model and as an Algorithm."""
 
 import functools
 import logging
@@ -38,20 +38,20 @@ def apply_blurpool(
     min_channels: int = 16,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
 ) -> None:
-    """Replace strided convolutions and max pooling in a model by forms that blur before they sample down.
+    """Replace strided convolutions and max pooling in a model with layers that blur before downsampling.
 
-    Convolutions keep their weights, as copies. A second call changes nothing.
+    New convolutions have copies of the weights. A second call changes nothing.
 
     Args:
         model: Changed in place.
-        replace_convs: Replace each `torch.nn.Conv2d` that has a stride above 1 by a `BlurConv2d`.
-        replace_maxpools: Replace each `torch.nn.MaxPool2d` by a `BlurMaxPool2d`, but for those that return indices too.
+        replace_convs: Replace each `torch.nn.Conv2d` that has a stride above 1 with a `BlurConv2d`.
+        replace_maxpools: Replace each `torch.nn.MaxPool2d` with a `BlurMaxPool2d`, unless it also returns indices.
         blur_first: Blur before the convolution; see `BlurConv2d`.
-        min_channels: Leave convolutions of fewer input channels as they are, such as the first of most networks.
-        optimizers: Those that train the model, if they exist already: they get the new parameters.
+        min_channels: Keep convolutions with fewer input channels, such as the first one of most networks.
+        optimizers: Existing optimizers of the model, which get the new parameters.
 
     Raises:
-        ValueError: If a hook computes the weight of such a convolution, as `torch.nn.utils.weight_norm` has it.
+        ValueError: If a hook computes the weight of such a convolution, as with `torch.nn.utils.weight_norm`.
 
     Warns:
         NoEffectWarning: If the model has no such layers.
@@ -83,13 +83,14 @@ def apply_blurpool(
 
 
 def _blurred_maxpool(module: nn.MaxPool2d, module_index: int) -> BlurMaxPool2d | None:
-    if module.return_indices:  # after the blur there is no pixel that a value came from
+    if module.return_indices:  # a blurred value does not come from a single pixel
         return None
     return BlurMaxPool2d.from_maxpool2d(module, module_index)
 
 
 def _blurred_conv(module: nn.Conv2d, module_index: int, blur_first: bool, min_channels: int) -> BlurConv2d | None:
     is_candidate = max(module.stride) > 1 and module.in_channels >= min_channels
+    # With blur_first the convolution inside a BlurConv2d keeps its stride; the mark stops a second replacement.
     if not is_candidate or hasattr(module, "_already_blurpooled"):
         return None
     if module._parameters.get("weight") is None and not parametrize.is_parametrized(module, "weight"):
@@ -101,31 +102,31 @@ def _blurred_conv(module: nn.Conv2d, module_index: int, blur_first: bool, min_ch
 
 
 class BlurPool(InitSurgery):
-    """Blur before sampling down: on `INIT`, replace strided convolutions and max pooling in `state.model`.
+    """Replace strided convolutions and max pooling in `state.model` on `INIT`, so that they blur before downsampling.
 
-    The optimizers' parameter groups follow. It acts after algorithms that replace whole operators and before those
-    that wrap convolutions or change their weights. A checkpoint of the changed model loads only into a model with
-    BlurPool, which is why loading one applies it by itself.
+    The optimizers' parameter groups are updated. It acts after algorithms that replace whole operators, and before
+    those that wrap convolutions or change their weights. A checkpoint of the changed model loads only into a model with
+    BlurPool, so loading one applies the algorithm automatically.
 
     Args:
         replace_convs: Replace each `torch.nn.Conv2d` that has a stride above 1.
         replace_maxpools: Replace each `torch.nn.MaxPool2d`.
-        blur_first: Blur before the convolution. Otherwise after it, which costs more and may be more accurate.
-        min_channels: Leave convolutions of fewer input channels as they are.
+        blur_first: Blur before the convolution. Blurring after it costs more and may be more accurate.
+        min_channels: Keep convolutions with fewer input channels.
 
     Raises:
-        ValueError: If neither convolutions nor max pooling shall be replaced.
+        ValueError: If neither convolutions nor max pooling are to be replaced.
 
     Example:
         >>> BlurPool(min_channels=32)
         BlurPool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=32)
 
     Reference:
-        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486. There the blur comes
-        after the nonlinearity, here it is beside the convolution: no other module has to be found.
+        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486. The paper blurs
+        after the nonlinearity; here the blur is next to the convolution, so no other module has to be found.
     """
 
-    surgery_rank = 2
+    surgery_rank = 2  # after replacements of whole operators, before wrappers of convolutions
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class BlurPool(InitSurgery):
         self.min_channels = min_channels
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
-        """Replace the layers, and log how many there are now."""
+        """Replace the layers and log their numbers."""
         apply_blurpool(
             state.model,
             replace_convs=self.replace_convs,

@@ -1,4 +1,4 @@
-"""Layers that blur with a small filter before they sample down."""
+"""Layers that blur with a small filter before downsampling."""
 
 from typing import cast
 
@@ -19,9 +19,9 @@ def blur_2d(input: Tensor, channels: int = -1, stride: _Size = 1, filter: Tensor
 
     Args:
         input: Shape `(batch, channels, height, width)`. Not changed.
-        channels: The number of channels, if the caller knows it: then nothing depends on the input's shape, which
-            tracing needs. Below 1 it is read from the input, and images without pixels come back as they are.
-        stride: Of the convolution: one number, or one for each of height and width.
+        channels: Number of channels, if known: the computation then does not depend on the input's shape, as tracing
+            requires. Below 1 it is read from the input, and images without pixels are returned unchanged.
+        stride: Stride of the convolution: one number, or one each for height and width.
         filter: Shape `(1, 1, h, w)`, or `(channels, 1, h, w)` with one for each channel; `h` and `w` odd. The outer
             product of `[1, 2, 1] / 4` with itself when `None`.
 
@@ -29,7 +29,7 @@ def blur_2d(input: Tensor, channels: int = -1, stride: _Size = 1, filter: Tensor
         The blurred images, in the input's dtype.
 
     Raises:
-        IndexError: If the filter has an even side, which has no middle.
+        IndexError: If the filter has an even side, and so no center.
 
     Example:
         >>> blur_2d(torch.ones(1, 1, 3, 3))[0, 0, 1]
@@ -54,13 +54,13 @@ def blur_2d(input: Tensor, channels: int = -1, stride: _Size = 1, filter: Tensor
 
 
 def _blur(input: Tensor, filter: Tensor, stride: tuple[int, int], channels: int) -> Tensor:
-    # By position: fx quantisation does not find the arguments of conv2d by their names.
+    # Positional arguments: fx quantization does not find the arguments of conv2d by name.
     return F.conv2d(input, filter, None, stride, (filter.shape[2] // 2, filter.shape[3] // 2), (1, 1), channels)
 
 
-@torch.fx.wrap  # one node in a trace, which knows neither the channels nor the dtype of the input
+@torch.fx.wrap  # a single node in traces, where channels and dtype of the input are unknown
 def _blur_any(input: Tensor, filter: Tensor, stride: tuple[int, int]) -> Tensor:
-    channels = input.shape[-3]  # an image without a batch is welcome, as it is to max pooling
+    channels = input.shape[-3]  # counted from the end, to accept unbatched images as max pooling does
     return _blur(input, filter.expand(channels, -1, -1, -1).to(input.dtype), stride, channels)
 
 
@@ -73,17 +73,17 @@ def blurmax_pool2d(
     ceil_mode: bool = False,
     filter: Tensor | None = None,
 ) -> Tensor:
-    """Take the maximum around each pixel, and sample the blurred result down.
+    """Take the maximum around each pixel, then blur and downsample.
 
-    The output has the shape that `torch.nn.functional.max_pool2d` gives with the same arguments.
+    The output shape is that of `torch.nn.functional.max_pool2d` with the same arguments.
 
     Args:
         input: Shape `(batch, channels, height, width)`. Not changed.
-        kernel_size: Of the maximum. `(2, 2)` when `None`.
-        stride: Of the blur; the maximum is taken at every pixel.
-        padding: Of the maximum.
-        dilation: Of the maximum.
-        ceil_mode: Whether a last window that is not whole gives an output, too.
+        kernel_size: Window of the maximum. `(2, 2)` when `None`.
+        stride: Stride of the blur; the maximum is taken at every pixel.
+        padding: Padding of the maximum.
+        dilation: Dilation of the maximum.
+        ceil_mode: Whether incomplete windows at the end produce an output.
         filter: As in `blur_2d`.
 
     Returns:
@@ -102,7 +102,7 @@ def blurmax_pool2d(
     return _blurred_maxima(input, _pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation), ceil_mode, filter)
 
 
-# The sizes below are pairs only, and all written out, because TorchScript compiles what the layers call.
+# Sizes are pairs throughout and written out, because TorchScript compiles the functions that the layers call.
 def _blurred_maxima(
     input: Tensor,
     kernel_size: tuple[int, int],
@@ -119,26 +119,26 @@ def _blurred_maxima(
 
 
 def _extended(maxima: Tensor, input: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-    """Repeat the last row and column as often as ceil_mode needs for its last windows."""
+    """Repeat the last row and column as often as the last windows of ceil_mode need."""
     extra = [0, 0]
     for i in range(2):
         last = maxima.shape[i - 2] - 1
         steps = (last + stride[i] - 1) // stride[i]
-        if steps * stride[i] >= input.shape[i - 2] + padding[i]:  # torch's rule: a window starts before the end
+        if steps * stride[i] >= input.shape[i - 2] + padding[i]:  # torch's rule: windows start inside the input
             steps -= 1
         extra[i] = max(0, steps * stride[i] - last)
     return F.pad(maxima, [0, extra[1], 0, extra[0]], mode="replicate")
 
 
 class BlurMaxPool2d(nn.Module):
-    """Max pooling that blurs before it samples down, in the place of `torch.nn.MaxPool2d`.
+    """Max pooling that blurs before downsampling, a replacement for `torch.nn.MaxPool2d`.
 
     Args:
-        kernel_size: Of the maximum.
-        stride: How far to sample down. The kernel size when `None`.
-        padding: Of the maximum.
-        dilation: Of the maximum.
-        ceil_mode: Whether a last window that is not whole gives an output, too.
+        kernel_size: Window of the maximum.
+        stride: Downsampling factor. The kernel size when `None`.
+        padding: Padding of the maximum.
+        dilation: Dilation of the maximum.
+        ceil_mode: Whether incomplete windows at the end produce an output.
 
     Example:
         >>> BlurMaxPool2d(3, stride=2, padding=1)(torch.rand(1, 3, 8, 8)).shape
@@ -167,7 +167,7 @@ class BlurMaxPool2d(nn.Module):
         self.register_buffer("filt2d", _default_2d_filter())
 
     def reset_parameters(self) -> None:
-        """Write the filter, for who made the layer on the meta device."""
+        """Write the filter; needed for layers created on the meta device."""
         self.filt2d.copy_(_default_2d_filter())
 
     def forward(self, input: Tensor) -> Tensor:
@@ -178,28 +178,28 @@ class BlurMaxPool2d(nn.Module):
 
     @staticmethod
     def from_maxpool2d(module: nn.MaxPool2d, module_index: int = -1) -> "BlurMaxPool2d":
-        """Make the blurring form of a max pooling; `module_index` is not used."""
+        """Create a blurring layer from a max pooling layer; `module_index` is not used."""
         return BlurMaxPool2d(module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
 
     def extra_repr(self) -> str:
-        """Return the settings, as `torch.nn.MaxPool2d` prints them."""
+        """Return the settings in the format of `torch.nn.MaxPool2d`."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
 
 class BlurConv2d(nn.Module):
-    """A strided convolution with a blur before it (or after it), in the place of `torch.nn.Conv2d`.
+    """A strided convolution with a blur before or after it, a replacement for `torch.nn.Conv2d`.
 
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the output.
-        kernel_size: Of the convolution.
-        stride: How far to sample down. With `blur_first=False` the kernel size when `None`.
-        padding: Of the convolution.
-        dilation: Of the convolution.
-        groups: Of the convolution.
+        kernel_size: Kernel size of the convolution.
+        stride: Downsampling factor. With `blur_first=False`, the kernel size when `None`.
+        padding: Padding of the convolution.
+        dilation: Dilation of the convolution.
+        groups: Groups of the convolution.
         bias: Whether the convolution has a bias.
-        blur_first: Blur the input, and convolve with the stride. Otherwise convolve at every pixel, and sample the
-            blurred result down, which costs as many times more as the stride leaves out pixels.
+        blur_first: Blur the input and convolve with the stride. Otherwise convolve at every pixel and downsample the
+            blurred result, which multiplies the cost by the number of pixels per output.
 
     Raises:
         ValueError: If `blur_first` is true and `stride` is `None`.
@@ -209,8 +209,8 @@ class BlurConv2d(nn.Module):
         torch.Size([1, 16, 4, 4])
 
     Reference:
-        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486. There the blur comes
-        after the nonlinearity; here it is part of the convolution, and before or after that.
+        Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486. The paper blurs
+        after the nonlinearity; this layer blurs directly before or after the convolution.
     """
 
     blur_filter: Tensor
@@ -258,7 +258,7 @@ class BlurConv2d(nn.Module):
         self.register_buffer("blur_filter", filter.repeat(self.blur_nchannels, 1, 1, 1))
 
     def reset_parameters(self) -> None:
-        """Write the filter, for who made the layer on the meta device. The convolution resets itself."""
+        """Write the filter; needed for layers created on the meta device. The convolution resets itself."""
         self.blur_filter.copy_(_default_2d_filter().expand_as(self.blur_filter))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -269,24 +269,24 @@ class BlurConv2d(nn.Module):
 
     @staticmethod
     def from_conv2d(module: nn.Conv2d, module_index: int = -1, blur_first: bool = True) -> "BlurConv2d":
-        """Make the blurring form of a convolution, with copies of its parameters; `module_index` is not used."""
+        """Create a blurring layer from a convolution, with copies of its parameters; `module_index` is not used."""
         conv = twin(module)
         stride = cast("tuple[int, int]", module.stride)
         if not blur_first:
             conv.stride = (1, 1)
-        blurring = BlurConv2d.__new__(BlurConv2d)  # __init__ would draw weights for a second convolution
+        blurring = BlurConv2d.__new__(BlurConv2d)  # __init__ would draw weights, and change the random state
         nn.Module.__init__(blurring)
         blurring._set_up(conv, stride, blur_first)
         return blurring
 
 
 class BlurPool2d(nn.Module):
-    """Blur and sample down, without a maximum.
+    """Blur and downsampling without a maximum.
 
     Args:
-        channels: Of the input. Below 1: any number.
-        stride: How far to sample down.
-        padding: Not used: the blur pads so that stride 1 keeps the size.
+        channels: Channels of the input. Below 1: any number.
+        stride: Downsampling factor.
+        padding: Not used: the blur is padded so that stride 1 keeps the size.
 
     Example:
         >>> BlurPool2d(channels=3)(torch.rand(1, 3, 8, 8)).shape
@@ -306,7 +306,7 @@ class BlurPool2d(nn.Module):
         self.register_buffer("blur_filter", _default_2d_filter().repeat(max(channels, 1), 1, 1, 1))
 
     def reset_parameters(self) -> None:
-        """Write the filter, for who made the layer on the meta device."""
+        """Write the filter; needed for layers created on the meta device."""
         self.blur_filter.copy_(_default_2d_filter().expand_as(self.blur_filter))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class BlurPool2d(nn.Module):
 
 
 def _default_2d_filter() -> Tensor:
-    # One by one, without torch.outer: exact in every floating dtype, and the same under any default device's rounding.
+    # Written out instead of torch.outer: exact in every floating dtype, independent of the default device.
     rows = [[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]
     return torch.tensor([[rows]]) / 16
 

@@ -1,4 +1,4 @@
-"""The registry of what can be given ALiBi, with transformers' GPT-2, BERT and RoBERTa in it if it is installed."""
+"""Registry of the modules that support ALiBi, with GPT-2, BERT and RoBERTa if transformers is installed."""
 
 from importlib.util import find_spec
 
@@ -7,7 +7,7 @@ from composer_algorithms.alibi.registry import PolicyRegistry
 __all__ = ["policy_registry"]
 
 policy_registry = PolicyRegistry()
-"""From classes of modules to the functions that give their instances ALiBi."""
+"""Maps module classes to the functions that add ALiBi to their instances."""
 
 if find_spec("transformers") is not None:
     from composer_algorithms.alibi.attention_surgery_functions._transformers import register_policies

@@ -1,4 +1,4 @@
-"""How GPT-2, BERT and RoBERTa of transformers are given ALiBi."""
+"""ALiBi for GPT-2, BERT and RoBERTa of transformers."""
 
 from typing import Any
 
@@ -13,7 +13,6 @@ from composer_algorithms.alibi.registry import PolicyRegistry
 
 
 def register_policies(registry: PolicyRegistry) -> None:
-    """Register the functions below."""
     registry.register(GPT2Model)(_gpt2_embedding)
     registry.register(GPT2Attention)(_gpt2_attention)
     registry.register(BertEmbeddings, RobertaEmbeddings)(_bert_embedding)
@@ -28,11 +27,11 @@ def _gpt2_embedding(module: nn.Module, module_index: int, max_sequence_length: i
 
 def _gpt2_attention(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module | None:
     attention: Any = module
-    if attention.is_cross_attention:  # between two sequences there is no distance
+    if attention.is_cross_attention:  # no distance is defined between two sequences
         return None
     register_alibi(module, attention.num_heads)
     bias = getattr(attention, "bias", None)
-    if isinstance(bias, Tensor):  # transformers 4 cuts its causal mask out of this one
+    if isinstance(bias, Tensor):  # transformers 4 slices its causal mask out of this buffer
         causal = torch.ones(max_sequence_length, max_sequence_length, dtype=torch.bool, device=bias.device).tril()
         _replace_buffer(module, "bias", causal[None, None])
     return module
@@ -41,7 +40,7 @@ def _gpt2_attention(module: nn.Module, module_index: int, max_sequence_length: i
 def _bert_embedding(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module:
     embeddings: Any = module
     num_positions = max_sequence_length
-    if isinstance(module, RobertaEmbeddings):  # whose positions begin behind the padding's
+    if isinstance(module, RobertaEmbeddings):  # its positions start after the padding index
         num_positions += embeddings.padding_idx + 1
     zero_and_freeze_expand_position_embeddings(module, num_positions, "position_embeddings")
     for name, fill in (("position_ids", torch.arange(num_positions)), ("token_type_ids", torch.zeros(num_positions))):
@@ -54,6 +53,7 @@ def _bert_embedding(module: nn.Module, module_index: int, max_sequence_length: i
 def _bert_attention(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module:
     attention: Any = module
     register_alibi(module, attention.num_attention_heads)
+    # The mark keeps a second application from adding the bias twice.
     if not _has_attention_interface(module) and not hasattr(module, "_adds_alibi"):
         module.register_forward_pre_hook(_add_bias_to_mask, with_kwargs=True)
         attention._adds_alibi = True
@@ -61,14 +61,15 @@ def _bert_attention(module: nn.Module, module_index: int, max_sequence_length: i
 
 
 def _has_attention_interface(module: nn.Module) -> bool:
-    # Whether the class looks its attention function up in the registry, which BERT does since transformers 5.
+    # BERT looks up its attention function in the registry only since transformers 5.
     return "ALL_ATTENTION_FUNCTIONS" in type(module).forward.__code__.co_names
 
 
 def _add_bias_to_mask(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add the bias to the mask that BERT's attention of transformers 4 is called with."""
+    """Add the bias to the attention mask, an argument of BERT's attention in transformers 4."""
+    # Cross-attention: no distance is defined between two sequences.
     if kwargs.get("encoder_hidden_states") is not None:
         return args, kwargs
     hidden_states = args[0] if args else kwargs["hidden_states"]
@@ -80,12 +81,13 @@ def _add_bias_to_mask(
         num_keys = mask.shape[-1]
     biased = add_bias(module.alibi_slopes, mask, num_queries, num_keys, is_causal=bool(module.is_decoder))
     dtype = module.query.weight.dtype if mask is None else mask.dtype
+    # As in sdpa: the lowest float32 would be minus infinity in float16.
     biased = biased.clamp_min(torch.finfo(dtype).min).to(dtype)
     return (*args[:1], *args[2:]), {**kwargs, "attention_mask": biased}
 
 
 def _note_positions(module: Any, num_positions: int) -> None:
-    module.num_alibi_positions = num_positions  # for the configuration, which not every module knows
+    module.num_alibi_positions = num_positions  # copied to the configuration, which not every module holds
 
 
 def _replace_buffer(module: nn.Module, name: str, value: Tensor) -> None:
