@@ -50,7 +50,7 @@ def maybe_get_underlying_model(model: "nn.Module") -> Any:
 
 def adapter_of(peft_model: Any) -> str:
     """Return the name of the active adapter."""
-    active = peft_model.active_adapter  # a list of names in some releases of peft
+    active = peft_model.active_adapter  # a list if several adapters are active
     return active if isinstance(active, str) else active[0]
 
 

@@ -117,7 +117,6 @@ class ComposerHFCausalLM(HuggingFaceModel):
             return _with_saved_adapter(model, pretrained_lora_id_or_path)
 
         model = _on_every_rank(build, pretrained_model_name_or_path)
-        # Metrics are built after the model, which every rank either has or has raised for.
         with counting_from_zero():
             eval_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_eval_metrics)]
             train_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_train_metrics)]
@@ -132,7 +131,7 @@ class ComposerHFCausalLM(HuggingFaceModel):
             peft_config=None if peft_config is None else _lora_config(peft_config),
             should_save_peft_only=should_save_peft_only,
         )
-        prepare_hf_model_for_fsdp(self.model, init_device)  # after the adapter, whose modules get hints as well
+        prepare_hf_model_for_fsdp(self.model, init_device)  # after peft has wrapped the model, which gets the hints
 
 
 def hf_causal_lm(
@@ -211,7 +210,7 @@ def _build(origin: _Origin, overrides: Mapping[str, Any], init_device: InitDevic
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=origin.trust_remote_code, **options
             )
-        model.tie_weights()  # from_config does not tie weights built on the meta device
+        model.tie_weights()
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = GenerationConfig.from_pretrained(origin.path, **origin.access)
         return model

@@ -103,8 +103,8 @@ class HuggingFaceCheckpointer(Callback):
             raise ValueError(f"save_format={save_format!r} must be one of {', '.join(map(repr, FORMATS))}.")
         if final_register_only and mlflow_registered_model_name is None:
             warnings.warn(
-                "final_register_only=True has no effect, since there is no mlflow_registered_model_name: folders are written. "
-                "Give the name.",
+                "final_register_only=True has no effect, since there is no mlflow_registered_model_name: folders "
+                "are written. Give the name.",
                 UserWarning,
                 stacklevel=2,
             )

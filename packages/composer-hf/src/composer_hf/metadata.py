@@ -129,4 +129,4 @@ def _refuse(source: Any, key: str, value: Any) -> NoReturn:
 
 
 def _name(value: Any) -> str:
-    return value if isinstance(value, str) else ""  # old checkpoints lack the name, or hold the class itself
+    return value if isinstance(value, str) else ""  # checkpoints need not name the class

@@ -160,7 +160,7 @@ class HuggingFaceModel(ComposerModel):
         add_sharding_hints(self.model)
         self._came_compiled = compiler is not None
         if compiler is not None:
-            compile_calls(self.model, compiler)  # last: an adapter changes the graph
+            compile_calls(self.model, compiler)  # of the wrapped model, adapter included
         self.register_state_dict_post_hook(_leave_base_out)
         self.register_load_state_dict_post_hook(_forgive_missing_base)
 

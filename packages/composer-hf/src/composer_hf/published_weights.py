@@ -1,9 +1,8 @@
-"""Which weights of a checkpoint become which weights of a Hugging Face folder.
+"""Mapping from the weights of a checkpoint to those of a Hugging Face folder.
 
-A checkpoint has the names that a model has in memory, below `model.`. A folder has those that `from_pretrained` reads:
-the same ones for most models, others where a release of transformers keeps several weights as one, as it does with
-the experts of a mixture. Weights that the model ties are written once. Nothing here needs the weights themselves
-before `PublishedPiece.convert`.
+A checkpoint has the names of the model in memory, below `model.`. A folder has the names that `from_pretrained` reads:
+the same for most models, but different where transformers fuses several weights into one, such as the experts of a
+mixture. Tied weights are written once. The values of weights are not needed before `PublishedPiece.convert`.
 """
 
 import re
@@ -22,7 +21,7 @@ from composer_hf.model_classes import meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-else:  # for typing.get_type_hints, without the seconds that transformers takes to import
+else:  # for typing.get_type_hints, without the import time of transformers
     PreTrainedModel = Any
 
 __all__ = ["PublishedPiece", "adapter_names", "plan_weights", "published_name", "tied_names"]
@@ -33,12 +32,12 @@ _MAX_NAMES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class PublishedPiece:
-    """Weights of a folder that are made together, usually one.
+    """Weights of a folder that are converted together, usually one.
 
     Attributes:
-        sources: The names in the checkpoint, below `state/model`.
-        targets: By the names in the folder, tensors on the meta device, which tell dtype and shape.
-        copies: Those of `sources` that must hold the same as the first one, since the model ties them.
+        sources: Names in the checkpoint, below `state/model`.
+        targets: Tensors on the meta device, with dtype and shape, by their names in the folder.
+        copies: Names in `sources` whose weights must equal the first one, since the model ties them.
     """
 
     sources: tuple[str, ...]
@@ -48,13 +47,13 @@ class PublishedPiece:
     _model: "PreTrainedModel | None" = field(default=None, repr=False)
 
     def convert(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the folder's weights, which share memory with those given where nothing is taken apart.
+        """Return the folder's weights, which share memory with the inputs unless they must be split.
 
         Args:
-            weights: The weights of `sources` by name.
+            weights: The weights named in `sources`.
 
         Raises:
-            IncompatibleCheckpointError: If weights that the model ties differ.
+            IncompatibleCheckpointError: If tied weights differ.
         """
         for name in self.copies:
             if not _are_same(weights[self.sources[0]], weights[name]):
@@ -71,21 +70,21 @@ class PublishedPiece:
 def plan_weights(
     weights: Mapping[str, Tensor], metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False
 ) -> list[PublishedPiece]:
-    """Say how a checkpoint's weights become those of a folder that `from_pretrained` reads.
+    """Plan the conversion of a checkpoint's weights to those of a folder that `from_pretrained` reads.
 
     Args:
-        weights: What the checkpoint has below `state/model`, by name; tensors on the meta device will do.
-        metadata: What the checkpoint says of the model. With adapters, the plan is of these alone.
-        trust_remote_code: Whether a class outside of transformers may be imported.
+        weights: The checkpoint's weights below `state/model`, by name; tensors on the meta device suffice.
+        metadata: Metadata of the checkpoint. With an adapter, only the adapter is planned.
+        trust_remote_code: Whether to import a class outside of transformers.
 
     Returns:
         The pieces, in the order of the checkpoint.
 
     Raises:
-        UnfittingWeightsError: If weights are missing or too many for the model.
-        IncompatibleCheckpointError: If transformers does not know the model, or two weights have one name without what
-            wraps the model.
-        UnsafeCheckpointError: If the model's class is of a module that is not trusted.
+        UnfittingWeightsError: If weights are missing, or not in the model.
+        IncompatibleCheckpointError: If transformers does not know the model, or two weights have the same name without
+            the prefixes of wrappers.
+        UnsafeCheckpointError: If the model's class is in a module that is not trusted.
     """
     if metadata.peft_config is not None:
         return [
@@ -96,6 +95,7 @@ def plan_weights(
     named = _by_published_name(weights)
     in_memory = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     on_disk = _revert(model, in_memory)
+    # A checkpoint may already have the names of the folder, such as one converted from there.
     is_published = bool(named.keys() - in_memory.keys()) and not named.keys() - on_disk.keys()
     ties = tied_names(model)
     expected = on_disk if is_published else in_memory
@@ -105,7 +105,7 @@ def plan_weights(
 
 
 def published_name(name: str) -> str:
-    """Return what a weight of a checkpoint is called in the model of transformers, without what wraps it.
+    """Return the name of a checkpoint's weight in the transformers model, without the prefixes of wrappers.
 
     Example:
         >>> published_name("model.transformer.wte.weight")
@@ -115,13 +115,13 @@ def published_name(name: str) -> str:
 
 
 def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[str, str]:
-    """Return by the names of a checkpoint's adapter weights those that `adapter_model.safetensors` has.
+    """Map the names of a checkpoint's adapter weights to their names in `adapter_model.safetensors`.
 
-    What was trained besides the adapter is among them: peft loads all that such a file has.
+    Weights trained outside the adapter are included: peft loads every weight in such a file.
 
     Raises:
-        IncompatibleCheckpointError: If two weights have one name without what wraps the model, no adapter is called
-            `default`, or the base that the adapter's initialization has changed is not in the checkpoint.
+        IncompatibleCheckpointError: If two weights have the same name without the prefixes of wrappers, if no adapter
+            is named `default`, or if the adapter's initialization changed base weights that the checkpoint lacks.
     """
     inner, config = _by_published_name(names), metadata.peft_config or {}
     beside = {name: name for name in inner if name in metadata.trained_beside_adapter}
@@ -156,9 +156,9 @@ def _by_published_name(names: Iterable[str]) -> dict[str, str]:
 
 
 def tied_names(model: "PreTrainedModel") -> dict[str, str]:
-    """Return by each name that a folder leaves out the name under which it has the same weight.
+    """Map each name that a folder omits to the name under which it has the same weight.
 
-    Transformers 4 has patterns of the former, 5 a mapping of both, so that this asks the model itself.
+    Parameters of the model are compared, since `_tied_weights_keys` has patterns in transformers 4, a mapping in 5.
     """
     aliases = getattr(model, "_tied_weights_keys", None) or ()
     patterns = [re.compile(str(pattern)) for pattern in aliases]
@@ -178,15 +178,15 @@ def _pieces(
     ties: Mapping[str, str],
     model: "PreTrainedModel | None",
 ) -> Iterator[PublishedPiece]:
-    """Yield one piece for each weight that is no copy of another one."""
+    """Yield one piece for each weight and its tied copies."""
     groups: dict[str, list[str]] = {}
     for name in named:
         groups.setdefault(ties.get(name, name), []).append(name)
     for kept, names in groups.items():
-        names.sort(key=lambda name: name != kept)
+        names.sort(key=lambda name: name != kept)  # the kept name first, as `PublishedPiece.copies` requires
         sources = tuple(named[name] for name in names)
         own = {kept: weights[sources[0]].to("meta")}
-        # A checkpoint may have a tied weight under one of its names only, and a folder needs the one that is kept.
+        # A checkpoint may have only one name of a tied weight, and not the one that the folder keeps.
         targets = own if model is None else _revert(model, own)
         if model is not None and targets.keys() == own.keys():
             yield PublishedPiece(sources, own, sources[1:])
@@ -195,10 +195,10 @@ def _pieces(
 
 
 def _revert(model: "PreTrainedModel", weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by the names that they have on the disk."""
+    """Return weights by their names on disk."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before transformers 5 a model has the names of the disk
+    except ImportError:  # before transformers 5, names in memory and on disk are the same
         return dict(weights)
     return revert_weight_conversion(model, dict(weights))
 
@@ -211,7 +211,7 @@ def _checked(
     model: "PreTrainedModel",
     metadata: HuggingFaceMetadata,
 ) -> dict[str, str]:
-    """Return the names without those that transformers passes over, after comparing them with the model's."""
+    """Return the names without those that transformers ignores, after comparing them with the model's."""
     present = {ties.get(name, name) for name in named}
     missing = [n for n in expected if ties.get(n, n) not in present and not _ignored(model, "missing", n)]
     surplus = [n for n in named if n not in expected and not _ignored(model, "unexpected", n)]
@@ -239,6 +239,7 @@ def _ignored(model: "PreTrainedModel", kind: str, name: str) -> bool:
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
+    # Tied weights usually share memory, which saves reading both.
     if one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.shape == other.shape:
         return True
     return torch.equal(one, other)

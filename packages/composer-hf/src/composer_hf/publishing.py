@@ -1,4 +1,4 @@
-"""From a Composer checkpoint to a folder that `from_pretrained` reads, without ever having the model in memory."""
+"""Conversion of a Composer checkpoint to a Hugging Face folder, without building the model in memory."""
 
 import contextlib
 import os
@@ -54,36 +54,35 @@ def write_huggingface_pretrained_from_composer_checkpoint(
     overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a folder of Hugging Face's from a checkpoint of a `HuggingFaceModel`, whole or not at all.
+    """Convert a checkpoint of a `HuggingFaceModel` to a Hugging Face folder, written completely or not at all.
 
-    The folder has the configurations, the tokenizer's files and the weights, bit for bit unless a precision is asked
-    for. Plain transformers loads it, of release 4 or 5. Of a model with an adapter it has the adapter alone, which
-    peft loads. The checkpoint is compared with its hashes, and nothing of it is run; never more is in memory than the
-    weights of one file.
+    The folder has the configurations, the tokenizer's files and the weights, bit for bit unless `precision` is given.
+    Transformers 4 and 5 load it. For a model with an adapter it has only the adapter, which peft loads. The checkpoint
+    is verified against its hashes, and no code in it is run. At most the weights of one file are in memory.
 
     Args:
-        checkpoint_path: A file or folder that a Trainer has saved, or an address in a store.
-        output_folder: The folder.
-        local_checkpoint_save_location: Where a checkpoint from a store is kept, and a link to a local one is put.
-        format: Of the weights: `'safetensors'`, `'bin'` for `pytorch_model.bin`, or `'both'`.
-        max_shard_size: How large a file may become, such as `'5GB'`.
-        precision: `'float32'`, `'float16'` or `'bfloat16'`; by default what the checkpoint has.
-        overwrite: Whether a folder that exists is replaced. An empty one is, anyway.
-        trust_remote_code: Whether code that came with the checkpoint is imported and written.
+        checkpoint_path: A file or folder that a Trainer saved, or a URI in an object store.
+        output_folder: The folder to write.
+        local_checkpoint_save_location: Path at which to keep a downloaded checkpoint, or to link to a local one.
+        format: Format of the weights: `'safetensors'`, `'bin'` for `pytorch_model.bin`, or `'both'`.
+        max_shard_size: Maximum size of a file, such as `'5GB'`.
+        precision: `'float32'`, `'float16'` or `'bfloat16'`. Default: as in the checkpoint.
+        overwrite: Whether to replace an existing folder. An empty one is always replaced.
+        trust_remote_code: Whether to import and write code that came with the checkpoint.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointConflictError: If the folder exists, which is a `FileExistsError`.
-        MissingMetadataError: If the checkpoint is of no Hugging Face model, which is a `RuntimeError`.
-        UnfittingWeightsError: If weights are missing or too many.
+        CheckpointConflictError: If the folder exists. This is also a `FileExistsError`.
+        MissingMetadataError: If the checkpoint is not of a Hugging Face model. This is also a `RuntimeError`.
+        UnfittingWeightsError: If weights are missing, or not in the model.
         CheckpointError: If it is damaged, unsafe, or of a model that transformers does not know, or the disk is full.
     """
     max_shard_bytes, dtype = parse_size(max_shard_size), as_dtype(precision)
     overwrite = overwrite or _is_empty(Path(output_folder))
     with local_checkpoint(checkpoint_path, local_checkpoint_save_location) as path:
-        verify(path)
+        verify(path)  # before any of its content is parsed
         with open_checkpoint(path) as source:
             metadata = HuggingFaceMetadata.from_checkpoint(source.tree, checkpoint_path)
             weights = _weights_of(source, checkpoint_path)
@@ -110,11 +109,11 @@ def write_huggingface_pretrained_from_composer_checkpoint(
 
 @contextlib.contextmanager
 def local_checkpoint(path: Path | str, save_location: Path | str | None = None) -> Iterator[str]:
-    """Give the local path of a checkpoint that may lie in a store. What was fetched goes, unless it has a place.
+    """Yield the local path of a checkpoint that may be in an object store. Without a location, downloads are temporary.
 
     Args:
-        path: A path or an address.
-        save_location: Where it is kept; of what is local already, a link.
+        path: A path or a URI.
+        save_location: Path at which to keep the download, or to link to a local checkpoint.
     """
     if save_location is not None:
         get_file(path, save_location, progress_bar=False)
@@ -130,21 +129,21 @@ def local_checkpoint(path: Path | str, save_location: Path | str | None = None) 
 
 
 def on_meta(weights: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Return weights that are not in memory as tensors that tell dtype and shape."""
+    """Return meta tensors with the dtypes and shapes of stored weights."""
     return {name: torch.empty(stored.shape, dtype=stored.dtype, device="meta") for name, stored in weights.items()}
 
 
 def as_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a precision's name.
+    """Return the dtype with the name of a precision.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the name is unknown.
     """
     if precision is None or isinstance(precision, torch.dtype):
         return precision
     name = str(precision).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ValueError(f"precision={precision!r} is none that weights are saved in. Use one of {', '.join(_DTYPES)}.")
+        raise ValueError(f"precision={precision!r} must be one of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
@@ -173,21 +172,21 @@ def pretrained_folder(
     trust_remote_code: bool = False,
     need_bytes: int | None = None,
 ) -> Iterator[Path]:
-    """Yield a folder with all that describes a model, for the body to write its weights to.
+    """Yield a folder with a model's configurations and tokenizer, to which the body writes the weights.
 
-    At the end all is flushed to the disk and gets its name in one step. After an exception nothing is left.
+    At exit, everything is flushed to the disk and renamed in one step. After an exception nothing remains.
 
     Args:
-        path: The folder's name.
-        metadata: What a checkpoint says of the model.
-        dtype: What most of the weights are, for `config.json`.
-        overwrite: Whether a model in a folder of this name may be replaced. Files that are not of one stay.
-        trust_remote_code: Whether code that came with the checkpoint is written, too.
-        need_bytes: How much will be written, to refuse before anything is if it cannot fit.
+        path: Path of the folder.
+        metadata: Metadata of the checkpoint.
+        dtype: Dtype of most of the weights, for `config.json`.
+        overwrite: Whether to replace a model in an existing folder. Files that are not part of a model are kept.
+        trust_remote_code: Whether to write code that came with the checkpoint, too.
+        need_bytes: Size to be written; if it cannot fit, nothing is written.
 
     Raises:
-        CheckpointConflictError: If the folder exists, and `overwrite` is false; it is a `FileExistsError`.
-        StorageError: If the disk is full, read-only or broken; it is an `OSError`.
+        CheckpointConflictError: If the folder exists and `overwrite` is false. This is also a `FileExistsError`.
+        StorageError: If the disk is full, read-only or broken. This is also an `OSError`.
 
     Example:
         >>> import tempfile
@@ -212,25 +211,25 @@ def write_description(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write the configurations and the tokenizer's files of a model to a folder.
+    """Write a model's configurations and tokenizer files to a folder.
 
     Args:
-        folder: Is there.
-        metadata: What a checkpoint says of the model. With adapters, their configuration is written, and the model's is
-            not: `peft` takes it from the base model.
+        folder: An existing folder.
+        metadata: Metadata of the checkpoint. With an adapter, its configuration is written instead of the model's,
+            which `peft` takes from the base model.
         dtype: As in `pretrained_folder`.
-        trust_remote_code: Whether code that came with the checkpoint is written, too.
+        trust_remote_code: Whether to write code that came with the checkpoint, too.
     """
     if metadata.peft_config is not None:
         adapter = dict(metadata.peft_config) if trust_remote_code else without_code(metadata.peft_config)
         if changes_base(adapter):
-            adapter["init_lora_weights"] = True  # the changed base is among the weights, and is not made again
+            adapter["init_lora_weights"] = True  # the weights include the changed base, which must not change again
         (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(adapter))
     else:
         config = readable_config(metadata, dtype=dtype, trust_remote_code=trust_remote_code)
         if alibi := config.get("composer_alibi"):
             log.warning(
-                "The model has ALiBi (composer_alibi=%r in config.json), which from_pretrained does not know of: who "
+                "The model has ALiBi (composer_alibi=%r in config.json), which from_pretrained does not apply: code that "
                 "loads the folder has to call composer.functional.apply_alibi(model, max_sequence_length=%s).",
                 *(alibi, alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."),
             )
@@ -241,7 +240,7 @@ def write_description(
 
 
 def write_tokenizer(folder: Path, metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False) -> None:
-    """Write the tokenizer's files to a folder, under plain names, such that transformers 4 and 5 load them."""
+    """Write the tokenizer's files to a folder under their base names, readable by transformers 4 and 5."""
     for name, data in for_any_release(metadata.tokenizer_files, trust_remote_code=trust_remote_code).items():
         (folder / name).write_bytes(data)
 
@@ -249,23 +248,23 @@ def write_tokenizer(folder: Path, metadata: HuggingFaceMetadata, *, trust_remote
 def readable_config(
     metadata: HuggingFaceMetadata, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Return the values of `config.json` such that transformers 4 and 5 read them alike."""
+    """Return the values of `config.json`, such that transformers 4 and 5 read them alike."""
     config = dict(metadata.config) if trust_remote_code else without_code(metadata.config)
-    config.pop("_name_or_path", None)  # where somebody else had the model
+    config.pop("_name_or_path", None)  # a path on the machine that trained the model
     if not config.get("architectures") and metadata.model_class:
         config["architectures"] = [metadata.model_class.rpartition(".")[2]]
     if dtype is not None:
-        config.pop("torch_dtype", None)
+        config.pop("torch_dtype", None)  # the older name of `dtype`
         config["dtype"] = str(dtype).removeprefix("torch.")
     _add_older_rope(config)
     return config
 
 
 def _add_older_rope(config: dict[str, Any]) -> None:
-    """Say also as transformers 4 reads it what 5 keeps in `rope_parameters`."""
+    """Add the fields of transformers 4 for the `rope_parameters` of transformers 5."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
-        return  # none, or one for each kind of layer, of models that transformers 4 does not know
+        return  # absent, or one per kind of layer, in models that transformers 4 does not know
     config.setdefault("rope_theta", rope["rope_theta"])
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     config.setdefault("rope_scaling", None if scaling.get("rope_type") in (None, "default") else scaling)

@@ -1,4 +1,4 @@
-"""A folder of a model as a new version in the registry of MLflow."""
+"""Registration of a Hugging Face folder as a model version in MLflow."""
 
 import os
 import tempfile
@@ -29,7 +29,7 @@ _PAUSE_S: Final = 1.0
 
 
 class ModelRegistry(Protocol):
-    """What of a logger destination is needed to register a model; an `MLFlowLogger` has it."""
+    """The part of a logger destination that registers models, as `MLFlowLogger` has it."""
 
     run_id: str | None
 
@@ -39,16 +39,17 @@ class ModelRegistry(Protocol):
         ...
 
     def save_model(self, flavor: str, **kwargs: Any) -> None:
-        """Save a model in MLflow's form."""
+        """Save a model in MLflow's format."""
         ...
 
     def register_model_with_run_id(self, model_uri: str, name: str, await_creation_for: int = ...) -> Any:
-        """Register what the run has at an address."""
+        """Register the run's artifacts at a URI."""
         ...
 
 
 def find_registry(logger: "Logger") -> ModelRegistry | None:
-    """Return the first of the logger's destinations that registers models, if there is one."""
+    """Return the first of the logger's destinations that registers models, or `None`."""
+    # `hasattr` on the instance would evaluate properties such as `client`.
     names = ("run_id", "client", "save_model", "register_model_with_run_id")
     found = (own for own in logger.destinations if all(hasattr(type(own), name) or name in vars(own) for name in names))
     return cast("ModelRegistry | None", next(found, None))
@@ -64,26 +65,26 @@ def register_folder(
     edit: Callable[[Path], None],
     timeout_s: float,
 ) -> None:
-    """Upload a folder to the run's artifacts, in MLflow's form, and register it.
+    """Upload a folder to the run's artifacts in MLflow's format, and register it.
 
-    An adapter is registered as the files that peft loads: without the model that it adapts, MLflow has no form for it.
+    An adapter is registered as the files that peft loads: without its base model, MLflow has no format for it.
 
     Args:
-        registry: Of the run.
-        folder: With the files that `from_pretrained` reads.
-        name: Which model it is a version of.
-        metadata: What the folder says.
+        registry: The logger destination of the run.
+        folder: Folder that `from_pretrained` reads.
+        name: Name of the registered model.
+        metadata: Metadata of the model.
         config: Arguments of `mlflow.transformers.save_model`.
-        edit: May change what is uploaded.
-        timeout_s: How long to wait until the version is ready.
+        edit: Called with the folder to upload, which it may change.
+        timeout_s: Maximum time to wait until the version is ready, in seconds.
 
     Raises:
-        RuntimeError: If the run has not begun.
+        RuntimeError: If the run has not been started.
     """
     if registry.run_id is None:
         raise RuntimeError(
-            f"{type(registry).__name__} has no run of MLflow, so the model is not registered as {name!r}. Look at why "
-            f"the run has not begun; the folder can be registered later with mlflow.transformers.log_model."
+            f"{type(registry).__name__} has no run of MLflow, so the model is not registered as {name!r}. Find out why "
+            f"the run was not started; the folder can be registered later with mlflow.transformers.log_model."
         )
     with tempfile.TemporaryDirectory(prefix="composer-hf-") as place:
         saved = folder
@@ -97,13 +98,13 @@ def register_folder(
 
 
 def in_background(work: Callable[[], None]) -> "Future[None]":
-    """Run something in a thread that the end of the process does not wait for."""
+    """Run a function in a daemon thread, which does not keep the process alive."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:
+        except BaseException as error:  # the waiting ranks would hang without it
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -113,16 +114,16 @@ def in_background(work: Callable[[], None]) -> "Future[None]":
 
 
 def wait_on_all_ranks(future: "Future[None] | None", timeout_s: float) -> None:
-    """Wait for what rank 0 has begun, and raise on all ranks what went wrong. Every rank must call this.
+    """Wait for a future of rank 0, and raise its error on all ranks. Every rank must call this.
 
-    The ranks meet once a second, so that no collective runs into its own time limit.
+    The ranks synchronize every second, so that no collective exceeds its own timeout.
 
     Args:
-        future: On rank 0; None elsewhere.
-        timeout_s: How long.
+        future: The future on rank 0; `None` on other ranks.
+        timeout_s: Maximum time to wait, in seconds.
 
     Raises:
-        TimeoutError: If it takes longer.
+        TimeoutError: If the future takes longer.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -132,6 +133,7 @@ def wait_on_all_ranks(future: "Future[None] | None", timeout_s: float) -> None:
             is_done = bool(wait_for([future], timeout=max(0.0, min(_PAUSE_S, left_s))).done)
             is_late = not is_done and time.monotonic() >= deadline
             told = [(is_done, is_late, future.exception() if is_done else None)]
+        # Only rank 0 looks at the clock, so all ranks leave the loop in the same iteration.
         dist.broadcast_object_list(told, src=0)
         is_done, is_late, error = told[0]
         if error is not None:
@@ -140,8 +142,8 @@ def wait_on_all_ranks(future: "Future[None] | None", timeout_s: float) -> None:
             return
         if is_late:
             raise TimeoutError(
-                f"the model was not registered within register_wait_seconds={timeout_s!r}. Look at the server of "
-                f"MLflow, or give it more time."
+                f"the model was not registered within register_wait_seconds={timeout_s!r}. Check the MLflow server, or "
+                f"allow more time."
             )
 
 
@@ -156,13 +158,13 @@ def _arguments(folder: Path, metadata: HuggingFaceMetadata, config: Mapping[str,
     if str(arguments["task"]).startswith("llm/"):
         arguments.setdefault("input_example", example)
     arguments["metadata"] = {"task": arguments["task"], **(config.get("metadata") or {})}
-    # Without a list MLflow finds one by running the model in processes of their own.
+    # Without requirements, MLflow infers them by running the model in subprocesses.
     versions = (("torch", torch.__version__.partition("+")[0]), ("transformers", transformers.__version__))
     arguments.setdefault("pip_requirements", [f"{package}=={version}" for package, version in versions])
     arguments["transformers_model"] = os.fspath(folder)
     if int(transformers.__version__.partition(".")[0]) >= 5:
-        # MLflow 3.17 fails on a path with transformers 5, where classes of pipelines are named and not given.
-        model_class: Any = find_class(metadata.model_class, trust_remote_code=True)  # the trained model's own
+        # MLflow 3.17 cannot load a path with transformers 5, so the loaded model is passed.
+        model_class: Any = find_class(metadata.model_class, trust_remote_code=True)  # the class that was trained
         arguments["transformers_model"] = {
             "model": model_class.from_pretrained(folder, dtype="auto"),
             "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),

@@ -1,4 +1,4 @@
-"""From a Hugging Face model to what a checkpoint says of it, and back, without the weights."""
+"""Conversion between a Hugging Face model and its description in a checkpoint, without the weights."""
 
 import json
 import random
@@ -37,20 +37,21 @@ _JSON: Final = ".json"
 def describe(
     model: Any, tokenizer: "PreTrainedTokenizerBase | None", trained_beside_adapter: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return what a checkpoint says of a model and its tokenizer, in values that load without running code.
+    """Return the description of a model and its tokenizer for checkpoints, as values that load without running code.
 
     Args:
-        model: Of transformers, or wrapped by peft.
+        model: A transformers model, possibly wrapped by peft.
         tokenizer: Its tokenizer, if it has one.
-        trained_beside_adapter: As `HuggingFaceModel.names_trained_beside_adapter` returns them.
+        trained_beside_adapter: Return value of `HuggingFaceModel.names_trained_beside_adapter`.
 
     Returns:
-        The layout that Composer's checkpoints have under `state/integrations/huggingface`, in which
-            `generation_config` and `trained_beside_adapter` are ours.
+        The layout of Composer's checkpoints under `state/integrations/huggingface`, extended by
+            `generation_config` and `trained_beside_adapter`.
     """
     inner = maybe_get_underlying_model(model)
     config: dict[str, Any] = json.loads(inner.config.to_json_string(use_diff=False))
     if not config.get("architectures"):
+        # transformers sets this only in `save_pretrained`.
         config["architectures"] = [_original_class(inner).__name__]
     described: dict[str, Any] = {"config": _entry(config, _original_class(inner))}
     if (generation := getattr(inner, "generation_config", None)) is not None:
@@ -69,16 +70,16 @@ def get_hf_config_from_composer_state_dict(
     trust_remote_code: bool = False,
     allow_network: bool = False,
 ) -> "PretrainedConfig":
-    """Return the configuration of the Hugging Face model that a checkpoint is of.
+    """Return the configuration of the Hugging Face model in a checkpoint.
 
     Args:
-        state_dict: The checkpoint's content.
-        config_overrides: Values in place of the checkpoint's.
-        trust_remote_code: Whether code that lies where the model came from may be run.
-        allow_network: Whether an architecture that transformers does not know may be looked for on the Hub.
+        state_dict: Content of the checkpoint.
+        config_overrides: Values that replace those of the checkpoint.
+        trust_remote_code: Whether to run code from the model's origin.
+        allow_network: Whether to look on the Hub for an architecture that transformers does not know.
 
     Raises:
-        MissingMetadataError: If the checkpoint is of no such model.
+        MissingMetadataError: If the checkpoint is not of a Hugging Face model.
         IncompatibleCheckpointError: If transformers does not know the architecture.
     """
     metadata = HuggingFaceMetadata.from_checkpoint(state_dict)
@@ -86,11 +87,11 @@ def get_hf_config_from_composer_state_dict(
 
 
 def get_peft_config_from_composer_state_dict(state_dict: Mapping[str, Any]) -> "PeftConfig | None":
-    """Return the configuration of the adapter that a checkpoint is of, or `None` if it has none."""
+    """Return the configuration of the adapter in a checkpoint, or `None` without one."""
     metadata = HuggingFaceMetadata.from_checkpoint(state_dict)
     if metadata.peft_config is None:
         return None
-    from peft import get_peft_config  # optional, and who has such a checkpoint needs it
+    from peft import get_peft_config  # optional; needed only for adapters
 
     return get_peft_config(without_code(metadata.peft_config))
 
@@ -98,21 +99,21 @@ def get_peft_config_from_composer_state_dict(state_dict: Mapping[str, Any]) -> "
 def load_tokenizer(
     hf_state: Mapping[str, Any], trust_remote_code: bool = False, tokenizer_save_dir: str | None = None
 ) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer of a checkpoint; see `HuggingFaceModel.load_huggingface_tokenizer_from_saved_state`."""
+    """Return the tokenizer in a checkpoint; see `HuggingFaceModel.load_huggingface_tokenizer_from_saved_state`."""
     if not hf_state.get("tokenizer"):
         return None
-    from transformers import AutoTokenizer  # it takes seconds to load
+    from transformers import AutoTokenizer  # slow to load
 
     metadata = HuggingFaceMetadata.from_saved(hf_state)
     letters = string.ascii_lowercase + string.digits
-    # Not of the seeded generator, which training draws from.
+    # The global generator is seeded for training, so drawing from it would change the results and repeat names.
     name = tokenizer_save_dir or f"tokenizer-save-dir-{''.join(random.SystemRandom().choices(letters, k=6))}"
     folder = Path(name)
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, metadata, trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     settings = json.loads(metadata.tokenizer_files.get("tokenizer_config.json", b"{}"))
-    tokenizer.name_or_path = settings.get("name_or_path") or ""
+    tokenizer.name_or_path = settings.get("name_or_path") or ""  # instead of the folder above
     return tokenizer
 
 
@@ -123,7 +124,7 @@ def load_model(
     *,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Return a model as a checkpoint describes it, with weights as they are drawn.
+    """Return the model that a checkpoint describes, with random weights.
 
     See `HuggingFaceModel.load_huggingface_model_from_saved_state`.
     """
@@ -133,13 +134,13 @@ def load_model(
     if given is None:
         model_class = find_class(metadata.model_class, trust_remote_code=trust_remote_code)
     elif isinstance(given, str):
-        model_class = find_class(given, trust_remote_code=True)  # the caller has named it
+        model_class = find_class(given, trust_remote_code=True)  # chosen by the caller, not by the checkpoint
     else:
         model_class = given
     model = build_model(model_class, config)
     if metadata.peft_config is None:
         return model
-    from peft import get_peft_config, get_peft_model  # optional, and who has such a checkpoint needs it
+    from peft import get_peft_config, get_peft_model  # optional; needed only for adapters
 
     adapter = dict(metadata.peft_config) if trust_remote_code else without_code(metadata.peft_config)
     adapted: Any = get_peft_model(model, get_peft_config(adapter))
@@ -151,7 +152,7 @@ def _entry(content: dict[str, Any], owner: type) -> dict[str, Any]:
 
 
 def _tokenizer_files(tokenizer: "PreTrainedTokenizerBase") -> dict[str, dict[str, Any]]:
-    # Several templates would become a folder, for which checkpoints have no form; in the configuration they have one.
+    # Several templates would be saved as a folder, which checkpoints cannot hold, so they stay in the configuration.
     as_files = not isinstance(getattr(tokenizer, "chat_template", None), dict)
     with tempfile.TemporaryDirectory(prefix="composer-tokenizer-") as folder:
         tokenizer.save_pretrained(folder, save_jinja_files=as_files)
@@ -159,7 +160,7 @@ def _tokenizer_files(tokenizer: "PreTrainedTokenizerBase") -> dict[str, dict[str
 
 
 def _original_class(model: Any) -> type:
-    """Return the class of a model as it was written: sharding puts another one before it."""
+    """Return the class of a model before FSDP, which replaces it with a subclass of its own."""
     return next(base for base in type(model).__mro__ if not base.__module__.startswith("torch."))
 
 
@@ -174,23 +175,23 @@ def hf_from_composer_checkpoint(
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
     """Return the model and the tokenizer that a checkpoint describes.
 
-    By default the weights are as they are drawn, for a Trainer that gets the checkpoint as its `load_path`.
+    By default the weights are random, for a Trainer that loads the checkpoint through its `load_path`.
 
     Args:
-        checkpoint_path: A file or folder that a Trainer has saved, or an address in a store.
-        model_instantiation_class: In place of the model's class: a class, an auto class, or the full name of one, such
-            as `'transformers.AutoModelForSequenceClassification'`.
-        model_config_kwargs: Values in place of the configuration's, such as `{'num_labels': 3}`.
-        local_checkpoint_save_location: Where a checkpoint from a store is kept, and a link to a local one is put.
-        trust_remote_code: Whether code that came with the checkpoint is imported.
-        load_weights: Whether the model has the checkpoint's weights.
+        checkpoint_path: A file or folder that a Trainer saved, or a URI in an object store.
+        model_instantiation_class: Replaces the model's class: a class, an auto class, or the full name of one, such as
+            `'transformers.AutoModelForSequenceClassification'`.
+        model_config_kwargs: Values that replace those of the configuration, such as `{'num_labels': 3}`.
+        local_checkpoint_save_location: Path at which to keep a downloaded checkpoint, or to link to a local one.
+        trust_remote_code: Whether to import code that came with the checkpoint.
+        load_weights: Whether to load the checkpoint's weights.
 
     Returns:
         The model, and the tokenizer if the checkpoint has one.
 
     Raises:
-        MissingMetadataError: If the checkpoint is of no Hugging Face model.
-        ValueError, AttributeError: If the class cannot be imported, or is no model's.
+        MissingMetadataError: If the checkpoint is not of a Hugging Face model.
+        ValueError, AttributeError: If the class cannot be imported, or is not a model class.
         CheckpointError: If the checkpoint is damaged, unsafe, or of a model that transformers does not know.
     """
     with local_checkpoint(checkpoint_path, local_checkpoint_save_location) as path, open_checkpoint(path) as source:
@@ -208,13 +209,14 @@ def hf_from_composer_checkpoint(
 
 
 def _with_weights(model: Any, weights: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> Any:
-    """Return the model with weights that have the names of this release in memory, or else those of a folder."""
+    """Load weights named as in memory in this release of transformers, or else those named as in a folder."""
     if is_peft_model(model):
-        model.load_state_dict(weights, strict=False)  # the base model's are not in the checkpoint
+        model.load_state_dict(weights, strict=False)  # the checkpoint need not have the base model's weights
         return model
     if weights.keys() <= model.state_dict().keys():
         ties = tied_names(model)
-        model.load_state_dict(weights, strict=not ties)
+        model.load_state_dict(weights, strict=not ties)  # tied weights may be present under one name only
         model.tie_weights()
         return model
+    # `from_pretrained` fuses or splits weights as this release of transformers requires.
     return type(model).from_pretrained(None, config=model.config, state_dict=dict(published))

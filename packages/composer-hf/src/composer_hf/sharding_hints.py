@@ -1,4 +1,4 @@
-"""Which parts of a Hugging Face model are sharded, and computed again, as units of their own."""
+"""Units of Hugging Face models for FSDP and activation checkpointing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["add_sharding_hints", "block_types", "prepare_hf_model_for_fsdp"]
 
 @dataclass(frozen=True, slots=True)
 class _IsBlock:
-    """Says of a module whether it is one of a model's blocks; an object, since models with functions do not pickle."""
+    """Predicate for the blocks of a model; an object, since a model with a local function could not be pickled."""
 
     types: tuple[type[nn.Module], ...]
 
@@ -23,11 +23,11 @@ class _IsBlock:
 
 
 def prepare_hf_model_for_fsdp(model: Any, init_device: str | None = None) -> None:
-    """Let each of a model's blocks be sharded, and computed again in the backward pass, as a unit of its own.
+    """Make each block of a model a unit of FSDP and of activation checkpointing.
 
     Args:
-        model: Of transformers, or wrapped by peft; attributes of it are set.
-        init_device: With `'meta'` or `'mixed'`, weights are drawn by the model's own rules where a rank has none.
+        model: A transformers model, possibly wrapped by peft; attributes of it are set.
+        init_device: With `'meta'` or `'mixed'`, ranks without weights initialize them by the model's own rules.
 
     Raises:
         ValueError: If the model has no list of blocks.
@@ -44,7 +44,7 @@ def prepare_hf_model_for_fsdp(model: Any, init_device: str | None = None) -> Non
 
 
 def add_sharding_hints(model: Any) -> None:
-    """Do what `prepare_hf_model_for_fsdp` does, as far as the model has blocks and does not say otherwise itself."""
+    """Set the hints of `prepare_hf_model_for_fsdp` if the model has blocks, except those it defines itself."""
     types = block_types(model)
     if not types:
         return
@@ -54,10 +54,10 @@ def add_sharding_hints(model: Any) -> None:
 
 
 def block_types(model: Any) -> tuple[type[nn.Module], ...]:
-    """Return the classes of a model's blocks, as transformers names them, or as its lists of modules show.
+    """Return the classes of a model's blocks, from `_no_split_modules` or from its module lists.
 
-    Classes that are not in lists are left out: embeddings share their weights with the head of most models, and what
-    shares weights cannot be sharded apart.
+    Classes outside of lists are left out: most models tie their embeddings to the head, and modules that share weights
+    cannot be sharded separately.
     """
     inner = maybe_get_underlying_model(model)
     named = frozenset(getattr(inner, "_no_split_modules", None) or ())
@@ -67,7 +67,7 @@ def block_types(model: Any) -> tuple[type[nn.Module], ...]:
 
 
 def _listed_types(model: nn.Module) -> Iterator[type[nn.Module]]:
-    """Yield the classes of the outermost lists' modules, each once; lists inside blocks are not seen."""
+    """Yield each class of modules in the outermost lists once; lists inside blocks are skipped."""
     seen: set[type[nn.Module]] = set()
 
     def walk(module: nn.Module) -> Iterator[type[nn.Module]]:
@@ -76,6 +76,7 @@ def _listed_types(model: nn.Module) -> Iterator[type[nn.Module]]:
                 yield from walk(child)
                 continue
             for block in child:
+                # FSDP has nothing to shard in a block without parameters.
                 if next(block.parameters(), None) is not None and type(block) not in seen:
                     seen.add(type(block))
                     yield type(block)
@@ -84,5 +85,5 @@ def _listed_types(model: nn.Module) -> Iterator[type[nn.Module]]:
 
 
 def _draw(model: Any, module: nn.Module) -> None:
-    """Fill a module's own weights as transformers does."""
+    """Initialize a module's own weights as transformers does."""
     model._init_weights(module)

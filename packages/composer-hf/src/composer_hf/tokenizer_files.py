@@ -1,4 +1,4 @@
-"""A tokenizer's files as a checkpoint holds them, and as they lie in a folder."""
+"""Tokenizer files, as stored in a checkpoint and in a folder."""
 
 import json
 from collections.abc import Mapping
@@ -14,32 +14,32 @@ _CODE: Final = ".py"
 _TEXTS: Final = (_CODE, ".jinja")
 _KINDS: Final = (".json", ".txt", ".model", *_TEXTS)
 _CONFIG_NAME: Final = "tokenizer_config.json"
-# What lies beside a tokenizer in a folder; a file of such a name among a tokenizer's would take its place.
+# Files of the model in the same folder, which a tokenizer's file of such a name would overwrite.
 _MODELS_OWN: Final = ("config.json", "generation_config.json", "adapter_config.json", ".index.json")
 
 
 def encode_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what a checkpoint holds of the files that `tokenizer.save_pretrained` wrote.
+    """Return the checkpoint's form of the files that `tokenizer.save_pretrained` wrote.
 
     Args:
-        folder: Has the files.
+        folder: Folder of the files.
 
     Returns:
-        By the name of each file its `file_extension` and its `content`: of JSON the values, of `.txt` a list of lines,
-            of code and templates the text, and of `.model` the bytes.
+        The `file_extension` and `content` of each file, by its name: the values of JSON, a list of lines of `.txt`, the
+            text of code and templates, and the bytes of `.model`.
 
     Raises:
-        ValueError: If there is a file of another kind.
+        ValueError: If a file has another extension.
     """
     return {path.name: _encode(path) for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the files of a checkpoint's tokenizer by their names, of whichever release the checkpoint is.
+    """Return the files of a checkpoint's tokenizer by name, for checkpoints of any release.
 
     Raises:
-        UnsafeCheckpointError: If a name leads out of the folder that the files are for, or is one of the model's own.
-        IncompatibleCheckpointError: If a file is of no known kind.
+        UnsafeCheckpointError: If a name leads out of its folder, or belongs to a file of the model.
+        IncompatibleCheckpointError: If a file has an unknown extension.
     """
     files: dict[str, bytes] = {}
     for key, entry in saved.items():
@@ -49,7 +49,7 @@ def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
                 f"the checkpoint's tokenizer has a file {key!r:.200} of the kind {extension!r:.200}, and known are "
                 f"{', '.join(_KINDS)}. Give the tokenizer yourself."
             )
-        # Old releases of Composer left the extension out of the name.
+        # Old releases of Composer omitted the extension from the name.
         name = key if str(key).endswith(extension) else f"{key}{extension}"
         _check_name(name)
         files[name] = _decode(name, extension, entry["content"])
@@ -57,13 +57,13 @@ def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def for_any_release(files: Mapping[str, bytes], *, trust_remote_code: bool = False) -> dict[str, bytes]:
-    """Return a tokenizer's files so that transformers 4 and 5 both load them, without code unless it is trusted.
+    """Return tokenizer files that transformers 4 and 5 both load, without code unless it is trusted.
 
-    Transformers 5 names its own class where 4 has another one, and calls the additional special tokens otherwise.
+    Transformers 5 has another name for the class of fast tokenizers, and for the additional special tokens.
 
     Args:
-        files: By name.
-        trust_remote_code: Whether files of code, and what refers to them, are kept.
+        files: Contents by name.
+        trust_remote_code: Whether to keep code files and the references to them.
     """
     kept = {name: data for name, data in files.items() if trust_remote_code or not name.endswith(_CODE)}
     if _CONFIG_NAME in kept:
@@ -73,6 +73,7 @@ def for_any_release(files: Mapping[str, bytes], *, trust_remote_code: bool = Fal
                 f"the checkpoint's {_CONFIG_NAME} is a JSON {type(config).__name__}, and an object is expected. Give "
                 f"the tokenizer yourself."
             )
+        # Fields of transformers 5, in the terms of transformers 4, which 5 reads as well.
         config.pop("backend", None)
         if config.get("tokenizer_class") == "TokenizersBackend":
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -85,7 +86,7 @@ def for_any_release(files: Mapping[str, bytes], *, trust_remote_code: bool = Fal
 
 
 def as_json(values: Any) -> bytes:
-    """Return values as the JSON text of a file."""
+    """Return values as the bytes of a JSON file."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -95,7 +96,7 @@ def _encode(path: Path) -> dict[str, Any]:
     if extension == ".json":
         content = json.loads(path.read_bytes())
     elif extension == ".txt":
-        content = path.read_bytes().decode().removesuffix("\n").split("\n")  # other separators may be tokens
+        content = path.read_bytes().decode().removesuffix("\n").split("\n")  # splitlines would split inside tokens
     elif extension in _TEXTS:
         content = path.read_bytes().decode()
     elif extension == ".model":
@@ -126,12 +127,13 @@ def _decode(name: str, extension: str, content: Any) -> bytes:
 def _check_name(name: str) -> None:
     if name in _MODELS_OWN or name.endswith(_MODELS_OWN[-1]):
         raise UnsafeCheckpointError(
-            f"the checkpoint's tokenizer has a file {name!r:.200}, which describes models and is none of a tokenizer: "
+            f"the checkpoint's tokenizer has a file {name!r:.200}, which describes models and not tokenizers: "
             f"it would replace the one of the model. Nothing was written. Give the tokenizer yourself."
         )
+    # Separators and drives of Windows are refused everywhere, since a checkpoint may be converted there.
     if name != PurePosixPath(name).name or name in (".", "..") or "\\" in name or "\0" in name or ":" in name:
         raise UnsafeCheckpointError(
-            f"the checkpoint's tokenizer has a file {name!r:.200}, whose name is no plain one: it would be written "
+            f"the checkpoint's tokenizer has a file {name!r:.200}, whose name is not a plain one: it would be written "
             f"outside its folder. Nothing was written. Do not use this checkpoint, or give the tokenizer yourself."
         )
 
@@ -140,15 +142,15 @@ log = getLogger(__name__)
 
 
 def fit_vocabulary(model: Any, tokenizer: Any, *, may_resize: bool) -> None:
-    """Refuse a tokenizer that has more tokens than the model, or let the model's embeddings grow.
+    """Raise if a tokenizer has more tokens than the model, or resize the model's embeddings if that is allowed.
 
     Args:
-        model: Of transformers.
+        model: A transformers model.
         tokenizer: The tokenizer.
-        may_resize: Whether they may grow.
+        may_resize: Whether to resize the embeddings.
 
     Raises:
-        ValueError: If there are more tokens, and they may not.
+        ValueError: If there are more tokens and the embeddings must not be resized.
     """
     num_embeddings, num_tokens = _num_embeddings(model), len(tokenizer)
     if num_embeddings is None or num_embeddings == num_tokens:
@@ -176,7 +178,7 @@ def fit_vocabulary(model: Any, tokenizer: Any, *, may_resize: bool) -> None:
 
 def _num_embeddings(model: Any) -> int | None:
     size = getattr(model.config, "vocab_size", None)
-    if size is None:
+    if size is None:  # some configurations lack it
         embeddings = model.get_input_embeddings()
         size = getattr(embeddings, "num_embeddings", None)
     return size

@@ -1,4 +1,4 @@
-"""Weights in the files of a Hugging Face folder, with never more than one file's weights in memory."""
+"""Weight files of a Hugging Face folder, written with at most one file's weights in memory."""
 
 import json
 import re
@@ -33,28 +33,29 @@ def write_weight_files(
     """Write weights to a folder as `from_pretrained` reads them.
 
     Args:
-        folder: Is there.
-        pieces: What to write.
-        read: Returns a weight of the checkpoint by its name.
-        max_shard_bytes: How large the weights of one file may be together. A larger weight gets a file of its own.
+        folder: An existing folder.
+        pieces: The weights to write.
+        read: Returns a weight of the checkpoint by name.
+        max_shard_bytes: Maximum size of the weights in one file. A larger weight gets its own file.
         format: `'safetensors'`, `'bin'` for files of `torch.save`, or `'both'`.
-        dtype: What floating point weights are converted to.
-        is_adapter: Whether the files are named as those of an adapter, which is always one.
+        dtype: Dtype to convert floating point weights to.
+        is_adapter: Whether to name the files as those of an adapter, which is never split.
 
     Returns:
-        The names of the files, with the index where there is one.
+        The names of the files, including any index.
 
     Raises:
-        ValueError: If `format` is none of these.
+        ValueError: If `format` is invalid.
         StorageError: If the disk fails.
     """
     if format not in FORMATS:
-        raise ValueError(f"format={format!r} is none that there is. Use {', '.join(map(repr, FORMATS))}.")
+        raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, FORMATS))}.")
     groups = [list(pieces)] if is_adapter else list(_groups(pieces, max_shard_bytes, dtype))
     kinds = [kind for kind in ("safetensors", "bin") if format in (kind, "both")]
     names = {kind: _file_names(kind, len(groups), is_adapter=is_adapter) for kind in kinds}
     weight_maps: dict[str, dict[str, str]] = {kind: {} for kind in kinds}
     for number, group in enumerate(groups):
+        # Both formats are written from the same tensors, so each weight is read once.
         weights = _weights_of(group, read, dtype)
         for kind in kinds:
             name = names[kind][number]
@@ -71,13 +72,13 @@ def write_weight_files(
 
 
 def parse_size(size: int | str) -> int:
-    """Return a number of bytes.
+    """Return a size in bytes.
 
     Args:
-        size: A number, or one with a unit, such as `'500MB'` or `'1GiB'`.
+        size: A number, or a string with a unit, such as `'500MB'` or `'1GiB'`.
 
     Raises:
-        ValueError: If it is none, or less than one byte.
+        ValueError: If it is not a size, or less than one byte.
 
     Example:
         >>> parse_size("5GB")
@@ -87,13 +88,13 @@ def parse_size(size: int | str) -> int:
     num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if num_bytes < 1:
         raise ValueError(
-            f"max_shard_size={size!r} is no size: give a number of bytes, or one with a unit, such as '500MB' or '5GB'."
+            f"max_shard_size={size!r} must be a number of bytes, or one with a unit, such as '500MB' or '5GB'."
         )
     return num_bytes
 
 
 def main_dtype(pieces: Sequence[PublishedPiece], dtype: torch.dtype | None = None) -> torch.dtype | None:
-    """Return the floating point type that most bytes of a folder's weights have."""
+    """Return the floating point dtype that takes most bytes of a folder's weights."""
     sizes: dict[torch.dtype, int] = {}
     for weight in _targets(pieces, dtype).values():
         if weight.is_floating_point():
@@ -102,12 +103,12 @@ def main_dtype(pieces: Sequence[PublishedPiece], dtype: torch.dtype | None = Non
 
 
 def total_bytes(pieces: Sequence[PublishedPiece], dtype: torch.dtype | None = None) -> int:
-    """Return how large all weights are together."""
+    """Return the total size of the weights in bytes."""
     return sum(weight.nbytes for weight in _targets(pieces, dtype).values())
 
 
 def cast(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a weight in another floating point type; whole numbers as they are."""
+    """Return a weight in another floating point dtype; integers are unchanged."""
     return weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
 
 
@@ -118,7 +119,7 @@ def _targets(pieces: Sequence[PublishedPiece], dtype: torch.dtype | None) -> dic
 def _groups(
     pieces: Sequence[PublishedPiece], max_shard_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[list[PublishedPiece]]:
-    """Yield the pieces of each file. What is made together stays together."""
+    """Yield the pieces of each file. The weights of one piece stay in one file."""
     group: list[PublishedPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -140,14 +141,14 @@ def _weights_of(
         for name, weight in piece.convert({source: read(source) for source in piece.sources}).items():
             converted = cast(weight, dtype).contiguous()
             identity = (converted.data_ptr(), converted.shape, converted.dtype)
-            # A folder has each weight by itself that the configuration does not tie, though it may be shared here.
+            # Weights that share memory but are not tied in the configuration are separate in the folder.
             weights[name] = converted.clone() if identity in seen or _is_part(converted) else converted
             seen.add(identity)
     return weights
 
 
 def _is_part(weight: Tensor) -> bool:
-    """Say whether a weight is a piece of something larger, which `torch.save` would write as a whole."""
+    """Return whether a weight is a view of a larger storage, which `torch.save` would write as a whole."""
     return weight.untyped_storage().nbytes() != weight.nbytes
 
 
