@@ -1,1 +1,1 @@
-"""What is in this checkpoint, and turn it into that one: the `composer-ckpt` command."""
+"""The `composer-ckpt` command, which inspects and converts checkpoints."""

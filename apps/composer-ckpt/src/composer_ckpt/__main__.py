@@ -1,4 +1,4 @@
-"""`python -m composer_ckpt`, where the command is not on the path."""
+"""Entry point of `python -m composer_ckpt`, for environments without the command on the path."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The command `composer-ckpt`: what is in a checkpoint, whether it is whole, and turning it into another one.
+"""The command `composer-ckpt`: inspect, verify and convert checkpoints.
 
-Torch, and what needs it, is imported once the arguments are known to be right, so that help is there at once.
+Torch and its dependents are imported only after the arguments are parsed, so that help is printed at once.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code, an `ExitCode`."""
     options = make_parser().parse_args(arguments)
     try:
-        with redirect_stdout(sys.stderr):  # libraries that print as they load would spoil the JSON
+        with redirect_stdout(sys.stderr):  # libraries that print on import would corrupt the JSON
             run = getattr(import_module(options.module), options.function)
             result: Result = run(options)
     except KeyboardInterrupt:
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _code_of(error)
         if code is None:
             raise
+        # `str` of a KeyError is the repr of its message.
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         sys.stderr.write(f"composer-ckpt: {printable(str(text))}\n")
         if getattr(options, "json", False):
@@ -48,19 +49,20 @@ def _print_json(value: Any) -> None:
 
 
 def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"  # what a terminal cannot show is shown by its number
+    encoding = sys.stdout.encoding or "utf-8"  # characters that the terminal lacks are escaped
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough, and the interpreter shall not flush once more at its end
+    except BrokenPipeError:  # from `| head`; the interpreter would fail again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _code_of(error: Exception) -> int | None:
-    """Return the exit code for an error that is told in its own words, `None` for one that is a fault of ours."""
+    """Return the exit code for an expected error, `None` for a bug, which gets a traceback."""
     from composer_checkpoint import CheckpointError, UnsafeCheckpointError
     from composer_ckpt.output import MismatchError, UsageError
 
+    # Specific errors first: the last case matches their base classes.
     match error:
         case UnsafeCheckpointError():
             return ExitCode.UNSAFE
@@ -87,11 +89,11 @@ exit codes:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; what it parses names the `module` and the `function` that run the command."""
+    """Return the parser; its result names the `module` and the `function` that run the command."""
     parser = argparse.ArgumentParser(
         prog="composer-ckpt",
-        description="What is in a checkpoint, whether it is whole, and turning it into another one. Files are opened "
-        "without running anything of them, and read tensor by tensor, whatever their size.",
+        description="Inspect, verify and convert checkpoints. Files are opened without running any code in them, and "
+        "read tensor by tensor, whatever their size.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -113,14 +115,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Command(argparse.ArgumentParser):
-    """Takes options anywhere, between the paths too, where argparse takes what follows for unknown arguments."""
+    """Parser that accepts options anywhere, also between paths, which argparse rejects by default."""
 
     _is_mixing = False
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # its overloads say the same
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        if self._is_mixing:  # the method below comes here again, on Python before 3.13
+        if self._is_mixing:  # before Python 3.13, `parse_known_intermixed_args` calls this method again
             return super().parse_known_args(args, namespace)
         self._is_mixing = True
         try:
@@ -131,7 +133,7 @@ class _Command(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version  # reading the metadata takes time
+        from importlib.metadata import version  # slow to import
 
         parser.exit(message=f"composer-ckpt {version('composer-ckpt')}\n")
 
@@ -196,7 +198,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_conversion(command: argparse.ArgumentParser) -> None:
-    """Add what says of weights what becomes of them."""
+    """Add the options of converted weights."""
     add = command.add_argument
     add(
         "--to",
@@ -316,12 +318,13 @@ def _count(text: str) -> int:
 
 
 def _shares(text: str) -> list[float]:
-    """Return how much of each there is, such that all are 1 together."""
+    """Return the relative weights, which sum to 1."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         weights = []
     total = sum(weights)
+    # `not all(... >= 0)` rejects NaN as well.
     if not all(weight >= 0 for weight in weights) or not 0 < total < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 0 on, as 3,1 or 0.5,0.25,0.25")
     return [weight / total for weight in weights]

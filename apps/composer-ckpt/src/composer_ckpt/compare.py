@@ -1,4 +1,4 @@
-"""`composer-ckpt diff`: where two checkpoints differ, of whatever formats they are."""
+"""The commands `composer-ckpt diff` and `composer-ckpt verify`, for checkpoints of all formats."""
 
 import argparse
 import math
@@ -28,7 +28,7 @@ _PREFIX = "model."
 
 
 def diff(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt diff`."""
     store = {"tmp_dir": options.tmp_dir, "jobs": options.jobs}
     with opened(options.a, **store) as a, opened(options.b, **store) as b:
         of_a, of_b = _tensors(a, options), _tensors(b, options)
@@ -62,7 +62,8 @@ def _tensors(source: TensorSource, options: argparse.Namespace) -> dict[str, Sto
 def _aligned(
     a: dict[str, StoredTensor], b: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """Return both with names that fit: a Composer checkpoint has `model.` before those of a Hugging Face folder."""
+    """Return both with matching names: Composer checkpoints prefix those of a Hugging Face folder with `model.`."""
+    # The variant with the most common names wins; on a tie, the names stay as they are.
     ways = {
         (False, False): (a, b),
         (True, False): (_without_prefix(a), b),
@@ -73,13 +74,13 @@ def _aligned(
 
 def _without_prefix(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     without = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-    return without if len(without) == len(tensors) else tensors  # none of two of one name would be compared
+    return without if len(without) == len(tensors) else tensors  # two equal names would hide a tensor
 
 
 def _only(ours: dict[str, StoredTensor], theirs: dict[str, StoredTensor]) -> list[str]:
-    """Return the names that only ours has, without those of tensors that theirs has under another of their names.
+    """Return the names only in `ours`, except of tensors that `theirs` has under an alias.
 
-    Formats that keep one copy of tied weights, as those of Hugging Face do, have only one of the names.
+    Formats that store tied weights once, as those of Hugging Face do, keep only one of the names.
     """
     aliases = aliases_of(ours)
     shared = {aliases.get(name, name) for name in ours if name in theirs}
@@ -92,11 +93,11 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Name
         return
     if (kind_a := _kind(a)) != (kind_b := _kind(b)):
         data["dtype"].append({"name": name, "a": kind_a, "b": kind_b})
-    if layout_of(a) != layout_of(b):
+    if layout_of(a) != layout_of(b):  # reported above; their elements cannot be compared
         return
     if not (has_numbers(a.dtype) and has_numbers(b.dtype)):
         if a.dtype != b.dtype:
-            return
+            return  # the difference in dtype is reported above
         refuse_quantized({name: a}, "diff")
         if count := _num_unequal(a, b):
             data["value"].append({"name": name, **dict.fromkeys(("max_abs", "max_rel", "cosine")), "unequal": count})
@@ -109,7 +110,7 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Name
 
 
 def _num_unequal(a: StoredTensor, b: StoredTensor) -> int:
-    """Return how many elements of two tensors of one dtype have other bytes."""
+    """Return the number of elements with different bytes, in two tensors of one dtype."""
     size = a.dtype.itemsize
     return sum(
         int((one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, size).any(1).sum())
@@ -122,14 +123,14 @@ def _kind(tensor: StoredTensor) -> str:
 
 
 def _pieces(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for start in range(0, a.numel, _BLOCK_NUMEL):
+    for start in range(0, a.numel, _BLOCK_NUMEL):  # blocks, so that tensors of any size fit in memory
         count = min(_BLOCK_NUMEL, a.numel - start)
         yield a.read_range(start, count), b.read_range(start, count)
 
 
 @dataclass(slots=True)
 class _Difference:
-    """What two tensors have in common, summed up piece by piece."""
+    """Differences between two tensors, accumulated over their pieces."""
 
     is_different: bool = False
     max_abs: float = 0.0
@@ -139,6 +140,7 @@ class _Difference:
     norm_b: float = 0.0
 
     def add(self, a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> None:
+        # Identical pieces, NaN included, need no comparison.
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             wide = _wide(a)
             square = float(wide.dot(wide))
@@ -148,7 +150,7 @@ class _Difference:
         if not torch.allclose(wide_a, wide_b, rtol=rtol, atol=atol, equal_nan=True):
             self.is_different = True
         elif a.dtype == b.dtype and not (a.is_floating_point() or a.is_complex() or rtol or atol):
-            # Whole numbers beyond 2**53 that are one number in float64.
+            # Integers beyond 2**53 that differ but are equal in float64.
             self.is_different, self.max_abs = True, max(self.max_abs, 1.0)
         gap = (wide_a - wide_b).abs()
         self.max_abs = max(self.max_abs, _largest(gap))
@@ -169,12 +171,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """Return the largest value; of NaN, infinity."""
+    """Return the largest value, where NaN counts as infinity."""
     return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
 
 
 def _finite(value: float) -> float | None:
-    """Return a number, `None` for one that JSON does not have."""
+    """Return the number, or `None` if JSON cannot represent it."""
     return value if math.isfinite(value) else None
 
 
@@ -183,7 +185,7 @@ def _times(source: TensorSource, name: str) -> Mapping[str, Any]:
 
 
 def _config(source: TensorSource) -> dict[str, Any]:
-    """Return a model's configuration, flat, by paths."""
+    """Return a model's configuration as a flat dict by paths."""
     saved: Any = source.state.get("integrations", {})
     saved = saved.get("huggingface") if isinstance(saved, dict) else None
     if not saved and os.path.isdir(source.path):
@@ -201,9 +203,9 @@ def _flat(path: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what both say, and say differently, or only one of two that say something."""
+    """Return the values that differ, or are in only one of two non-empty mappings."""
     if not a or not b:
-        return {}
+        return {}  # formats without this information are not different in it
     return {key: [a.get(key), b.get(key)] for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
 
 
@@ -248,11 +250,11 @@ Check = dict[str, Any]
 
 
 def verify(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt verify`."""
     checks: list[Check] = []
     hashes: dict[str, str] = {}
     with fetched(options.source, options.tmp_dir, options.jobs) as local:
-        find = find_kind if place_of(local).exists() else kind_of  # what is there may be damaged
+        find = find_kind if place_of(local).exists() else kind_of  # an existing checkpoint may be damaged
         kind = options.kind if options.kind != "auto" else find(str(place_of(local)))
         code = _hold(checks, "hashes", lambda: _hashes(place_of(local), kind))
         code = max(code, _hold(checks, "opens", lambda: _read(local, kind, options, checks, hashes)))
@@ -270,12 +272,12 @@ def verify(options: argparse.Namespace) -> Result:
 def _mark(check: Check) -> str:
     if not check["ok"]:
         return "FAIL"
-    # Numbers that are not finite are no fault, since masks are made of infinities, and nothing to pass over either.
+    # Infinities and NaN are not an error, since masks contain infinities, but worth a note.
     return "note" if check["name"] == _FINITE and check["detail"] != _ALL_FINITE else "ok  "
 
 
 def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
-    """Add a check's outcome; return the exit code that it asks for."""
+    """Add the result of a check, and return its exit code."""
     try:
         checks.append({"name": name, "ok": True, "detail": check()})
     except UnsafeCheckpointError as error:
@@ -288,7 +290,7 @@ def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
 
 
 def _hashes(place: Path, kind: str) -> str:
-    """Compare every byte with its hash, as far as there are any."""
+    """Compare all bytes with their hashes, as far as a manifest exists."""
     sealed = verify_hashes(place, kind)
     if not all(sealed):
         for path in find_files(place, kind):
@@ -299,7 +301,7 @@ def _hashes(place: Path, kind: str) -> str:
 
 
 def _check_zip(path: Path) -> None:
-    """Compare the checksums of a zip, which files of torch have."""
+    """Verify the checksums of a zip, the format of `torch.save`."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return
     from composer_checkpoint import CorruptCheckpointError
@@ -313,7 +315,7 @@ def _check_zip(path: Path) -> None:
 
 
 def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check], hashes: dict[str, str]) -> str:
-    """Read all tensors, and note what is missing, tied or not finite."""
+    """Read all tensors, and record missing and non-finite ones."""
     with opened(local, kind) as source:
         if options.hash:
             checks += _not_hashed(source)
@@ -326,6 +328,7 @@ def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check
             for name, tensor in source.tensors.items():
                 if tensor.dtype.is_floating_point and has_numbers(tensor.dtype) and _is_odd(statistics(tensor)):
                     odd.append(name)
+                # Others have no canonical bytes; see `_not_hashed`.
                 if options.hash and tensor.sparse is None and not tensor.is_quantized:
                     hashes[name] = hash_tensor(tensor.read())
                 progress(tensor.size_bytes)
@@ -335,7 +338,7 @@ def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check
 
 
 def _not_hashed(source: TensorSource) -> list[Check]:
-    """Return a check, which holds, for each kind of tensors that have no bytes of their own to be hashed."""
+    """Return passing checks that name the tensors without canonical bytes to hash."""
     sparse = [name for name, tensor in source.tensors.items() if tensor.sparse is not None]
     quantized = [name for name, tensor in source.tensors.items() if tensor.is_quantized]
     whys = (
