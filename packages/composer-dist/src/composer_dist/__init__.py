@@ -1,16 +1,13 @@
-"""Which rank am I, on what device, and how do the processes of a run reach each other.
+"""Ranks, devices, collectives and data parallel strategies of a distributed run.
 
-- `env`: this process's number and how many there are. It does not import torch.
-- `dist`: the same, with the collectives, `initialize_dist`, `get_sampler` and waiting for a node's first process: all
-  that Composer's users know as `composer.utils.dist`.
-- `devices`, `precision`, `reproducibility`: where tensors live, in which format a model computes, and seeds.
-- `strategy`: what a training loop asks of the way in which a model is spread; `ddp` and `deepspeed` are such ways.
-- `agreement`: whether all ranks are about to train the same thing.
-- `wrapping`: whether a model is wrapped for several ranks, and what is inside.
+- `env`: rank and world size of this process, without importing torch, and a free TCP port.
+- `dist`: the same with collectives, `initialize_dist` and `get_sampler`: Composer's `composer.utils.dist`.
+- `devices`, `reproducibility`: devices, precision of a model's computations, and random seeds.
+- `strategy`: the interface between a training loop and a distributed model; `ddp` and `deepspeed` implement it.
+- `agreement`: checks that all ranks train the same model with the same settings.
 - `launch`: the `composer` command, which starts the processes of a run.
-- `error_file`: what a rank died of, written where its launcher looks for it.
-- `ports`: a TCP port that is free.
-- `testing`: a function in several processes, for tests.
+- `error_file`: the record of an exception that a rank leaves for its launcher.
+- `testing`: functions run in several processes, for tests.
 """
 
 from importlib import import_module

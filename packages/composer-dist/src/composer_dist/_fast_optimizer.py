@@ -1,6 +1,6 @@
-"""An optimizer's methods without their ranges for the profiler, where no profiler runs.
+"""Optimizer methods without their profiler ranges while no profiler runs.
 
-PyTorch puts each `step` and `zero_grad` of an optimizer into such a range, which takes longer than a small model's
+PyTorch wraps each `step` and `zero_grad` of an optimizer in such a range, which takes longer than a small model's
 whole forward pass.
 """
 
@@ -11,19 +11,19 @@ from typing import Any
 from torch.autograd import profiler
 from torch.optim import Optimizer
 
-# No public name tells whether there are hooks of all optimizers, of one, or a profiler.
+# PyTorch has no public way to tell whether optimizer hooks or a profiler are active.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 __all__ = ["unwatched_step", "zero_grad"]
 
-_ZERO_GRAD = Optimizer.zero_grad  # as PyTorch has it, should somebody put another in its place
-_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__  # of every step that PyTorch has wrapped
+_ZERO_GRAD = Optimizer.zero_grad  # kept to notice a replaced method
+_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__  # shared by every wrapped `step`
 
 
 def unwatched_step(given: Optimizer) -> Callable[..., Any]:
-    """Return what `given.step` does in the end, if nobody hooks in or looks on, else `given.step` itself.
+    """Return `given.step` without PyTorch's profiling wrapper, if no hook or profiler is active.
 
-    A `step` that anybody else has wrapped or replaced, such as a scheduler of the learning rate, is left as it is.
+    A `step` that something else has wrapped or replaced, such as a learning rate scheduler, is returned unchanged.
     """
     step = given.step
     wrapper = getattr(step, "__func__", None)
@@ -34,7 +34,7 @@ def unwatched_step(given: Optimizer) -> Callable[..., Any]:
 
 def zero_grad(given: Optimizer) -> None:
     """Drop the gradients of an optimizer's parameters."""
-    if getattr(given.zero_grad, "__func__", None) is not _ZERO_GRAD:
+    if getattr(given.zero_grad, "__func__", None) is not _ZERO_GRAD:  # overridden by a subclass or replaced
         given.zero_grad()
         return
     for group in given.param_groups:

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to train the same thing, found out before they wait for each other."""
+"""Checks that all ranks train the same thing, before a disagreement makes a collective hang."""
 
 import hashlib
 import json
@@ -44,34 +44,34 @@ class RankDisagreementError(ValueError):
 
 
 def check_agreement(facts: Mapping[str, Any], *, timeout_s: float | None = None) -> None:
-    """Raise, on every rank alike, if the ranks do not have the same facts. Every rank must call this.
+    """Raise on every rank if the ranks have different facts. Every rank must call this.
 
-    While they agree, 32 bytes of each rank travel. Where they do not, the facts themselves do, and the error shows
-    what differs. A process that is alone agrees with itself.
+    Ranks exchange 32-byte digests, and the facts only if the digests differ. A single process always agrees.
 
     Args:
-        facts: Whatever must be the same everywhere: a seed, a batch size, `describe_model(model)`, a checkpoint's path.
-            Mappings inside are looked into, in any order of their keys; everything else is compared by what `repr`
-            shows of it, so objects whose `repr` has an address do not belong here.
-        timeout_s: Seconds until a rank that does not come is named; by default as `initialize_dist` was told.
+        facts: Values that must be equal everywhere: a seed, a batch size, `describe_model(model)`, a checkpoint's
+            path. Nested mappings are compared by key, in any order, all other values by their `repr`. Leave out
+            objects whose `repr` contains an address.
+        timeout_s: Seconds after which missing ranks are reported. The timeout of `initialize_dist` when `None`.
 
     Raises:
-        RankDisagreementError: If the facts differ: what, and which ranks have which value.
-        RuntimeError: If a rank does not come: which ones, as far as rank 0 can tell.
+        RankDisagreementError: If the facts differ; names each fact, its values and their ranks.
+        RuntimeError: If a rank does not arrive in time; names the missing ranks as far as rank 0 knows them.
 
     Example:
         >>> check_agreement({"seed": 17, "optimizer": {"lr": 0.1}})
     """
     if not is_initialized() or tdist.get_world_size() == 1:
         return
+    # Turns a missing rank into an error; the collectives below would hang.
     _meet(get_timeout() if timeout_s is None else timeout_s)
     flat = _flatten(facts)
     if _digests_agree(flat):
         return
     differences = _differences(gather_objects(flat, None))
     if not differences:
-        return  # cannot be: equal facts have equal digests
-    shown = differences[:_MAX_DIFFERENCES]
+        return  # unreachable: equal facts have equal digests
+    shown = differences[:_MAX_DIFFERENCES]  # two unrelated models differ in every tensor
     if len(differences) > len(shown):
         shown.append(f"and {len(differences) - len(shown)} more")
     raise RankDisagreementError(
@@ -82,9 +82,9 @@ def check_agreement(facts: Mapping[str, Any], *, timeout_s: float | None = None)
 
 
 def describe_model(model: "Module") -> dict[str, str]:
-    """Return what the ranks' models must have in common: shape, dtype and trainability of each tensor by its name.
+    """Return shape, dtype and trainability of each parameter and buffer by name.
 
-    The numbers in the tensors are not read.
+    Values are not read, so ranks may hold different weights.
 
     Example:
         >>> describe_model(torch.nn.Linear(2, 1))
@@ -99,15 +99,15 @@ def describe_model(model: "Module") -> dict[str, str]:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    # A parameter that is still to be initialized has no shape.
+    # Reading the shape of a lazy parameter raises before its first forward pass.
     shape = "no shape yet" if torch.nn.parameter.is_lazy(tensor) else str(tuple(tensor.shape))
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _meet(timeout_s: float) -> None:
-    """Wait for all ranks, and name those that do not come."""
+    """Wait for all ranks and name the missing ones."""
     try:
-        # Of the barriers the one that knows who is missing; gloo alone has it.
+        # The only barrier that reports which ranks are missing; only gloo has it.
         tdist.monitored_barrier(group=cpu_group(None), timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
     except RuntimeError as error:
         raise RuntimeError(
@@ -139,7 +139,7 @@ def _flatten(facts: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
 
 def _differences(facts_of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     """Return a line for each fact that is not the same everywhere."""
-    names = dict.fromkeys(name for facts in facts_of_ranks for name in facts)  # in the order of the first rank
+    names = dict.fromkeys(name for facts in facts_of_ranks for name in facts)  # a dict keeps rank 0's order
     lines = []
     for name in names:
         ranks_of_value: dict[str, list[int]] = {}
@@ -176,11 +176,11 @@ _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 
 
 def get_node_signal_file_name(rng: random.Random | None = None) -> str:
-    """Return a new file name on which all ranks agree. Every rank must call this.
+    """Return a new file name that is the same on all ranks. Every rank must call this.
 
     Args:
-        rng: What the name is drawn from, on rank 0. A generator of its own when `None`, so that those that training
-            draws from stay as they are.
+        rng: The generator that rank 0 draws the name from. A new one when `None`, which leaves the generators that
+            training uses unchanged.
     """
     rng = rng or random.Random()
     suffix = "".join(rng.choices(string.ascii_letters + string.digits, k=6))
@@ -190,11 +190,11 @@ def get_node_signal_file_name(rng: random.Random | None = None) -> str:
 
 
 def write_signal_file(signal_file_name: str, dir_path: str | None = None) -> str:
-    """Return the path of a signal file, which the node's local rank 0 has then written.
+    """Write a signal file on the node's local rank 0 and return its path.
 
     Args:
-        signal_file_name: As `get_node_signal_file_name` returned it.
-        dir_path: The folder, made if need be. The current one when `None`.
+        signal_file_name: A name from `get_node_signal_file_name`.
+        dir_path: The folder, created if missing. The working directory when `None`.
     """
     return _write(signal_file_name, dir_path, _DONE)
 
@@ -203,11 +203,11 @@ def write_signal_file(signal_file_name: str, dir_path: str | None = None) -> str
 def local_rank_zero_download_and_wait(expected_file_path: str, *, timeout: float | None = None) -> Iterator[None]:
     """Run the body at once on local rank 0, and on the node's other ranks once the file exists.
 
-    Needs no process group. The file must appear whole: write it beside its place, then rename it.
+    Needs no process group. Write the file under another name and rename it, so that it appears complete.
 
     Args:
-        expected_file_path: What local rank 0 brings into being.
-        timeout: Seconds to wait. Those that `initialize_dist` was given when `None`.
+        expected_file_path: The file that local rank 0 creates.
+        timeout: Seconds to wait. The timeout of `initialize_dist` when `None`.
 
     Raises:
         TimeoutError: If the file has not appeared by then.
@@ -219,14 +219,14 @@ def local_rank_zero_download_and_wait(expected_file_path: str, *, timeout: float
 
 @contextmanager
 def busy_wait_for_local_rank_zero(dir_path: str | None = None, *, timeout: float | None = None) -> Iterator[None]:
-    """Run the body everywhere, and leave once the node's local rank 0 has finished it. Every rank must call this.
+    """Run the body on every rank, and leave once the node's local rank 0 has finished it. Every rank must call this.
 
-    Ranks that are done look for a file and not for a message, so local rank 0 may take longer than a collective would
-    wait. Each node has a file of its own, also in a folder that nodes share, and it is gone when the context is left.
+    Ranks poll for a file instead of waiting in a collective, so local rank 0 may take longer than a collective's
+    timeout. Each node uses a file of its own, also in a shared folder, and deletes it on leaving the context.
 
     Args:
-        dir_path: A folder that all ranks of the node see. The current one when `None`.
-        timeout: Seconds to wait after the body. Those that `initialize_dist` was given when `None`.
+        dir_path: A folder that all ranks of the node can read. The working directory when `None`.
+        timeout: Seconds to wait after the body. The timeout of `initialize_dist` when `None`.
 
     Raises:
         RuntimeError: On every rank of the node, if the body failed on local rank 0, which raises its own error.
@@ -247,13 +247,13 @@ def busy_wait_for_local_rank_zero(dir_path: str | None = None, *, timeout: float
 def run_local_rank_zero_first() -> Iterator[None]:
     """Run the body on each node's local rank 0 first, and then on the others. Every rank must call this.
 
-    The others go on also if the body failed on local rank 0.
+    The other ranks run the body even if it failed on local rank 0.
 
     Raises:
-        RuntimeError: If several processes were started and there is no process group.
+        RuntimeError: If several processes were started without a process group.
     """
     if not is_initialized():
-        barrier()  # raises where there should be others
+        barrier()  # raises if other ranks were started
         yield
         return
     first = get_local_rank() == 0
@@ -261,31 +261,32 @@ def run_local_rank_zero_first() -> Iterator[None]:
         barrier()
     try:
         yield
+    # Also after an error, or the other ranks would hang in their barrier.
     finally:
         if first:
             barrier()
 
 
 def _leave_together(name: str, dir_path: str | None, outcome: str, timeout: float | None) -> None:
-    """Meet the other ranks once local rank 0 has written its outcome, and raise if that was a failure."""
+    """Synchronize the ranks once local rank 0 has written its outcome, and raise if the body failed there."""
     first = get_local_rank() == 0
-    # Nodes may share the folder, and each waits for its own first process.
+    # Nodes may share the folder, but each waits for its own local rank 0.
     path = Path(_write(f"{name}_of_node{get_node_rank()}", dir_path, outcome))
     try:
         if not first:
             _wait_for(path, timeout)
             outcome = path.read_text()
-        barrier()  # everybody has read it
+        barrier()  # every rank has read the file, so it may be deleted
     finally:
         if first:
             path.unlink(missing_ok=True)
-    barrier()  # nobody goes on and still sees it
+    barrier()  # no rank leaves while the file still exists
     if not first and outcome.startswith(_FAILED):
         raise RuntimeError(f"{outcome} (the traceback is that of local rank 0 of node {get_node_rank()})")
 
 
 def _write(name: str, dir_path: str | None, text: str) -> str:
-    """Make the folder, let local rank 0 write the file as a whole, and return its path."""
+    """Create the folder, write the file atomically on local rank 0, and return its path."""
     folder = os.getcwd() if dir_path is None else dir_path
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, name)
@@ -297,7 +298,7 @@ def _write(name: str, dir_path: str | None, text: str) -> str:
 
 
 def _wait_for(path: Path, timeout: float | None) -> None:
-    """Look for a file, at first often and then every tenth of a second."""
+    """Poll for a file, often at first and then every tenth of a second."""
     timeout = get_timeout() if timeout is None else timeout
     deadline, pause = time.monotonic() + timeout, _POLL_S
     while not path.exists():

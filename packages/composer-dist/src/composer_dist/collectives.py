@@ -1,8 +1,7 @@
-"""What the ranks tell each other: `torch.distributed`'s collectives, which also work for a process that is alone.
+"""Collectives of `torch.distributed` that also work in a single process.
 
-Each function is torch's own where there is a process group of several ranks. Without a group, or in a group of one,
-there is nobody to ask, and the answer is given at once. Without a group although several processes were started, every
-function raises, since going on would silently train several models.
+With several ranks each function calls torch's own. Without a process group, or in a group of one rank, it returns at
+once. If several processes were started without a group it raises: each would otherwise train a model of its own.
 """
 
 import pickle
@@ -39,36 +38,36 @@ _REDUCE_OPERATIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AV
 
 
 def is_available() -> bool:
-    """Say whether torch was built with its distributed package."""
+    """Return whether torch was built with its distributed package."""
     return tdist.is_available()
 
 
 def is_initialized() -> bool:
-    """Say whether there is a process group."""
+    """Return whether a process group exists."""
     return tdist.is_available() and tdist.is_initialized()
 
 
 def barrier(group: "ProcessGroup | None" = None) -> None:
-    """Wait until every rank is here. Every rank of the group must call this.
+    """Wait until every rank has called this. Every rank of the group must call this.
 
     Raises:
-        RuntimeError: If several processes were started and there is no process group.
+        RuntimeError: If several processes were started without a process group.
     """
     if not _is_alone(group):
         tdist.barrier(group=group)
 
 
 def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", group: "ProcessGroup | None" = None) -> None:
-    """Replace the tensor by the reduction over all ranks, in place. Every rank of the group must call this.
+    """Reduce the tensor over all ranks, in place. Every rank of the group must call this.
 
     Args:
         tensor: Of the same shape and dtype on every rank.
-        reduce_operation: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or AVG where the backend has it; in any case.
+        reduce_operation: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or AVG if the backend has it. Case does not matter.
         group: The ranks to reduce over. All of them when `None`.
 
     Raises:
-        ValueError: If there is no such operation.
-        RuntimeError: If several processes were started and there is no process group.
+        ValueError: If `reduce_operation` is unknown.
+        RuntimeError: If several processes were started without a process group.
     """
     operation = reduce_operation.upper()
     if operation not in _REDUCE_OPERATIONS:
@@ -80,28 +79,28 @@ def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", group: "Proc
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: "ProcessGroup | None" = None) -> None:
-    """Replace the tensor by that of global rank `src`, in place. Every rank of the group must call this.
+    """Replace the tensor with that of global rank `src`, in place. Every rank of the group must call this.
 
     Raises:
-        RuntimeError: If several processes were started and there is no process group.
+        RuntimeError: If several processes were started without a process group.
     """
     if not _is_alone(group):
         tdist.broadcast(tensor, src=src, group=group)
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: "ProcessGroup | None" = None) -> None:
-    """Replace the list's items by those of global rank `src`, in place. Every rank of the group must call this.
+    """Replace the list's items with those of global rank `src`, in place. Every rank of the group must call this.
 
-    The objects travel as pickles, so the ranks must trust each other.
+    The objects are pickled, so the ranks must trust each other.
 
     Args:
-        object_list: The items to send on `src`, what they replace elsewhere.
-        src: The global rank whose items all get.
+        object_list: The items to send on `src`; placeholders on the other ranks.
+        src: The global rank to send from.
         group: The ranks that take part. All of them when `None`.
 
     Raises:
-        ValueError: On every rank of the group, if `src` is none of them.
-        RuntimeError: If several processes were started and there is no process group.
+        ValueError: On every rank of the group, if `src` is not a member.
+        RuntimeError: If several processes were started without a process group.
     """
     if is_initialized():
         _check_source(src, group)
@@ -117,33 +116,33 @@ def all_gather(tensor: torch.Tensor, group: "ProcessGroup | None" = None) -> Seq
         group: The ranks that take part. All of them when `None`.
 
     Returns:
-        One tensor for each rank of the group; the very `tensor` when this process is alone.
+        One tensor for each rank of the group; `[tensor]` itself in a single process.
 
     Raises:
-        RuntimeError: If several processes were started and there is no process group.
+        RuntimeError: If several processes were started without a process group.
     """
     if _is_alone(group):
         return [tensor]
     size = tdist.get_world_size(group)
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
-    tdist.all_gather(gathered, tensor.contiguous(), group=group)  # NCCL takes no others
+    tdist.all_gather(gathered, tensor.contiguous(), group=group)  # NCCL rejects other layouts
     return gathered
 
 
 def all_gather_object(obj: T, group: "ProcessGroup | None" = None) -> list[T]:
     """Return every rank's object, in rank order. Every rank of the group must call this.
 
-    The objects travel as pickles, so the ranks must trust each other.
+    The objects are pickled, so the ranks must trust each other.
 
     Args:
-        obj: Whatever can be pickled.
+        obj: A picklable object.
         group: The ranks that take part. All of them when `None`.
 
     Returns:
-        One object for each rank of the group; the very `obj` when this process is alone.
+        One object for each rank of the group; `[obj]` itself, not a copy, in a single process.
 
     Raises:
-        RuntimeError: If several processes were started and there is no process group.
+        RuntimeError: If several processes were started without a process group.
     """
     return [obj] if _is_alone(group) else gather_objects(obj, group)
 
@@ -154,7 +153,7 @@ def all_gather_object_list_hpu(object_list: list[Any], obj: Any, group: "Process
 
 
 def _is_alone(group: "ProcessGroup | None") -> bool:
-    """Say whether there is no other rank to talk to, and raise where there is one that cannot be reached."""
+    """Return whether this process is the only rank; raise if other ranks were started but cannot be reached."""
     if is_initialized():
         return tdist.get_world_size(group) == 1
     world_size = get_world_size()
@@ -168,9 +167,9 @@ def _is_alone(group: "ProcessGroup | None") -> bool:
 
 
 def _check_source(src: int, group: "ProcessGroup | None") -> None:
-    """Raise on every member of the group if the rank that shall send is not one of them."""
+    """Raise on every member of the group if `src` is not one of its ranks."""
     if tdist.get_rank(group) < 0:
-        return  # not a member: there is nothing to receive
+        return  # not a member, so it receives nothing
     ranks = tdist.get_process_group_ranks(group)
     if src not in ranks:
         raise ValueError(
@@ -179,6 +178,7 @@ def _check_source(src: int, group: "ProcessGroup | None") -> None:
         )
 
 
+# Weak keys: the entry of a destroyed group goes with it.
 _cpu_companions: "WeakKeyDictionary[ProcessGroup, ProcessGroup]" = WeakKeyDictionary()
 
 

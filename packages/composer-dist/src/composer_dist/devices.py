@@ -1,4 +1,4 @@
-"""Where tensors live and how they get there."""
+"""Devices, the transfer of batches to them, and the precision of computations."""
 
 import enum
 import importlib
@@ -42,11 +42,11 @@ TOptimizer = TypeVar("TOptimizer", bound=Optimizer)
 
 
 class Device(ABC):
-    """A kind of device: what `torch.distributed` calls its backend, and how things are moved to it.
+    """A kind of device, with its `torch.distributed` backend and the transfer of modules, tensors and batches to it.
 
     Attributes:
-        name: What `get_device` knows it by.
-        dist_backend: The backend of its collectives; empty where there is none of its own.
+        name: The name that `get_device` accepts.
+        dist_backend: The backend of its collectives; empty if it has none of its own.
     """
 
     name: ClassVar[str] = ""
@@ -55,31 +55,31 @@ class Device(ABC):
 
     @property
     def torch_device(self) -> torch.device:
-        """The device as torch has it."""
+        """The corresponding `torch.device`."""
         return self._device
 
     @abstractmethod
     def module_to_device(self, module: TModule) -> TModule:
-        """Move a module's parameters and buffers here, in place, and return it."""
+        """Move a module's parameters and buffers to this device, in place, and return it."""
 
     @abstractmethod
     def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on this device: the very same one if it is there already."""
+        """Return the tensor on this device: the same object if it is there already."""
 
     def batch_to_device(self, batch: Any) -> Any:
         """Return the batch with its tensors on this device.
 
-        Mappings become plain dicts, sequences keep their type (named tuples become lists, a `PackedSequence` stays
-        one), and what is neither tensor nor collection stays as it is. The collections are new, so that replacing an
-        item of the result leaves the original batch alone.
+        Mappings become plain dicts and sequences keep their type, except that named tuples become lists. A
+        `PackedSequence` stays one, and other objects are passed through. The collections are new: replacing an item of
+        the result does not change the original batch.
         """
         return map_tensors(batch, self.tensor_to_device)
 
     def optimizer_to_device(self, optimizer: TOptimizer) -> TOptimizer:
-        """Move the tensors of an optimizer's state here, in place, and return it.
+        """Move the tensors of an optimizer's state to this device, in place, and return it.
 
-        Step counts of optimizers that are neither `capturable` nor `fused` stay where they are: torch keeps them on
-        the CPU, because the host reads them at every step.
+        Step counts of optimizers that are neither `capturable` nor `fused` stay on the CPU, since the host reads them
+        at every step.
         """
         counted_by_host = {
             parameter
@@ -95,14 +95,14 @@ class Device(ABC):
 
 
 class _TorchDevice(Device):
-    """A device to which torch moves things by itself."""
+    """A device that `Tensor.to` and `Module.to` can reach."""
 
     def module_to_device(self, module: TModule) -> TModule:
-        """Move a module's parameters and buffers here, in place, and return it."""
+        """Move a module's parameters and buffers to this device, in place, and return it."""
         return module.to(self._device)
 
     def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on this device: the very same one if it is there already."""
+        """Return the tensor on this device: the same object if it is there already."""
         return tensor.to(self._device)
 
 
@@ -116,19 +116,19 @@ class DeviceCPU(_TorchDevice):
         self._device = torch.device("cpu")
 
     def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the host: the very same one if it is there already."""
+        """Return the tensor on the host: the same object if it is there already."""
         return tensor if tensor.is_cpu else tensor.cpu()
 
 
 class DeviceGPU(_TorchDevice):
-    """One CUDA (or ROCm) device, which becomes the process's current one.
+    """A CUDA or ROCm device, made the current device of the process.
 
     Args:
-        device_id: Which of the node's devices. The local rank when `None`.
+        device_id: Index of the device on this node. The local rank when `None`.
         allow_tf32: Whether matrix products and convolutions of float32 tensors may round to TF32. Process-wide.
 
     Raises:
-        ValueError: If there is no such device.
+        ValueError: If the device does not exist.
     """
 
     name = "gpu"
@@ -148,7 +148,7 @@ class DeviceGPU(_TorchDevice):
             )
         self._device = torch.device("cuda", index)
         torch.accelerator.set_device_index(index)
-        # Through the older of torch's two interfaces: the newer one would make reading these flags an error.
+        # The older of torch's two interfaces: after the newer one, reading these flags raises.
         torch.backends.cuda.matmul.allow_tf32 = allow_tf32
         torch.backends.cudnn.allow_tf32 = allow_tf32
 
@@ -161,7 +161,7 @@ class DeviceMPS(_TorchDevice):
     """The GPU of an Apple computer.
 
     Raises:
-        RuntimeError: If torch was not built for it, or this computer has none.
+        RuntimeError: If torch was built without MPS, or this computer has no such GPU.
     """
 
     name = "mps"
@@ -238,15 +238,15 @@ _DEVICES: dict[str, Callable[[], Device]] = {
 
 
 def get_device(device: str | Device | None = None) -> Device:
-    """Return a device for a name, in any case.
+    """Return the device of a name; case does not matter.
 
     Args:
-        device: `'cpu'`, `'gpu'` (or `'cuda'`), `'mps'`, `'tpu'`, `'neuron'` or `'hpu'`. A `Device` is returned as it
-            is. `None` means the GPU where there is one, and the CPU elsewhere.
+        device: `'cpu'`, `'gpu'` (or `'cuda'`), `'mps'`, `'tpu'`, `'neuron'` or `'hpu'`. A `Device` is returned
+            unchanged. `None` means the GPU if there is one, and else the CPU.
 
     Raises:
-        ValueError: If there is no device of that name, or no GPU.
-        RuntimeError: If there is no MPS device.
+        ValueError: If the name is unknown, or no GPU is available.
+        RuntimeError: If MPS is not available.
         ImportError: If the device needs a package that is not installed.
 
     Example:
@@ -257,7 +257,7 @@ def get_device(device: str | Device | None = None) -> Device:
         return device
     if device is None:
         return DeviceGPU() if torch.cuda.is_available() else DeviceCPU()
-    kind = _DEVICES.get(device.lower()) if isinstance(device, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass what they have
+    kind = _DEVICES.get(device.lower()) if isinstance(device, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # untyped callers pass anything
     if kind is None:
         raise ValueError(
             f"device={device!r} is not a device. Use one of {', '.join(map(repr, _DEVICES))}, in any case, or a "
@@ -267,17 +267,16 @@ def get_device(device: str | Device | None = None) -> Device:
 
 
 def is_xla_installed() -> bool:
-    """Say whether the package `torch_xla` is installed, without importing it."""
+    """Return whether the package `torch_xla` is installed, without importing it."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def is_hpu_installed() -> bool:
-    """Say whether the package `habana_frameworks` is installed, without importing it."""
+    """Return whether the package `habana_frameworks` is installed, without importing it."""
     return importlib.util.find_spec("habana_frameworks") is not None
 
 
 def _require_xla(name: str) -> None:
-    """Raise if the package that reaches XLA devices is missing."""
     if not is_xla_installed():
         raise ImportError(
             f"device={name!r} needs the package 'torch_xla', which is not installed. Install it, or pass device='cpu'."
@@ -285,7 +284,6 @@ def _require_xla(name: str) -> None:
 
 
 def _xla_device(name: str) -> torch.device:
-    """Return the XLA device of this process."""
     _require_xla(name)
     xla_model: Any = importlib.import_module("torch_xla.core.xla_model")
     return xla_model.xla_device()
@@ -295,7 +293,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """Return the batch with `function` applied to its tensors, in new collections."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    if type(batch) is tuple:  # the usual ones; whether something is a Mapping takes long to find out of what is none
+    if type(batch) is tuple:  # the common types first: isinstance of an ABC is slow
         return tuple([map_tensors(item, function) for item in batch])
     if type(batch) is list:
         return [map_tensors(item, function) for item in batch]
@@ -305,12 +303,12 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         mapped = [map_tensors(item, function) for item in batch]
-        if hasattr(batch, "_fields"):  # a named tuple does not take its items as one argument
+        if hasattr(batch, "_fields"):  # a named tuple takes its items as separate arguments
             return mapped
         kind: Any = type(batch)
         try:
             return kind(mapped)
-        except TypeError:
+        except TypeError:  # a sequence whose class takes other arguments becomes a list
             return mapped
     return batch
 
@@ -323,18 +321,18 @@ def _map_packed(batch: PackedSequence, function: Callable[[torch.Tensor], torch.
 
 
 STR_TO_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""Torch's dtypes by the short names that configurations use."""
+"""Dtypes by their short names in configurations."""
 
 _LEGACY_NAMES = ("amp", "fp16", "bf16")
-_NOTHING = nullcontext()  # reentrant and without state, so one serves every step
+_NOTHING = nullcontext()  # stateless and reentrant, so one instance serves every step
 _FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first with float8 matrix units
 
 
 class Precision(StringEnum):
-    """In which format a model computes; its weights stay in the format they have.
+    """The precision of a model's computations; its weights keep their dtype.
 
-    `AMP` and `FP16` are older names of `AMP_FP16`, and `BF16` of `AMP_BF16`. They are no members of their own: neither
-    iteration nor `len` counts them, and the strings `'amp'`, `'fp16'` and `'bf16'` give a `DeprecationWarning`.
+    `AMP` and `FP16` are older names of `AMP_FP16`, and `BF16` of `AMP_BF16`. They are aliases, which iteration and
+    `len` skip, and the strings `'amp'`, `'fp16'` and `'bf16'` raise a `DeprecationWarning`.
 
     Example:
         >>> Precision("amp_bf16")
@@ -365,9 +363,9 @@ class Precision(StringEnum):
 
 
 def _level_of_caller() -> int:
-    """Return the `stacklevel`, for the function that asks, of the line that named the precision.
+    """Return the `stacklevel` of the user's line that named the precision.
 
-    It is the first one outside this file and `enum`: a name comes in through the class or through a function here.
+    That line is the first one outside this file and `enum`: names arrive through the class or a function here.
     """
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename in (__file__, enum.__file__):
@@ -382,29 +380,30 @@ def get_precision_context(
     *,
     device_type: str | None = None,
 ) -> AbstractContextManager[Any]:
-    """Return the context under which a forward pass and a loss compute in this precision.
+    """Return the context manager under which a forward pass and its loss run in a precision.
 
     | precision | context |
     |---|---|
-    | `FP32` | none, or one that switches an autocast around it off |
-    | `AMP_FP16` | float16 autocast; none on a CPU, where training refuses it (see `validate_precision`) |
+    | `FP32` | none, or one that disables an autocast around it |
+    | `AMP_FP16` | float16 autocast; none on a CPU, where training rejects it (see `validate_precision`) |
     | `AMP_BF16` | bfloat16 autocast, on CPUs too |
     | `AMP_FP8` | TransformerEngine's `fp8_autocast` with a delayed-scaling recipe |
 
-    Enter it at once, with the `with` statement that asked for it: whether an autocast is around is looked at now.
+    Enter it at once, in a `with` statement: an autocast around it is looked for in this call, not on entering.
 
     Args:
-        precision: A member, or a string that names one.
+        precision: A member or its string.
         precision_config: Arguments of the float8 recipe. By default format `HYBRID`, an `amax` history of 16 steps
-            and `max` over it.
-        fp8_autocast_enabled: Whether layers of TransformerEngine compute in float8, for parts that must not.
-        device_type: Where the tensors are, such as `'cuda'` or `'cpu'`. The accelerator in use when `None`, and
-            the CPU where there is none. Naming it saves the look-up.
+        and `max` over it.
+        fp8_autocast_enabled: Whether layers of TransformerEngine compute in float8; pass `False` for excluded
+            parts.
+        device_type: Device type of the tensors, such as `'cuda'` or `'cpu'`. When `None`, the current accelerator
+            or else the CPU, at the cost of a lookup.
 
     Raises:
-        ValueError: If a string names no precision.
-        ImportError: If float8 is asked for and TransformerEngine is not installed.
-        RuntimeError: If float8 is asked for and the device cannot compute in it.
+        ValueError: If the string is not a precision.
+        ImportError: If float8 is requested and TransformerEngine is not installed.
+        RuntimeError: If float8 is requested and the device cannot compute in it.
 
     Example:
         >>> with get_precision_context("amp_bf16", device_type="cpu"):
@@ -423,15 +422,15 @@ def get_precision_context(
 
 
 def validate_precision(precision: str | Precision, device: Device) -> None:
-    """Refuse a precision in which the device cannot train.
+    """Validate that the device can train in a precision.
 
-    On a CPU these are float16, which needs loss scaling and has no fast kernels there, and float8. bfloat16 is accepted
-    there: it needs no loss scaling, and CPUs have kernels for it.
+    A CPU rejects float8, and float16, which needs loss scaling and has no fast kernels there. It accepts bfloat16,
+    which needs no loss scaling and has CPU kernels.
 
     Raises:
-        ValueError: If the device cannot train in this precision, or if a string names none.
-        ImportError: If float8 is asked for and TransformerEngine is not installed.
-        RuntimeError: If float8 is asked for and the GPU cannot compute in it.
+        ValueError: If the device cannot train in this precision, or if the string is not one.
+        ImportError: If float8 is requested and TransformerEngine is not installed.
+        RuntimeError: If float8 is requested and the GPU cannot compute in it.
     """
     precision = Precision(precision)
     if isinstance(device, DeviceCPU) and precision not in (Precision.FP32, Precision.AMP_BF16):
@@ -444,16 +443,15 @@ def validate_precision(precision: str | Precision, device: Device) -> None:
 
 
 def _device_type_in_use() -> str:
-    """Return the type of device that tensors are most likely on."""
+    """Return the device type that tensors are most likely on."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         return accelerator.type
-    # XLA devices are no torch accelerators, and a loop that uses one has loaded this package.
+    # torch does not count XLA among its accelerators, but a loop on an XLA device has loaded this package.
     return "xla" if "torch_xla" in sys.modules else "cpu"
 
 
 def _fp8_context(config: Mapping[str, Any] | None, enabled: bool) -> AbstractContextManager[Any]:
-    """Return TransformerEngine's context for float8."""
     engine, recipe = _require_fp8()
     defaults = {"fp8_format": recipe.Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
     scaling = recipe.DelayedScaling(**(defaults if config is None else config))
@@ -461,7 +459,7 @@ def _fp8_context(config: Mapping[str, Any] | None, enabled: bool) -> AbstractCon
 
 
 def _require_fp8() -> tuple[Any, Any]:
-    """Return TransformerEngine's modules for PyTorch and for recipes, if they and the device can be used."""
+    """Return TransformerEngine's PyTorch and recipe modules; raise if they or the device cannot be used."""
     try:
         engine: Any = importlib.import_module("transformer_engine.pytorch")
         recipe: Any = importlib.import_module("transformer_engine.common.recipe")

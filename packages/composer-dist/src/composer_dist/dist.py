@@ -1,6 +1,6 @@
-"""Everything that Composer's users know as `composer.utils.dist`.
+"""Distributed functions under Composer's name, `composer.utils.dist`.
 
-Torch's own package is `dist` in here, and every function asks it anew for what it is about to say.
+`dist` in this module is `torch.distributed`. Functions look it up on every call, so tests may patch it.
 """
 
 import torch.distributed as dist  # noqa: F401  # a public name: tests written for Composer patch torch through it

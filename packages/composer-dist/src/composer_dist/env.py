@@ -1,12 +1,11 @@
-"""Which of how many processes this is.
+"""Rank and world size of this process.
 
-Inside a process group torch knows the rank and the world size, and these must not contradict the environment. What
-torch does not know (the place within a node) comes from the variables that the `composer` launcher sets, and where
-those are missing from what torchrun, Slurm or Open MPI set, provided that `RANK` or a process group says that this
-process is one of a run: Slurm sets its variables also for processes that do not know of each other.
+Inside a process group, torch knows rank and world size, and the environment must not contradict it. The position
+within the node comes from the variables that the `composer` launcher sets, or else from those of torchrun, Slurm or
+Open MPI. The latter count only if `RANK` or a process group shows that this process is part of a run, since Slurm
+sets its variables for independent tasks as well.
 
-Nothing here imports torch: a group that somebody made is found through the package that must have been imported to
-make it.
+This module does not import torch: an existing process group is found through the loaded `torch.distributed`.
 """
 
 import os
@@ -31,81 +30,81 @@ __all__ = [
 ]
 
 SINGLE_RANK = {"NODE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-"""The five variables of a process that is alone."""
+"""The five rank variables of a single process."""
 
 _TORCH_ACCESSORS = {"WORLD_SIZE": "get_world_size", "RANK": "get_rank"}
 _OTHER_LAUNCHERS = {
     "LOCAL_WORLD_SIZE": ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "NODE_RANK": ("GROUP_RANK", "SLURM_NODEID"),  # GROUP_RANK is what torchrun calls it
+    "NODE_RANK": ("GROUP_RANK", "SLURM_NODEID"),  # GROUP_RANK is torchrun's name
 }
 
 
 class MissingEnvironmentError(Exception):
-    """A process group exists, but nothing says where in its node this process stands."""
+    """A process group exists, but no variable gives this process's place in its node."""
 
 
 def get_world_size() -> int:
-    """Return how many processes train together; 1 when nothing says otherwise.
+    """Return the number of processes that train together; 1 by default.
 
     Raises:
         RuntimeError: If `WORLD_SIZE` contradicts the process group.
-        ValueError: If `WORLD_SIZE` is no integer.
+        ValueError: If `WORLD_SIZE` is not an integer.
     """
     return _number("WORLD_SIZE")
 
 
 def get_global_rank(group: "ProcessGroup | None" = None) -> int:
-    """Return this process's number among all, or inside `group` if one is given.
+    """Return this process's rank among all processes, or inside `group`.
 
     Args:
-        group: A process group; the answer is then torch's, -1 where this process is not a member.
+        group: A process group; the result is -1 if this process is not a member.
 
     Raises:
         RuntimeError: If `RANK` contradicts the process group.
-        ValueError: If `RANK` is no integer.
+        ValueError: If `RANK` is not an integer.
     """
     if group is not None:
-        return sys.modules["torch.distributed"].get_rank(group)  # there is a group, so somebody has imported it
+        return sys.modules["torch.distributed"].get_rank(group)  # a group exists, so torch is loaded
     return _number("RANK")
 
 
 def get_local_world_size() -> int:
-    """Return how many of the processes run on this node; 1 when nothing says otherwise.
+    """Return the number of processes on this node; 1 by default.
 
     Raises:
         MissingEnvironmentError: If a process group exists and no variable gives the number.
-        ValueError: If `LOCAL_WORLD_SIZE` is no integer.
+        ValueError: If `LOCAL_WORLD_SIZE` is not an integer.
     """
     return _number("LOCAL_WORLD_SIZE")
 
 
 def get_local_rank() -> int:
-    """Return this process's number among those of its node; 0 when nothing says otherwise.
+    """Return this process's rank within its node; 0 by default.
 
     Raises:
         MissingEnvironmentError: If a process group exists and no variable gives the number.
-        ValueError: If `LOCAL_RANK` is no integer.
+        ValueError: If `LOCAL_RANK` is not an integer.
     """
     return _number("LOCAL_RANK")
 
 
 def get_node_rank() -> int:
-    """Return the number of this process's node; 0 when nothing says otherwise.
+    """Return the rank of this process's node; 0 by default.
 
     Raises:
         MissingEnvironmentError: If a process group exists and no variable gives the number.
-        ValueError: If `NODE_RANK` is no integer.
+        ValueError: If `NODE_RANK` is not an integer.
     """
     return _number("NODE_RANK")
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse rank variables that contradict each other, before a process waits for ranks that cannot exist.
+    """Validate the rank variables, before a process waits for ranks that cannot exist.
 
     Raises:
         RuntimeError: If a rank is not below the number of ranks, or if a node has more ranks than the run.
-        ValueError: If one of the variables is no integer.
+        ValueError: If one of the variables is not an integer.
     """
     known = {variable: _integer(variable, environ[variable]) for variable in SINGLE_RANK if variable in environ}
     if known.get("RANK", 0) > 0 and "WORLD_SIZE" not in known:
@@ -115,8 +114,8 @@ def check_environment(environ: Mapping[str, str]) -> None:
         )
     if known.get("WORLD_SIZE", 1) < 1:
         raise RuntimeError(
-            f"the environment variable WORLD_SIZE={environ['WORLD_SIZE']!r} is no number of processes. Set it to 1 or "
-            "more, or unset it to train in a single process."
+            f"the environment variable WORLD_SIZE={environ['WORLD_SIZE']!r} must be 1 or more. Set it to the number "
+            "of processes, or unset it to train in a single process."
         )
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in known and size in known and not 0 <= known[rank] < known[size]:
@@ -134,7 +133,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
 
 
 def _number(variable: str) -> int:
-    """Return the number that a variable stands for, asking in the order torch, environment, other launchers."""
+    """Return a rank variable's value from torch, the environment or other launchers, in this order."""
     tdist = _torch_distributed()
     if tdist is not None and not tdist.is_available():
         return int(SINGLE_RANK[variable])
@@ -150,7 +149,7 @@ def _number(variable: str) -> int:
         return number
     if text is not None:
         return _integer(variable, text)
-    # Without a rank the world size is 1, and a place among several on the node would contradict that.
+    # Without RANK the world size is 1, and a local rank above 0 would contradict that.
     from_others = _from_other_launchers(variable) if initialized or "RANK" in os.environ else None
     if from_others is not None:
         return from_others
@@ -163,12 +162,11 @@ def _number(variable: str) -> int:
 
 
 def _torch_distributed() -> ModuleType | None:
-    """Return torch's package if it is loaded; without it there can be no process group."""
+    """Return `torch.distributed` if it is loaded; otherwise no process group can exist."""
     return sys.modules.get("torch.distributed")
 
 
 def _integer(variable: str, text: str) -> int:
-    """Return the variable's text as a number."""
     try:
         return int(text)
     except ValueError:
@@ -179,27 +177,28 @@ def _integer(variable: str, text: str) -> int:
 
 
 def _from_other_launchers(variable: str) -> int | None:
-    """Return what torchrun, Slurm or Open MPI say, or `None`."""
+    """Return the value that torchrun, Slurm or Open MPI set, or `None`."""
     for name in _OTHER_LAUNCHERS.get(variable, ()):
         text = os.environ.get(name, "")
-        if text.isdecimal():  # Slurm also writes '4(x2)', which says nothing about this node
+        if text.isdecimal():  # Slurm also writes '4(x2)', which fits no single node
             return int(text)
     rank, ranks_per_node = os.environ.get("RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    # Ranks are numbered node by node.
     if variable == "NODE_RANK" and rank.isdecimal() and ranks_per_node.isdecimal() and int(ranks_per_node) > 0:
         return int(rank) // int(ranks_per_node)
     return None
 
 
 def get_free_tcp_port() -> int:
-    """Return the number of a TCP port on which nobody listens on this machine.
+    """Return a TCP port that is free on this machine.
 
-    It is not reserved: another process may take it before you do. Where you can, let the system choose by listening
-    on port 0, and ask which it was.
+    The port is not reserved: another process may take it first. If possible, listen on port 0 instead and read back the
+    port that the system chose.
 
     Example:
         >>> 0 < get_free_tcp_port() < 65536
         True
     """
     with socket.socket() as listener:
-        listener.bind(("", 0))  # all addresses, since whoever gets the number may listen on any
+        listener.bind(("", 0))  # all addresses, since the caller may listen on any
         return listener.getsockname()[1]

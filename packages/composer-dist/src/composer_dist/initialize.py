@@ -1,4 +1,4 @@
-"""How the processes of a run meet: `initialize_dist` makes the process group, once."""
+"""Creation of the process group of a distributed run."""
 
 import atexit
 import logging
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_TIMEOUT_S", "initialize_dist", "get_timeout"]
 
-# The name that `python_log_level` of a Trainer reaches.
+# Composer's logger name, so that `python_log_level` of a Trainer applies.
 _log = logging.getLogger("composer.utils.dist")
 
 DEFAULT_TIMEOUT_S = 300.0
 _REST_AT_EXIT_S = 0.02
 
-# A group of both backends carries tensors wherever they are, and pickles without a detour through the GPU.
+# With both backends a group carries tensors on either device, and objects without a copy to the GPU.
 _BACKENDS_TO_MAKE = {"nccl": "cpu:gloo,cuda:nccl", "": "gloo"}
 _DEVICE_TYPES = {"gloo": "cpu", "nccl": "cuda", "hccl": "hpu"}
 _OTHER_WORLD_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
@@ -40,23 +40,23 @@ _timeout_s = DEFAULT_TIMEOUT_S
 
 
 def initialize_dist(device: str | Device | None = None, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-    """Make the process group that all collectives of this process use. Every rank must call this.
+    """Create the process group that all collectives of this process use. Every rank must call this.
 
-    A process that no launcher started gets a group of its own, without opening a port, and the five rank variables
-    of a single process in its environment; if Slurm or Open MPI speak of several, a warning is logged. A group that
-    exists already stays if it has a backend for the device.
+    A process without a launcher gets a group of its own, without opening a port, and the five rank variables of a
+    single process in its environment. If Slurm or Open MPI started several such tasks, a warning is logged. An existing
+    group is kept if it has a backend for the device.
 
     Args:
-        device: A name, or a `Device`; it chooses the backend. The GPU where there is one when `None`.
+        device: A name or a `Device`, which determines the backend. The GPU if there is one when `None`.
         timeout: Seconds until a rank gives up waiting for another.
 
     Raises:
         RuntimeError: If torch was built without its distributed package although several processes run, if the rank
-            variables contradict each other, if a process group exists that cannot serve this device, or if an XLA
-            device is asked for before `torch_xla` is loaded.
+            variables contradict each other, if the existing process group cannot serve this device, or if an XLA
+            device is requested before `torch_xla` is imported.
     """
     global _timeout_s
-    error_file.install()  # first of all, since what follows may raise
+    error_file.install()  # first, so that the launcher also sees the errors raised below
     device = get_device(device)
     if not tdist.is_available():
         _refuse_several_ranks()
@@ -72,12 +72,12 @@ def initialize_dist(device: str | Device | None = None, timeout: float = DEFAULT
 
 
 def get_timeout() -> float:
-    """Return for how many seconds ranks wait for each other, as `initialize_dist` was told."""
+    """Return the timeout of the ranks in seconds, as passed to `initialize_dist`."""
     return _timeout_s
 
 
 def _refuse_several_ranks() -> None:
-    """Raise if the environment speaks of other ranks, which this build of torch cannot reach."""
+    """Raise if the environment declares several ranks, which this build of torch cannot connect."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size != "1":
         raise RuntimeError(
@@ -87,7 +87,7 @@ def _refuse_several_ranks() -> None:
 
 
 def _warn_of_separate_runs(environ: Mapping[str, str]) -> None:
-    """Log a warning if several processes were started, none of which knows its rank."""
+    """Log a warning if several processes were started that do not know their rank."""
     for variable in _OTHER_WORLD_SIZES:
         tasks = environ.get(variable, "")
         if "RANK" not in environ and tasks.isdecimal() and int(tasks) > 1:
@@ -101,7 +101,7 @@ def _warn_of_separate_runs(environ: Mapping[str, str]) -> None:
 
 
 def _check_backend(device: Device) -> None:
-    """Raise if the process group that exists has no backend for the device."""
+    """Raise if the existing process group has no backend for the device."""
     wanted = device.dist_backend or "gloo"
     config, name = tdist.get_backend_config(), tdist.get_backend()
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
@@ -114,14 +114,13 @@ def _check_backend(device: Device) -> None:
 
 
 def _make_group(device: Device, timeout: timedelta) -> None:
-    """Make the process group by way of what the environment tells."""
     if device.dist_backend == "xla":
         if "torch_xla" not in sys.modules:
             raise RuntimeError(f"device={device.name!r}: import torch_xla before calling initialize_dist().")
         tdist.init_process_group("xla", init_method="xla://", timeout=timeout)
         return
     backend = _BACKENDS_TO_MAKE.get(device.dist_backend, device.dist_backend)
-    # With the device known, NCCL connects now and not inside the first step.
+    # With a device, NCCL connects here and not inside the first step.
     eager = device.dist_backend == "nccl" and os.environ.get("COMPOSER_LAZY_NCCL") != "1"
     device_id = device.torch_device if eager else None
     store, rank, world_size = _store(timeout)
@@ -131,7 +130,7 @@ def _make_group(device: Device, timeout: timedelta) -> None:
 
 
 def _store(timeout: timedelta) -> "tuple[Store | None, int, int]":
-    """Return the store through which the ranks meet, this rank and their number; no store to let torch find all."""
+    """Return the rendezvous store, this rank and the world size; `(None, -1, -1)` leaves all three to torch."""
     environ = os.environ
     if all(environ.get(variable, alone) == alone for variable, alone in SINGLE_RANK.items()):
         environ.update(SINGLE_RANK)
@@ -142,9 +141,9 @@ def _store(timeout: timedelta) -> "tuple[Store | None, int, int]":
 
 
 def _attempt_store(environ: Mapping[str, str], timeout: timedelta) -> "Store":
-    """Return a store that holds nothing of earlier attempts of the same run.
+    """Return a store without entries of earlier attempts of the same run.
 
-    After an elastic restart the supervisor's store still has the addresses of processes that are gone.
+    After an elastic restart, the agent's store still has the addresses of processes that have ended.
     """
     supervised = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     client = tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
@@ -160,17 +159,16 @@ def _attempt_store(environ: Mapping[str, str], timeout: timedelta) -> "Store":
 
 
 def _world() -> "ProcessGroup":
-    """Return the group of all ranks."""
     group = tdist.group.WORLD
     assert group is not None
     return group
 
 
 def _leave(made_here: "ref[ProcessGroup]") -> None:
-    """Destroy the group at exit, if it is still the one that was made here; some backends hang or abort otherwise."""
+    """Destroy the group at exit if it is still the one made here; some backends hang or abort otherwise."""
     if tdist.is_initialized() and tdist.group.WORLD is made_here():
         if tdist.get_world_size() > 1:
-            # Gloo's threads let go of the tensors of the last collective a little after it is said to be done, for
-            # which they need Python; once it has ended, they abort the process (pytorch/pytorch#179291).
+            # Gloo's threads release the tensors of the last collective shortly after it completes, and need Python
+            # for it: after Python's end they would abort the process (pytorch/pytorch#179291).
             time.sleep(_REST_AT_EXIT_S)
         tdist.destroy_process_group()

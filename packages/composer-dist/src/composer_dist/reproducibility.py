@@ -1,4 +1,4 @@
-"""The random number generators of a run: seeding them, saving them, and making what is computed repeatable."""
+"""Seeds, random number generator states, and deterministic algorithms."""
 
 import logging
 import operator
@@ -28,19 +28,19 @@ __all__ = [
     "get_sampler",
 ]
 
-# The name that `python_log_level` of a Trainer reaches.
+# Composer's logger name, so that `python_log_level` of a Trainer applies.
 _log = logging.getLogger("composer.utils.reproducibility")
 
 MAX_SEED = 2**32 - 1
-"""The largest seed, which is NumPy's."""
+"""The largest seed that NumPy accepts."""
 
 _LONG_CUDA_STATE, _CUDA_STATE = 816, 16  # older torch put 800 unused bytes before seed and offset
 
 
 def get_random_seed() -> int:
-    """Return a seed between 0 and `MAX_SEED`, whatever the generators were seeded with.
+    """Return a seed between 0 and `MAX_SEED` that does not depend on the generators' state.
 
-    Ranks draw different ones: broadcast that of rank 0 where all need the same.
+    Ranks draw different seeds: broadcast rank 0's where all need the same.
     """
     return random.SystemRandom().randint(0, MAX_SEED)
 
@@ -48,13 +48,13 @@ def get_random_seed() -> int:
 def seed_all(seed: int) -> None:
     """Seed the generators of Python, of NumPy if it is installed, and of torch on all devices.
 
-    Ranks should differ in what they draw: rank `r` of a run takes the run's seed plus `r`.
+    Ranks should draw different numbers: seed rank `r` with the run's seed plus `r`.
 
     Args:
-        seed: An integer, which may also be NumPy's or a tensor of one.
+        seed: An integer; also a NumPy integer or a one-element integer tensor.
 
     Raises:
-        TypeError: If the seed is no integer.
+        TypeError: If the seed is not an integer.
         ValueError: If the seed is not between 0 and `MAX_SEED`.
 
     Example:
@@ -65,7 +65,7 @@ def seed_all(seed: int) -> None:
         True
     """
     try:
-        seed = operator.index(seed)
+        seed = operator.index(seed)  # unlike int(), refuses 1.5 and "1"
     except TypeError:
         raise TypeError(
             f"Invalid seed: seed={seed!r} is a {type(seed).__name__}, not an integer between 0 and {MAX_SEED}. Pass "
@@ -78,14 +78,14 @@ def seed_all(seed: int) -> None:
     numpy = _numpy()
     if numpy is not None:
         numpy.random.seed(seed)
-    torch.manual_seed(seed)  # every CUDA, MPS and XPU device included, also those not yet in use
+    torch.manual_seed(seed)  # also seeds CUDA, MPS and XPU, even before their first use
 
 
 def configure_deterministic_mode() -> None:
-    """Make torch use deterministic algorithms only, for the whole process.
+    """Make torch use only deterministic algorithms, for the whole process.
 
-    Operations without one raise, and some become slower. Call it before anything runs on a GPU: it sets
-    `CUBLAS_WORKSPACE_CONFIG`, which cuBLAS reads when it starts.
+    Operations without a deterministic algorithm raise, and some become slower. Call it before any work on a GPU: it
+    sets `CUBLAS_WORKSPACE_CONFIG`, which cuBLAS reads when it starts.
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -98,25 +98,26 @@ def get_rng_state() -> list[dict[str, Any]]:
     """Return the state of every rank's generators, in rank order. Every rank must call this.
 
     Returns:
-        For each rank its states under `python`, `torch`, `numpy` if that is installed, and `cuda` if that is in use:
+        For each rank a dict with `python`, `torch`, `numpy` if it is installed, and `cuda` if it is in use. Values
+        are
             tensors and plain Python values, which `torch.load` reads with `weights_only=True`.
     """
     return all_gather_object(_local_state())
 
 
 def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
-    """Restore this rank's generators from what `get_rng_state` returned, perhaps in a run of other ranks.
+    """Restore this rank's generators from the result of `get_rng_state`; the number of ranks may differ.
 
-    A rank beyond the end of the list keeps the state that it has.
+    A rank without an entry keeps its current state.
 
     Args:
         rng_state_dicts: One entry for each rank of the run that saved them.
 
     Raises:
-        ValueError: If there is no entry at all, or if this rank's has no state of Python or torch.
+        ValueError: If the list is empty, or if this rank's entry lacks the state of Python or torch.
 
     Warns:
-        UserWarning: If the number of ranks has changed, or if a device's state is missing or finds no use.
+        UserWarning: If the number of ranks has changed, or if a state is missing, unused or does not fit.
     """
     world_size, rank, saved = get_world_size(), get_global_rank(), len(rng_state_dicts)
     if saved == 0:
@@ -124,7 +125,7 @@ def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
             f"rng_state_dicts={rng_state_dicts!r} holds no rank's random state. Pass what get_rng_state() returned, "
             "which has one entry for each rank, or leave the generators as they are."
         )
-    if rank < saved:
+    if rank < saved:  # checked before anything is restored, so that an error changes nothing
         _check_state(rng_state_dicts[rank], rank)
     if world_size != saved:
         kept = f" Ranks {saved} and up keep their own." if world_size > saved else ""
@@ -140,7 +141,7 @@ def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def seed_context(seed: int) -> Iterator[None]:
-    """Seed this process's generators inside, and give them back as they were, also after an error.
+    """Seed this process's generators inside the context and restore them afterwards, also after an error.
 
     Example:
         >>> seed_all(1)
@@ -158,24 +159,22 @@ def seed_context(seed: int) -> Iterator[None]:
     finally:
         _load_local_state(state)
         if "cuda" not in state and torch.cuda.is_available():
-            # CUDA had not been used and has no state to restore; let it start from the seed that it would have had.
+            # CUDA was not in use and has no state to restore: seed it as torch does at its first use.
             torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def _local_state() -> dict[str, Any]:
-    """Return the states of this process's generators."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.random.get_rng_state()}
     numpy = _numpy()
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (name, keys.tolist(), *rest)  # an array would need a pickle that torch.load refuses
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["numpy"] = (name, keys.tolist(), *rest)  # `torch.load(weights_only=True)` refuses arrays
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # reading the state would initialize CUDA
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def _check_state(state: Mapping[str, Any], rank: int) -> None:
-    """Raise if a state lacks what every process has."""
     missing = [key for key in ("python", "torch") if key not in state]
     if missing:
         raise ValueError(
@@ -185,9 +184,9 @@ def _check_state(state: Mapping[str, Any], rank: int) -> None:
 
 
 def _load_local_state(state: Mapping[str, Any]) -> list[str]:
-    """Restore this process's generators and return what did not fit."""
+    """Restore this process's generators and return a message for each state that does not fit."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))  # a trip through JSON makes lists of tuples
+    random.setstate((version, tuple(internal), gauss))  # JSON turns tuples into lists
     torch.random.set_rng_state(state["torch"].cpu())
     complaints: list[str] = []
     numpy = _numpy()
@@ -206,7 +205,7 @@ def _load_local_state(state: Mapping[str, Any]) -> list[str]:
 
 
 def _load_cuda_state(state: torch.Tensor) -> list[str]:
-    """Restore the current CUDA device's generator, unless the state is of a size that torch does not know."""
+    """Restore the current CUDA device's generator, unless the state's size is unknown to this torch."""
     try:
         torch.cuda.set_rng_state(state[-_CUDA_STATE:] if state.numel() == _LONG_CUDA_STATE else state)
     except RuntimeError as error:
@@ -217,9 +216,8 @@ def _load_cuda_state(state: torch.Tensor) -> list[str]:
 
 
 def _numpy() -> ModuleType | None:
-    """Return NumPy if it is installed; torch works without it."""
     try:
-        import numpy  # optional, and torch has usually loaded it already
+        import numpy  # optional; torch has usually imported it already
     except ImportError:
         return None
     return numpy
@@ -234,22 +232,22 @@ def get_sampler(
     rank: int | None = None,
     seed: int = 0,
 ) -> "DistributedSampler[int]":
-    """Return the sampler that gives this rank its share of a map-style dataset.
+    """Return a sampler that gives this rank its share of a map-style dataset.
 
-    A process that is alone gets the whole dataset, so the same line serves one rank and many. The `batch_size` of the
-    loader that takes the sampler counts the samples of one rank.
+    A single process gets the whole dataset, so the same line serves one rank and many. The dataloader's `batch_size`
+    counts the samples of one rank.
 
     Args:
-        dataset: Of the same length on every rank.
+        dataset: A dataset of the same length on every rank.
         drop_last: Drop the samples that do not divide evenly, instead of repeating some.
         shuffle: Draw a new order each epoch; needs `sampler.set_epoch(epoch)` before each, which a Trainer calls.
-        num_replicas: How many shares there are. The world size when `None`.
-        rank: Which share to take. This process's rank when `None`.
-        seed: What the order is drawn from. The same on every rank.
+        num_replicas: Number of shares. The world size when `None`.
+        rank: Index of the share. This process's rank when `None`.
+        seed: Seed of the order; the same on every rank.
 
     Raises:
-        TypeError: If the dataset is an `IterableDataset`, such as a `StreamingDataset`, which gives each rank its share
-            by itself.
+        TypeError: If the dataset is an `IterableDataset`, such as a `StreamingDataset`, which splits itself over
+            ranks.
 
     Example:
         >>> list(get_sampler(range(5), num_replicas=2, rank=1, drop_last=True))

@@ -1,8 +1,8 @@
-"""Shared memory that a killed run of mosaicml-streaming's datasets left behind.
+"""Removal of shared memory that killed runs of mosaicml-streaming left behind.
 
-Those datasets keep what the processes of a node share in `/dev/shm`, under numbered names that all runs of a machine
-have in common. A run that is killed with all its helpers leaves its names there: they take memory until the machine
-restarts, and a new run that downloads to the same folder is refused ("Reused local directory").
+The datasets of a node share state through `/dev/shm`, under numbered names common to all runs of a machine. If a run
+is killed together with its helper processes, its entries stay: they use memory until a reboot, and a new run that
+downloads to the same folder fails with "Reused local directory".
 """
 
 import logging
@@ -23,19 +23,19 @@ _NAME = re.compile(
     r"(\d{6})_(locals|barrier|next_epoch|cache_usage|shard_states|shard_access_times|resume|epoch_shape|epoch_data)"
 )
 _LOCKS = ("barrier_filelock", "cache_filelock")
-_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the number that Linux gives to the one outside of all containers
-_MIN_AGE_S = 1.0  # what is being made may not be in use yet
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # inode of the host's namespace in Linux
+_MIN_AGE_S = 1.0  # a newer segment may belong to a run that has not mapped it yet
 
 
 def clean_stale_shared_memory() -> list[str]:
-    """Delete what killed runs of this user left in shared memory, and return the paths.
+    """Delete this user's shared memory that killed runs left behind, and return the paths.
 
-    What any living process uses stays, unlike with `streaming.base.util.clean_stale_shared_memory`, which takes it from
-    under other runs. Call it before a script makes its first StreamingDataset; one process of a node is enough. Without
-    `/dev/shm` and `/proc`, which only Linux has, it does nothing.
+    Memory of living processes is kept, unlike with `streaming.base.util.clean_stale_shared_memory`, which takes it
+    from other runs. Call it in one process of a node, before the script creates its first StreamingDataset. It needs
+    `/dev/shm` and `/proc`, and does nothing on systems other than Linux.
 
-    Containers that share `/dev/shm` with others, as with `--ipc=host`, do not see their processes: there, call it only
-    while no other run is active.
+    A container that shares `/dev/shm` with others, as with `--ipc=host`, does not see their processes: call it there
+    only while no other run is active.
 
     Example:
         >>> removed = clean_stale_shared_memory()  # such as ['/dev/shm/000000_barrier', '/dev/shm/000000_locals']
@@ -44,7 +44,7 @@ def clean_stale_shared_memory() -> list[str]:
     for path in find_stale_shared_memory():
         try:
             path.unlink()
-        except OSError:  # somebody else was faster
+        except OSError:  # another process deleted it first
             continue
         removed.append(str(path))
     if removed:
@@ -53,9 +53,9 @@ def clean_stale_shared_memory() -> list[str]:
 
 
 def tidy_shared_memory() -> None:
-    """Do what `clean_stale_shared_memory` does, unless other containers may use the memory: then say how to.
+    """Delete stale shared memory, or log how to do so if other containers may use it.
 
-    Where the environment variable `COMPOSER_KEEP_SHARED_MEMORY` is set, it does nothing.
+    Does nothing if the environment variable `COMPOSER_KEEP_SHARED_MEMORY` is set.
     """
     if os.environ.get("COMPOSER_KEEP_SHARED_MEMORY"):
         return
@@ -87,19 +87,19 @@ def find_stale_shared_memory() -> list[Path]:
 
 
 def _sees_all_users() -> bool:
-    """Say whether whoever may use `/dev/shm` is among the processes that can be seen from here."""
+    """Return whether all processes that may use `/dev/shm` are visible from here."""
     try:
         if os.stat(_PROCESSES / "self" / "ns" / "pid").st_ino == _FIRST_PID_NAMESPACE:
             return True
         mounts = (_PROCESSES / "self" / "mounts").read_text()
     except OSError:
         return False
-    # Container engines call the one that they make for a container by this name, and pass on the machine's as it is.
+    # Container engines mount a container's own memory under this name; a host's memory keeps the host's entry.
     return re.search(rf"^shm {_FOLDER} tmpfs", mounts, re.MULTILINE) is not None
 
 
 def _own_segments() -> Iterator[tuple[Path, str]]:
-    """Yield this user's segments of shared memory, each with the number of the dataset that made it."""
+    """Yield this user's shared memory segments, each with its dataset's number."""
     try:
         names = sorted(os.listdir(_FOLDER))
     except OSError:
@@ -118,7 +118,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _numbers_in_use(segments: dict[str, list[Path]]) -> set[str]:
-    """Return the numbers of which any process has a segment in its memory; all of them if that cannot be known."""
+    """Return the numbers whose segments a process has mapped, or all of them if that cannot be determined."""
     newest = time.time() - _MIN_AGE_S
     in_use = {number for number, paths in segments.items() if any(_changed_s(path) > newest for path in paths)}
     try:
@@ -142,17 +142,17 @@ def _changed_s(path: Path) -> float:
 
 
 def _maps(process: Path) -> str | None:
-    """Return what a process has in its memory, or `None` if it might have this user's segments, and does not say."""
+    """Return a process's memory maps, or `None` if they are unreadable and it might use this user's segments."""
     try:
         return (process / "maps").read_text(errors="replace")
     except PermissionError:
         return None if _may_use_ours(process) else ""
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 
 def _may_use_ours(process: Path) -> bool:
-    """Say whether a process that keeps its memory to itself runs Python as this user."""
+    """Return whether a process with unreadable memory maps runs Python as this user."""
     try:
         owner = re.search(r"^Uid:\s+(\d+)", (process / "status").read_text(), re.MULTILINE)
         command = (process / "cmdline").read_bytes()
