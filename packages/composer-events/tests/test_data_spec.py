@@ -71,12 +71,12 @@ def test_ensure_data_spec_takes_a_spec_its_arguments_or_a_dataloader():
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"name": [1]}, r"has the keys \['name'\], and 'name' is none"),
+        ({"name": [1]}, r"has the keys \['name'\], and 'name' is unknown"),
         (
             {"dataloader": [1], "num_sample": 9},
-            r"has the keys \['dataloader', 'num_sample'\], and 'num_sample' is none",
+            r"has the keys \['dataloader', 'num_sample'\], and 'num_sample' is unknown",
         ),
-        ({0: [1], "b": [1]}, r"has the keys \[0, 'b'\], and 0, 'b' are none"),
+        ({0: [1], "b": [1]}, r"has the keys \[0, 'b'\], and 0, 'b' are unknown"),
         ({"num_samples": 9}, r"has the keys \['num_samples'\], and 'dataloader' is missing"),
         ({}, r"has the keys \[\], and 'dataloader' is missing"),
     ],

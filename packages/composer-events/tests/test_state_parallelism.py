@@ -218,7 +218,7 @@ def test_settings_in_dicts_are_checked_as_those_in_objects():
     [
         ("fsdp", TypeError, "parallelism_config='fsdp' is a 'str'.*Give a ParallelismConfig"),
         (FSDPConfig(), TypeError, r"FSDPConfig.*goes into ParallelismConfig\(fsdp=\.\.\.\)"),
-        ({"fdsp": {}}, ValueError, "parallelism_config has the key 'fdsp', which says nothing.*fsdp, fsdp2, tp"),
+        ({"fdsp": {}}, ValueError, "parallelism_config has the unknown key 'fdsp'.*fsdp, fsdp2, tp"),
         ({"fsdp": "full"}, TypeError, "fsdp settings of parallelism_config are 'full', a 'str'.*FSDPConfig"),
         (ParallelismConfig(fsdp=FSDPConfig(), tp=2), TypeError, "tp settings of parallelism_config are 2, a 'int'"),
     ],

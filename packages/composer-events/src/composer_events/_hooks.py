@@ -168,7 +168,7 @@ def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
     hint = f"an object of a class that derives from {kind.capitalize()}"
     if isinstance(hook, type):
         hint = f"an object of that class: {hook.__name__}(...)"
-    raise TypeError(f"state.{kind}s holds {hook!r}, which is no {kind} and has no {method}() to call. Put in {hint}.")
+    raise TypeError(f"state.{kind}s holds {hook!r}, which is not a valid {kind} and has no {method}(). Use {hint}.")
 
 
 def blame(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:

@@ -192,7 +192,7 @@ class DataSource:
         num_batches = _to_num_batches(num_batches)
         if self._dataloader is None:
             raise RuntimeError(
-                f"dataloader_len={num_batches} has no dataloader to refer to. Call "
+                f"dataloader_len={num_batches} is set without a dataloader. Call "
                 f"state.set_dataloader(dataloader, label, {num_batches}) instead."
             )
         length = _length_of(self._dataloader)
@@ -269,14 +269,14 @@ def _to_num_batches(given: Any) -> int:
         length = cast("Time[Any]", given)
         if length.unit is not TimeUnit.BATCH:
             raise ValueError(
-                f"dataloader_len={str(length)!r} is not in batches, which is what a dataloader has. Give a number of "
-                f"batches, or -1 to ask the dataloader."
+                f"dataloader_len={str(length)!r} is not in batches. Give a number of batches, or -1 to use the length "
+                f"of the dataloader."
             )
         return int(length)
     if not isinstance(given, SupportsIndex) or isinstance(given, bool):
         raise TypeError(
             f"dataloader_len={given!r} is not a number of batches. Give a whole number, a Time in batches, or -1 to "
-            f"ask the dataloader."
+            f"use the length of the dataloader."
         )
     return index(given)
 

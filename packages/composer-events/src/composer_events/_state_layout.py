@@ -229,8 +229,8 @@ def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], dev
         for kind, keys in (("lacks", incompatible.missing_keys), ("has unknown", incompatible.unexpected_keys)):
             if keys:
                 warnings.warn(
-                    f"The saved state of the metric {name!r} {kind} values {list(keys)}. They are not restored, so "
-                    f"the metric begins them afresh.",
+                    f"The saved state of the metric {name!r} {kind} values {list(keys)}. They are not restored, and "
+                    f"keep their initial values.",
                     UserWarning,
                     stacklevel=2,
                 )

@@ -51,7 +51,7 @@ def check_flags(*, may_be_none: bool = False, **flags: Any) -> None:
         TypeError: overwrite='no' must be True or False.
     """
     for name, value in flags.items():
-        # Integral, not bool: NumPy's and other libraries' 0 and 1 are accepted too.
+        # Integral, not bool: 0 and 1 are accepted too, also those of NumPy.
         if not (isinstance(value, Integral) and value in (0, 1)) and not (may_be_none and value is None):
             raise TypeError(f"{name}={value!r} must be True or False.")
 
@@ -226,7 +226,7 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
     """
     try:
         if isinstance(value, bool):
-            raise TypeError("a truth value counts nothing. Accepted: a number and a unit, such as '10ba'.")
+            raise TypeError("a bool is not a number. Accepted: a number and a unit, such as '10ba'.")
         return Time.from_input(value) if unit is None else ensure_time(value, unit)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = ValueError if isinstance(value, str) else TypeError

@@ -1,4 +1,4 @@
-"""Count the samples of a batch of a usual kind, and cut it into microbatches, by one rule."""
+"""Reading, changing, counting and splitting batches of common types."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _SCALARS = (int, float, str, bool)
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch, which may be any that `default_split_batch` can cut.
+    """Return the number of samples in a batch that `default_split_batch` can split.
 
-    Anything with a `shape` counts as a tensor, so that torch need not be loaded.
+    Any object with a `shape` is treated as a tensor, so that torch need not be imported.
 
     Raises:
         ValueError: If some part of the batch has no length.
-        NotImplementedError: If the batch is neither a tensor, a tuple, a list nor a mapping, or if its parts differ in
-            length, or there is none.
+        NotImplementedError: If the batch is not a tensor, tuple, list or mapping, if its parts differ in length, or if
+            it has no parts.
     """
-    if type(batch) in (tuple, list) and (length := _length_of_tensors(batch)):  # the usual kind
+    if type(batch) in (tuple, list) and (
+        length := _length_of_tensors(batch)
+    ):  # the common case, without the general checks
         return length
     try:
         lengths = _lengths(batch)
@@ -45,30 +47,30 @@ def count_samples(batch: Any) -> int:
 
 
 def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[Any]:
-    """Cut a batch into microbatches of one size; the last one takes what is left.
+    """Split a batch into microbatches of one size; the last one takes the remainder.
 
     | batch | microbatches |
     |---|---|
     | tensor | its slices along dim 0 |
-    | mapping | dicts: tensors, lists and nested mappings cut, single values (number, text) in every one |
+    | mapping | dicts: tensors, lists and nested mappings split, single values (number, text) repeated in each |
     | sequence of numbers or of texts | its slices |
     | other tuple or list | tuples of the slices of its items: tensors, lists, tuples, mappings |
 
-    A batch shorter than one microbatch is one microbatch, with a warning.
+    A batch shorter than one microbatch is returned as one microbatch, with a warning.
 
     Args:
-        batch: All its parts have the same length.
-        microbatch_size: How many samples a microbatch has, 1 or more.
+        batch: All its parts must have the same length.
+        microbatch_size: Samples per microbatch, 1 or more.
 
     Raises:
-        ValueError: If the size is no whole number, parts differ in length, or a part cannot be cut.
-        NotImplementedError: If the batch is none of the above.
+        ValueError: If the size is not a whole number, parts differ in length, or a part cannot be split.
+        NotImplementedError: If the batch has a type that is not in the table.
 
     Example:
         >>> default_split_batch(["a", "b", "c"], 2)
         [['a', 'b'], ['c']]
     """
-    if type(batch) in (tuple, list) and type(microbatch_size) is int:  # the usual kind, without a further question
+    if type(batch) in (tuple, list) and type(microbatch_size) is int:  # the common case, without the general checks
         length = _length_of_tensors(batch)
         if length == microbatch_size > 0:
             return [tuple(batch)]
@@ -76,7 +78,7 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
             return list(zip(*[_slices(item, microbatch_size) for item in batch], strict=True))
     microbatch_size = _whole_number(microbatch_size)
     length = next(iter(_lengths(batch)), None)
-    if length is None or length == microbatch_size:  # nothing that can be cut, or nothing to cut: the usual case
+    if length is None or length == microbatch_size:  # nothing to split, or already one microbatch
         return [_whole(batch)]
     if length < microbatch_size:
         kind = "tensor" if any(map(_is_tensor, (batch, *ensure_tuple(batch)))) else "list"
@@ -92,7 +94,7 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
 
 
 def _level_of_user() -> int:
-    """Return the `stacklevel`, for the function that asks, of the line that asked Composer to cut or to train."""
+    """Return the `stacklevel`, for a warning of the caller, of the first frame outside Composer's packages."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -105,10 +107,10 @@ def _is_ours(module: str) -> bool:
 
 
 def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
-    """Cut a batch into so many microbatches of equal size, as `torch.chunk` does.
+    """Split a batch into a given number of microbatches of equal size, as `torch.chunk` does.
 
     If the length is not divisible, the last one is shorter and there may be fewer. A batch with fewer samples than
-    `num_microbatches` gives one microbatch a sample, with a warning.
+    `num_microbatches` gives one microbatch per sample, with a warning.
 
     Args:
         batch: As for `default_split_batch`.
@@ -129,6 +131,7 @@ def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
             UserWarning,
             stacklevel=_level_of_user(),
         )
+    # Rounded up; a batch without a length counts as one sample.
     return default_split_batch(batch, max(1, -(-(length or 1) // num_microbatches)))
 
 
@@ -136,7 +139,7 @@ def _whole_number(microbatch_size: int | float) -> int:
     try:
         if isinstance(microbatch_size, bool):
             raise TypeError
-        size = operator.index(cast(Any, microbatch_size))  # NumPy's integers are numbers too
+        size = operator.index(cast(Any, microbatch_size))  # accepts NumPy's integers too
     except TypeError:
         raise ValueError(
             f"microbatch_size={microbatch_size!r} is not a whole number, and the default way to split a batch needs "
@@ -148,7 +151,7 @@ def _whole_number(microbatch_size: int | float) -> int:
 
 
 def _length_of_tensors(batch: Sequence[Any]) -> int:
-    """Return the common length of a tuple or list of tensors and nothing else; 0 for any other batch."""
+    """Return the common length of a tuple or list that contains only tensors, and 0 for any other batch."""
     length: int | None = None
     for item in batch:
         shape = getattr(item, "shape", None)
@@ -159,13 +162,13 @@ def _length_of_tensors(batch: Sequence[Any]) -> int:
 
 
 class _LengthMismatch(ValueError):
-    """The parts of a batch have no length in common."""
+    """Error for parts of a batch without a common length."""
 
 
 def _lengths(batch: Any) -> list[int]:
-    """Return the lengths that a batch can be taken to have; none where it holds nothing to cut.
+    """Return the possible lengths of a batch, empty if it has nothing to split.
 
-    There are two where all parts are lists of tensors: one item per sample or, last, one row of each tensor per sample.
+    There are two if all parts are lists of tensors: one item per sample or, last, one row of each tensor per sample.
     """
     if _is_array(batch):
         return [_rows(batch)]
@@ -183,7 +186,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _common(parts: Iterable[tuple[Any, Any]], scalars: tuple[type, ...] = ()) -> list[int]:
-    """Return the lengths that all parts can have."""
+    """Return the lengths that are possible for all parts."""
     found = {key: _lengths_of_part(key, part) for key, part in parts if not isinstance(part, scalars)}
     found = {key: lengths for key, lengths in found.items() if lengths is not None}
     common = list(next(iter(found.values()), ()))
@@ -209,12 +212,13 @@ def _lengths_of_part(key: Any, part: Any) -> list[int] | None:
             f"{type(part).__name__!r}, which the default cannot cut. It takes tensors, lists, tuples and mappings, and "
             f"single values in mappings. Pass split_batch and get_num_samples_in_batch to DataSpec for any other batch."
         )
+    # A list of tensors may hold one item per sample, or be several columns with one row per sample.
     rows = _length_of_tensors(part)
     return [len(part), rows] if rows else [len(part)]
 
 
 def _whole(batch: Any) -> Any:
-    """The batch in the form that a microbatch has."""
+    """Convert a batch that is not split to the type that microbatches have."""
     if isinstance(batch, Mapping):
         return dict(cast("Mapping[Any, Any]", batch))
     if not isinstance(batch, list) or not batch or _is_primitives(cast("list[Any]", batch)):
@@ -223,13 +227,13 @@ def _whole(batch: Any) -> Any:
 
 
 def _cut(batch: Any, length: int, size: int) -> list[Any]:
-    """Cut a batch that `_lengths` has checked and found longer than `size`."""
+    """Split a batch that `_lengths` has checked and that is longer than `size`."""
     if isinstance(batch, Mapping):
         return _cut_mapping(cast("Mapping[Any, Any]", batch), length, size)
     if _is_array(batch) or _is_primitives(batch):
         return _slices(batch, size)
     columns = [_cut_item(item, length, size) for item in batch]
-    make: Any = getattr(cast(Any, type(batch)), "_make", tuple)  # a namedtuple keeps its names
+    make: Any = getattr(cast(Any, type(batch)), "_make", tuple)  # a namedtuple keeps its type
     return [make(row) for row in zip(*columns, strict=True)]
 
 
@@ -251,12 +255,12 @@ def _cut_mapping(batch: Mapping[Any, Any], length: int, size: int) -> list[Any]:
 
 
 def split_list(sequence: Sequence[Any], microbatch_size: int) -> list[Any]:
-    """Cut a sequence into slices of `microbatch_size` items; the last one takes the remainder."""
+    """Split a sequence into slices of `microbatch_size` items; the last one takes the remainder."""
     return [sequence[start : start + microbatch_size] for start in range(0, len(sequence), microbatch_size)]
 
 
 def _is_tensor(value: Any) -> bool:
-    # A process that has not imported torch has no tensors, and must not pay for the question.
+    # In a process that has not imported torch nothing is a tensor, and this check must not import it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -287,12 +291,12 @@ _INDEX = (int,)
 
 
 def batch_get(batch: Any, key: Any) -> Any:
-    """Read one or several parts of a batch.
+    """Return one or several parts of a batch.
 
     Args:
         batch: Any container: tuple, list, dict, namedtuple, tensor, array, or an object with attributes.
-        key: An index, a key, a slice or an attribute's name; a sequence of them, which gives a tuple; a function of
-            the batch; or a pair of functions `(getter, setter)`, of which the first is called.
+        key: An index, a key, a slice or an attribute's name; a sequence of these, which returns a tuple; a function of
+            the batch; or a pair of functions `(getter, setter)`, of which the getter is called.
 
     Raises:
         KeyError: If a mapping does not have the key.
@@ -304,7 +308,7 @@ def batch_get(batch: Any, key: Any) -> Any:
         >>> batch_get(("x", "y", "z"), [0, 2])
         ('x', 'z')
     """
-    # The usual one, which each forward pass asks for; what something is, takes longer to find out than to read it.
+    # The common case, once per forward pass: the type checks below take longer than reading the item.
     if type(key) in _INDEX and type(batch) in (tuple, list):
         return batch[key]
     if _is_functions(key):
@@ -321,6 +325,7 @@ def batch_get(batch: Any, key: Any) -> Any:
     except TypeError:
         pass
     try:
+        # A sequence of keys, or an attribute's name, of which itemgetter(*key) would read each letter.
         return _in_tuple(key, itemgetter(*key)(batch))
     except TypeError:
         pass
@@ -335,15 +340,15 @@ def batch_set(batch: Any, key: Any, value: Any) -> Any:
 
     Args:
         batch: Lists, mappings, tensors, arrays and objects are changed in place; a tuple or namedtuple is copied.
-        key: As for `batch_get`. A function is called as `key(batch, value)`; of a pair the second is called so.
-        value: What to put there. With a sequence of keys, a sequence of as many values.
+        key: As for `batch_get`. A function is called as `key(batch, value)`; of a pair the setter is called likewise.
+        value: The new value. With a sequence of keys, a sequence with one value per key.
 
     Returns:
-        The batch, or the new tuple. Keep it: `state.batch = batch_set(state.batch, key, value)`.
+        The batch, or a new tuple. Assign the result: `state.batch = batch_set(state.batch, key, value)`.
 
     Raises:
-        KeyError: If a mapping does not have the key; none is ever added.
-        ValueError: If the values are not as many as the keys, or a sequence of functions is not a pair.
+        KeyError: If a mapping does not have the key; keys are never added.
+        ValueError: If the numbers of values and keys differ, or a sequence of functions is not a pair.
         RuntimeError: If the batch can be changed neither by item nor by attribute.
 
     Example:
@@ -366,7 +371,7 @@ def _get_from_mapping(batch: Mapping[Any, Any], key: Any) -> Any:
 
 
 def _get_present(batch: Mapping[Any, Any], key: Any) -> Any:
-    # Asked for first, since a defaultdict adds what is read, and a Counter counts what is not there as 0.
+    # Checked first, because reading a missing key adds it to a defaultdict and returns 0 from a Counter.
     if not _has_key(batch, key):
         raise KeyError(key)
     return batch[key]
@@ -374,13 +379,13 @@ def _get_present(batch: Mapping[Any, Any], key: Any) -> Any:
 
 def _has_key(batch: Mapping[Any, Any], key: Any) -> bool:
     try:
-        return key in batch.keys()  # noqa: SIM118  # a TensorDict answers this question only for its keys
-    except TypeError:  # a list or a slice, which cannot be hashed, is nobody's key
+        return key in batch.keys()  # noqa: SIM118  # a TensorDict supports `in` only for its keys
+    except TypeError:  # a list or a slice cannot be hashed, so it cannot be a key
         return False
 
 
 def _in_tuple(keys: Any, found: Any) -> Any:
-    """Give one part found by a sequence of one key the form that several have."""
+    """Wrap the single value that `itemgetter` and `attrgetter` return for one key in a tuple, as for several keys."""
     return (found,) if len(keys) == 1 else found
 
 
@@ -399,7 +404,7 @@ def _pair(key: Sequence[Callable[..., Any]]) -> Sequence[Callable[..., Any]]:
 
 
 def _set_many(batch: Any, keys: Sequence[Any], value: Any) -> Any:
-    # Tensors and arrays take a sequence of indices as one key; other containers fail here before they are changed.
+    # Tensors and arrays accept a sequence of indices as one key; other containers fail here before they are changed.
     try:
         return _set_item(batch, keys, value)
     except (IndexError, TypeError, KeyError):
@@ -419,10 +424,11 @@ def _set_one(batch: Any, key: Any, value: Any) -> Any:
     try:
         return _set_item(batch, key, value)
     except TypeError as error:
+        # Any other TypeError is about the value or the key, and belongs to the user.
         if not any(text in str(error) for text in ("not subscriptable", "does not support item assignment")):
             raise
     try:
-        getattr(batch, key)
+        getattr(batch, key)  # an attribute is replaced, never added
         setattr(batch, key, value)
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
@@ -433,7 +439,7 @@ def _set_one(batch: Any, key: Any, value: Any) -> Any:
 
 
 def _set_item(batch: Any, key: Any, value: Any) -> Any:
-    # A key that is not there must not be added.
+    # Assignment alone would add a key that does not exist.
     if isinstance(batch, Mapping):
         if not _has_key(cast("Mapping[Any, Any]", batch), key):
             raise KeyError(key)
@@ -458,11 +464,11 @@ def _set_in_tuple(batch: tuple[Any, ...], key: Any, value: Any) -> tuple[Any, ..
 
 
 def ensure_tuple(x: Any) -> tuple[Any, ...]:
-    """Turn one or many into a tuple.
+    """Convert a value or a collection of values to a tuple.
 
     Args:
-        x: `None` gives `()`, a sequence its items, a mapping its values. Text, bytes and everything else, tensors,
-            arrays and sets included, count as one element.
+        x: `None` gives `()`, a sequence its items, a mapping its values. Text, bytes and everything else, including
+            tensors, arrays and sets, count as one element.
 
     Example:
         >>> ensure_tuple(None), ensure_tuple("ab"), ensure_tuple([1, 2])
@@ -472,7 +478,7 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
         return ()
     if isinstance(x, (str, bytes, bytearray)):
         return (x,)
-    if isinstance(x, (tuple, list, Sequence)):  # the two usual kinds first: an ABC check costs ten times as much
+    if isinstance(x, (tuple, list, Sequence)):  # the common types first: an ABC check takes ten times as long
         return tuple(cast("Sequence[Any]", x))
     if isinstance(x, Mapping):
         return tuple(cast("Mapping[Any, Any]", x).values())
@@ -480,7 +486,7 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
 
 
 def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
-    """Apply a function to the elements of a tuple, list or dict, or to the one element there is.
+    """Apply a function to the elements of a tuple, list or dict, or to a single value.
 
     Args:
         collection: `None` stays `None`. A tuple or list keeps its type, a dict its keys.
@@ -495,7 +501,7 @@ def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
     if isinstance(collection, (tuple, list)):
         items = cast("Sequence[Any]", collection)
         mapped = (map_fn(item) for item in items)
-        if hasattr(items, "_make"):  # a namedtuple's constructor takes the fields one by one
+        if hasattr(items, "_make"):  # a namedtuple's constructor takes each field as an argument
             return cast(Any, type(items))._make(mapped)
         return cast(Any, type(items))(mapped)
     if isinstance(collection, dict):
@@ -504,9 +510,9 @@ def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
 
 
 class IteratorFileStream(io.RawIOBase):
-    """A readable binary file over chunks of bytes that arrive one after another.
+    """Readable binary file over an iterator of byte chunks.
 
-    Wrap it in `io.BufferedReader` to read in other sizes than the chunks have.
+    Wrap it in `io.BufferedReader` to read in other sizes than those of the chunks.
 
     Args:
         iterator: Yields the file's bytes in order. Empty chunks are skipped.
@@ -521,10 +527,11 @@ class IteratorFileStream(io.RawIOBase):
         self._leftover = memoryview(b"")
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill `buffer` with what is at hand, at most one chunk; 0 means the end."""
+        """Fill `buffer` with available bytes, from at most one chunk, and return their number; 0 means the end."""
         target = memoryview(buffer).cast("B")
         if not target:
             return 0
+        # Empty chunks are skipped: returning 0 for one would mean the end of the file.
         while not self._leftover:
             chunk = next(self.iterator, None)
             if chunk is None:
@@ -536,18 +543,18 @@ class IteratorFileStream(io.RawIOBase):
         return size
 
     def readable(self) -> bool:
-        """Answer True."""
+        """Return True."""
         return True
 
 
 def iterate_with_callback(
     iterator: Iterable[bytes], total_len: int, callback: Callable[[int, int], None] | None = None
 ) -> Iterator[bytes]:
-    """Yield chunks and report how many bytes have been handed on.
+    """Yield chunks and report how many bytes have been yielded.
 
     Args:
         iterator: Yields chunks.
-        total_len: The sum of their lengths, passed through to `callback`.
+        total_len: The sum of their lengths, passed to `callback`.
         callback: Called as `callback(done, total_len)`: once with 0 before the first chunk, then after each chunk.
     """
     done = 0

@@ -1,4 +1,4 @@
-"""What a training loop needs to know of a dataloader."""
+"""Description of a dataloader for a training loop."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from composer_events.parallelism import get_world_size
 
 __all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count", "split_list"]
 
-# Its name in the releases of Composer that counted microbatches.
+# The name in releases of Composer that counted microbatches.
 _num_microbatches_split_batch = split_batch_by_count
 
 
 class DataSpec:
-    """A dataloader together with how its batches are transformed, cut and counted.
+    """Dataloader with the functions that transform, split and count its batches.
 
     Args:
         dataloader: Any iterable of batches.
-        num_samples: How many samples an epoch has, on all ranks together. Read from a `DataLoader` whose dataset has
-            a length when `None`.
-        num_tokens: How many tokens an epoch has.
+        num_samples: Samples per epoch, over all ranks. If `None`, read from the dataset of a `DataLoader` if it has a
+            length.
+        num_tokens: Tokens per epoch.
         batch_transforms: Called with each whole batch, still on the host; returns the batch to train with.
-        microbatch_transforms: The same for each microbatch, already on the device.
+        microbatch_transforms: Called with each microbatch, already on the device.
         split_batch: Called as `split_batch(batch, microbatch_size)`; returns the microbatches.
-        get_num_samples_in_batch: Answers how many samples a batch has, a float where a rank holds part of one.
-        get_num_tokens_in_batch: Answers how many tokens a batch has: a number, or a dict with the key `total` and,
+        get_num_samples_in_batch: Returns the number of samples in a batch, a float if a rank holds part of one.
+        get_num_tokens_in_batch: Returns the number of tokens in a batch: a number, or a dict with the key `total` and,
             if it differs, `loss_generating`.
         device_transforms: The older name of `microbatch_transforms`. Deprecated.
 
     Raises:
-        TypeError: If the dataloader is no iterable, a number is no whole number, or a function is none.
-        ValueError: If a number is negative; if the `DataLoader` has been iterated over with persistent workers, or if
-            there are several ranks and none of its samplers has `num_replicas` and `rank`, as those that shard have.
+        TypeError: If the dataloader is not iterable, a count is not a whole number, or a function is not callable.
+        ValueError: If a count is negative; if the `DataLoader` has been iterated over with persistent workers; or if
+            there are several ranks and none of its samplers has `num_replicas` and `rank`, as sharding samplers do.
 
     Example:
         >>> spec = DataSpec([["a", "b", "c"]], split_batch=lambda batch, size: [batch[:size], batch[size:]])
@@ -89,13 +89,13 @@ class DataSpec:
 
     @property
     def counts_by_default(self) -> bool:
-        """Whether batches are taken, cut and counted as they come, by none of the user's own functions."""
+        """Whether batches are transformed, split and counted by the default functions only."""
         given = (self.batch_transforms, self.microbatch_transforms, self.split_batch, self.get_num_samples_in_batch)
         return given == (_unchanged, _unchanged, default_split_batch, count_samples)
 
     @property
     def counts_tokens_by_default(self) -> bool:
-        """Whether tokens are counted as they come, padding included, and not by a function of the user's own."""
+        """Whether tokens are counted by the default function, which includes padding."""
         return self._count_tokens == self._default_get_num_tokens_in_batch
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = "total") -> int:
@@ -103,11 +103,11 @@ class DataSpec:
 
         Args:
             batch: As the dataloader yields it.
-            token_type: `'total'`, or `'loss_generating'` for those that enter the loss. A count that is one number
-                stands for every kind.
+            token_type: `'total'`, or `'loss_generating'` for tokens that contribute to the loss. A count that is a
+                plain number applies to every kind.
 
         Raises:
-            ValueError: If the count is a dict without that kind, or neither a number nor a dict.
+            ValueError: If the count is a dict without that kind, or neither a whole number nor a dict.
         """
         count: Any = self._count_tokens(batch)
         if isinstance(count, int):
@@ -127,16 +127,16 @@ class DataSpec:
 
     def _default_get_num_tokens_in_batch(self, batch: Any) -> int:
         max_sequence_length: int | None = getattr(getattr(self.dataloader, "dataset", None), "max_seq_len", None)
-        # Samples are counted only where the answer needs them.
+        # Counting samples may be slow or fail, so it is done only if it is needed.
         num_samples = 0 if max_sequence_length is None else self.get_num_samples_in_batch(batch)
         return _count_tokens(batch, max_sequence_length, num_samples)
 
 
 def ensure_data_spec(dataloader: Any) -> DataSpec:
-    """Wrap a dataloader, or the keyword arguments of a `DataSpec` in a dict; give a `DataSpec` back as it is.
+    """Wrap a dataloader, or a dict of keyword arguments, in a `DataSpec`; return a `DataSpec` unchanged.
 
     Raises:
-        TypeError: If a dict holds anything else, or no dataloader.
+        TypeError: If a dict has an unknown key, or no `dataloader`.
     """
     if isinstance(dataloader, DataSpec):
         return dataloader
@@ -153,7 +153,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     if not unknown and "dataloader" in settings:
         return
     fault = (
-        f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} none" if unknown else "'dataloader' is missing"
+        f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} unknown" if unknown else "'dataloader' is missing"
     )
     raise TypeError(
         f"A dict in the place of a dataloader holds the arguments of one DataSpec. This one has the keys "
@@ -181,13 +181,13 @@ def _renamed_transforms(old: Callable[[Any], Any], new: Callable[[Any], Any] | N
 
 
 def _is_torch_dataloader(dataloader: object) -> bool:
-    # Whoever holds a DataLoader has imported this module.
+    # A DataLoader exists only if this module has been imported.
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(dataloader, data.DataLoader)
 
 
 def _refuse_active_iterator(dataloader: Any) -> None:
-    if dataloader._iterator is not None:  # set only where persistent workers are at work
+    if dataloader._iterator is not None:  # set only by a DataLoader with persistent workers
         raise ValueError(
             f"The dataloader {dataloader!r} has an active iterator: its persistent workers have already begun to read "
             f"samples. Make a new DataLoader, or do not iterate over this one before training."
@@ -199,6 +199,7 @@ def _refuse_undistributed(dataloader: Any) -> None:
     if world_size == 1:
         return
     data = sys.modules["torch.utils.data"]
+    # An iterable dataset has no sampler; it shards by itself.
     if isinstance(dataloader.dataset, data.IterableDataset):
         return
     samplers = samplers_of(dataloader)
@@ -215,15 +216,16 @@ def _refuse_undistributed(dataloader: Any) -> None:
 
 
 def samplers_of(dataloader: Any) -> list[Any]:
-    """Return what says in which order a DataLoader reads, the outermost first.
+    """Return the samplers of a DataLoader, the outermost first.
 
     Args:
-        dataloader: A DataLoader. One that was given a `batch_sampler` has a `sampler` that is never used.
+        dataloader: A DataLoader. If it was made with a `batch_sampler`, its `sampler` is never used.
     """
     samplers: list[Any] = []
     sampler = dataloader.batch_sampler if dataloader.batch_size is None else dataloader.sampler
-    if sampler is None:  # it reads single samples, unbatched
+    if sampler is None:  # batching is disabled, so it reads single samples
         sampler = dataloader.sampler
+    # By identity, because samplers may wrap each other in a cycle.
     while sampler is not None and not any(sampler is one for one in samplers):
         samplers.append(sampler)
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
@@ -235,16 +237,16 @@ def _length_or_none(dataset: object) -> int | None:
         return None
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):  # torch datasets may have a __len__ that only says it has none
+    except (TypeError, NotImplementedError):  # torch datasets may have a __len__ that raises
         return None
 
 
 def _count_tokens(batch: Any, max_sequence_length: int | None, num_samples: int | float) -> int:
-    """Return the product of the first two dimensions of `input_ids`, or samples times the greatest length, or 0.
+    """Return the product of the first two dimensions of `input_ids`, or samples times the maximum length, or 0.
 
-    Padding is counted too.
+    Padding is included.
     """
-    # Whether something is a Mapping takes long to find out of what is none.
+    # Lists and tuples first: the ABC check is slow for types that are not a Mapping.
     if type(batch) not in (list, tuple) and isinstance(batch, Mapping) and "input_ids" in batch:
         input_ids: Any = cast("Mapping[str, Any]", batch)["input_ids"]
         shape = getattr(input_ids, "shape", None)

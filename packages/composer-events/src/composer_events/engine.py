@@ -1,4 +1,4 @@
-"""The engine: at each event it runs the algorithms that match and the callbacks that listen."""
+"""Engine that runs the matching algorithms and the listening callbacks at each event."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ __all__ = ["Engine", "Trace", "Traces", "is_closing"]
 
 @dataclass(slots=True)
 class Trace:
-    """What one algorithm did on one event.
+    """Record of one algorithm's run on one event.
 
     Attributes:
-        name: Its class.
+        name: Class name of the algorithm.
         event: The event.
-        exit_code: What its `apply` returned.
-        order: Its place among the algorithms of the event, from 0.
+        exit_code: Return value of `apply`.
+        order: Position among the algorithms of the event, from 0.
         run: Whether it ran.
     """
 
@@ -60,26 +60,26 @@ class Trace:
 
 
 Traces: TypeAlias = OrderedDict[str, Trace]
-"""What the algorithms did on an event, in the order in which they ran, by `'<algorithm>/<event>'`."""
+"""Traces of the algorithms that ran on an event, in order, by `'<algorithm>/<event>'`."""
 
 
 class Engine:
-    """Run algorithms and callbacks at the events of a training loop.
+    """Runs algorithms and callbacks at the events of a training loop.
 
     On `Event.INIT` logger destinations act first, then the other callbacks, then algorithms. On every other event
-    algorithms act first, then callbacks, then logger destinations. Which callback listens to which event is worked
-    out when the list of callbacks changes, so over a `State` an event without listeners costs a look-up.
+    algorithms act first, then callbacks, then logger destinations. The callbacks that listen to an event are
+    determined when the list of callbacks changes, so over a `State` an event without listeners costs a look-up.
 
-    An exception of an algorithm or a callback ends the event and reaches the caller as it is, with a note about who
-    raised it and when.
+    An exception of an algorithm or a callback ends the event and propagates unchanged, with a note that names the hook
+    and the time.
 
     Args:
-        state: The training state. Any object will do that has `algorithms`, `callbacks` (lists), `timestamp`,
-            `dataloader` and `max_duration`.
-        logger: Passed to algorithms and callbacks. By default one over the logger destinations among the callbacks.
-        algorithm_passes: Functions of `(algorithms, event)` that order the matched algorithms, besides the default
-            ones: a pass, a pass with the index at which it is inserted, such as `(f, 0)`, or a list of these.
-        algorithms: Appended to `state.algorithms`, which is where they belong. An older spelling, which warns.
+        state: The training state. Any object with `algorithms`, `callbacks` (lists), `timestamp`, `dataloader` and
+            `max_duration` is accepted.
+        logger: Passed to algorithms and callbacks. By default a logger for the logger destinations among the callbacks.
+        algorithm_passes: Functions of `(algorithms, event)` that order the matched algorithms, in addition to the
+            default ones: a pass, a pass with the index at which it is inserted, such as `(f, 0)`, or a list of these.
+        algorithms: Appended to `state.algorithms`. An older form, which warns.
 
     Attributes:
         state: The training state.
@@ -87,7 +87,7 @@ class Engine:
         algorithm_passes: The passes in the order in which they are applied.
 
     Raises:
-        ValueError: If `algorithm_passes` is none of the accepted kinds.
+        ValueError: If `algorithm_passes` has another form.
 
     Example:
         >>> from types import SimpleNamespace
@@ -138,7 +138,7 @@ class Engine:
 
         Args:
             algorithm_pass: A function of `(algorithms, event)` that returns the algorithms to run, in order.
-            index: Its place in `algorithm_passes`; -1 is the end.
+            index: Position in `algorithm_passes`; -1 appends.
         """
         if index == -1:
             self.algorithm_passes.append(algorithm_pass)
@@ -146,24 +146,24 @@ class Engine:
             self.algorithm_passes.insert(index, algorithm_pass)
 
     def run_event(self, event: Event | str) -> Traces:
-        """Run the algorithms that match and the callbacks that listen.
+        """Run the algorithms that match and the callbacks that listen to an event.
 
         Args:
             event: The event, or its name.
 
         Returns:
-            What each algorithm did, in the order in which they ran. Empty if none did.
+            The traces of the algorithms that ran, in order. Empty if none did.
 
         Raises:
             ValueError: If no event has that name.
-            RuntimeError: If the engine is closed, or on `Event.INIT` if a callback is in use already.
-            AssertionError: If the state lacks the dataloader or the duration that the event needs.
+            RuntimeError: If the engine is closed, or on `Event.INIT` if a callback is already in use.
+            AssertionError: If the state lacks the dataloader or the duration that the event requires.
         """
         if not isinstance(event, Event):
             event = Event(event)
         state, listeners = self.state, self._listeners
-        # The way of most events in most runs, taken many times for each batch: only callbacks want to know, or nobody.
-        # A watched state is a State: what is read past its properties would otherwise take as long as all the rest.
+        # Fast path, taken many times per batch in most runs: no algorithms, no profiler, and few callbacks or none.
+        # A watched state is a State; reading its private attributes avoids properties, which would double the time.
         if (
             state is listeners.watched_state
             and listeners.callbacks.version == listeners.version
@@ -182,6 +182,7 @@ class Engine:
                 return OrderedDict()
         if not isinstance(state, BatchInParts):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
             return self._run(event)
+        # Counted, so that State can distinguish the assignments of hooks from those of the loop.
         state.num_running_events += 1
         try:
             return self._run(event)
@@ -189,7 +190,7 @@ class Engine:
             state.num_running_events -= 1
 
     def run_marker_only_event(self, event: Event | str) -> None:
-        """Show an event to the profiler and run nothing, for a half of a pair that does not really happen.
+        """Show an event to the profiler without running anything, for half of a pair that does not really happen.
 
         Args:
             event: The event, or its name.
@@ -203,14 +204,14 @@ class Engine:
         self._observer.start_marker(event, self.state)
 
     def explain(self) -> Explanation:
-        """Say which algorithm acts on which event, in which order and why, and which of them conflict.
+        """Describe which algorithm acts on which event, in which order and why, and which algorithms conflict.
 
-        The order on an event is what the passes make of all algorithms that declare in `Algorithm.acts_on` that they
-        may act on it; whether one really does is up to its `match`. Where a class declares nothing, `match` of a copy
-        of the algorithm is asked how it would answer now.
+        The order on an event results from the passes over all algorithms that declare in `Algorithm.acts_on` that they
+        may act on it; `match` decides whether one really does. If a class declares nothing, `match` of a copy of the
+        algorithm is called in the current state.
 
-        On `Event.INIT` the same, but without asking, goes to the log `composer.core.engine`: the table at level INFO,
-        conflicts at WARNING. It is not kept up later.
+        On `Event.INIT` the same, but without calling `match`, is logged to `composer.core.engine`: the table at level
+        INFO, conflicts at WARNING. It is not updated later.
 
         Returns:
             The turns and the conflicts as data; `print` shows them as a table.
@@ -239,26 +240,26 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Answer whether the engine runs no more events."""
+        """Whether the engine is closed and runs no more events."""
         return self._closer.is_closed
 
     def close(self) -> None:
-        """Call `close` and then `post_close` of every callback. The second time it does nothing.
+        """Call `close` and then `post_close` of every callback. Further calls do nothing.
 
-        Errors of callbacks are logged and not raised, so that each gets its turn; one whose `close` failed gets no
-        `post_close`. A `KeyboardInterrupt` is raised once all had theirs. The persistent workers of the dataloaders,
-        evaluators' included, are ended.
+        Errors of callbacks are logged and not raised, so that all callbacks are closed; `post_close` is skipped if
+        `close` failed. A `KeyboardInterrupt` is raised after all were closed. The persistent workers of all
+        dataloaders, including those of evaluators, are stopped.
         """
         self._closer.close()
 
     @property
     def _close(self) -> Callable[[], None]:
-        """The function registered with `atexit`; published scripts unregister `engine._close` after each run."""
+        """Function registered with `atexit`; published scripts unregister `engine._close` after each run."""
         return self._closer.close
 
     def __del__(self) -> None:
-        closer = getattr(self, "_closer", None)  # the constructor may have failed before
-        # While the interpreter ends, modules are half gone, and the hook at its exit has closed everything before.
+        closer = getattr(self, "_closer", None)  # missing if the constructor failed
+        # At interpreter shutdown modules are partly gone, and the `atexit` hook has already closed everything.
         if closer is not None and not sys.is_finalizing():
             closer.close()
 
@@ -277,7 +278,7 @@ class Engine:
             traces = self._run_algorithms(event, is_observed)
             self._run_callbacks(self._listeners_to(event), event, is_observed)
         if event in ENTRANCES:
-            # A hook may just have set a method on a callback, which no list tells.
+            # A hook may have set a method on a callback object, which does not change the version of the list.
             self._listeners = Listeners(self.state)
         if is_observed:
             observer.start_marker(event, state)
@@ -287,7 +288,7 @@ class Engine:
         self._claim_callbacks()
         claimed = tuple(self.state.callbacks)
         for loggers_act in (True, False):
-            # Looked up for each group, because a logger may bring callbacks with it.
+            # Read again for each group, because a logger may add callbacks.
             group = [c for c in self.state.callbacks if isinstance(c, LoggerDestination) is loggers_act]
             self._run_callbacks(listening(group, event), event, is_observed)
             claimed = claim_added(self.state.callbacks, claimed, self._closer)
@@ -300,7 +301,7 @@ class Engine:
         if not self.state.algorithms:
             return traces
         matched = self._matching(event)
-        if not matched and self.algorithm_passes == self._default_passes:  # a pass of the user's own may add algorithms
+        if not matched and self.algorithm_passes == self._default_passes:  # a custom pass may add algorithms
             return traces
         call = self._observer.call if is_observed else call_hook
         event_name = str(event)
@@ -312,7 +313,7 @@ class Engine:
         return traces
 
     def _matching(self, event: Event) -> Sequence[Algorithm]:
-        """Ask every algorithm once, before any of them acts."""
+        """Call `match` of every algorithm once, before any of them acts."""
         matched: list[Algorithm] = []
         for algorithm in self.state.algorithms:
             try:
@@ -325,6 +326,7 @@ class Engine:
 
     def _in_order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
         is_default = self.algorithm_passes == self._default_passes
+        # The default passes depend on few properties of the algorithms, so their result is cached.
         for algorithm_pass in (self._default_order,) if is_default else self.algorithm_passes:
             try:
                 matched = _checked_order(algorithm_pass(matched, event))
@@ -339,7 +341,7 @@ class Engine:
             call("callback", callback, "run_event", event, self.state, self.logger)
 
     def _call_methods(self, calls: Iterable[tuple[Callback, str | None]], event: Event) -> None:
-        """Do as `_run_callbacks` for a `State`, the shortest way: callbacks of a batch are many, each does little."""
+        """Do the same as `_run_callbacks` with less overhead, for the many short callbacks of a batch."""
         state, logger = self.state, self.logger
         callback: Callback | None = None
         state.num_running_events += 1
@@ -364,7 +366,7 @@ class Engine:
         try:
             claim(self.state.callbacks, self._closer)
         except RuntimeError:
-            # What a second engine would close is at work elsewhere. After a second INIT it is at work here.
+            # The callbacks belong to another engine, so this one must not close them, except after a second INIT.
             if not self._has_begun:
                 self._closer.stand_down()
             raise
@@ -373,23 +375,23 @@ class Engine:
     def _refuse_if_closed(self, event: Event) -> None:
         if self._closer.is_closed:
             raise RuntimeError(
-                f"The engine was already closed and therefore cannot run {event}. Make a new Trainer (or Engine) to "
-                f"train on; a closed one, or one whose callbacks a later Trainer has taken, has given up its loggers' "
-                f"files and connections."
+                f"The engine was already closed and therefore cannot run {event}. Create a new Trainer (or Engine) to "
+                f"continue; a closed one, or one whose callbacks a later Trainer has taken, has released the files and "
+                f"connections of its loggers."
             )
 
 
 def _checked_order(ordered: object) -> Sequence[Algorithm]:
     if not isinstance(ordered, Sequence):
         raise TypeError(
-            f"A pass returned {ordered!r}, which is no sequence of algorithms. It has to return those that are to act, "
-            f"in order; one that changes nothing returns the list that it was given."
+            f"A pass returned {ordered!r}, which is not a sequence of algorithms. It must return the algorithms to "
+            f"run, in order; a pass that changes nothing returns the list that it received."
         )
     return cast("Sequence[Algorithm]", ordered)
 
 
 def _takes_traces(logger: object) -> bool:
-    # Only our own Logger can be asked; whatever else is used as one is simply told.
+    # Loggers of other classes have no `takes`, so they get every trace.
     return not isinstance(logger, Logger) or logger.takes("log_traces")
 
 
@@ -397,10 +399,10 @@ _MAX_KEPT: Final = 256
 
 
 class DefaultOrder:
-    """Apply the default passes, and remember how they moved things.
+    """Default passes with a cache of the resulting orders.
 
-    They look at nothing but the event, the classes, and which algorithms blend the loss, so for the same ones the same
-    moves are right again. The warning about blended losses is given when such a combination is first seen.
+    The passes depend only on the event, the classes, and which algorithms blend the loss, so the order is reused for
+    equal combinations. The warning about blended losses is given when a combination is first seen.
     """
 
     def __init__(self) -> None:
@@ -418,7 +420,7 @@ class DefaultOrder:
         order = self._orders.get(key)
         if order is None:
             order = _positions(matched, event)
-            if len(self._orders) >= _MAX_KEPT:  # algorithms that match by chance would fill the memory
+            if len(self._orders) >= _MAX_KEPT:  # algorithms that match at random have many combinations
                 self._orders.clear()
             self._orders[key] = order
         return [matched[position] for position in order]
@@ -433,22 +435,22 @@ def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
     return tuple(place[id(algorithm)] for algorithm in ordered)
 
 
-# A method that was set on a callback itself, not on its class, is noticed before and after these at the latest.
+# At these events the table is rebuilt, to find methods that were set on a callback object instead of its class.
 ENTRANCES: Final = frozenset({Event.INIT, Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})
 
 
 class Listeners:
-    """A table of the callbacks that each event has to call, for the callbacks of a state as they are now.
+    """Table of the callbacks to call at each event, for the current callbacks of a state.
 
     Attributes:
-        watched_state: The state, if it is a `State`, whose lists count their changes and are the same lists for life,
-            else `None`.
+        watched_state: The state if it is a `State`, whose lists count their changes and keep their identity, else
+            `None`.
         callbacks: The state's callbacks.
-        version: The count of changes of `callbacks` for which the table holds.
+        version: The version of `callbacks` for which the table is valid.
         algorithms: The state's algorithms.
-        by_event: For each event with listeners the ones to call, logger destinations last. The events that begin
-            something are always in it.
-        calls: The same with the name of the method to call, `None` where it is `run_event` that has to be asked.
+        by_event: The callbacks to call at each event that has any, logger destinations last. The events that begin
+            something are always included.
+        calls: The same with the name of the method to call, or `None` to call `run_event`.
     """
 
     __slots__ = ("_snapshot", "algorithms", "by_event", "callbacks", "calls", "version", "watched_state")
@@ -471,18 +473,18 @@ class Listeners:
         }
 
     def is_current(self, state: State, event: Event) -> bool:
-        """Answer whether the table still holds for this state at this event."""
+        """Return whether the table is valid for this state at this event."""
         if event in ENTRANCES:
             return False
         if state is self.watched_state:
             return self.callbacks.version == self.version
-        # A plain list does not tell when it changes. Equal is not enough: equal callbacks may differ.
+        # A plain list has no version. Compared by identity, because equal callbacks may still be different objects.
         callbacks = state.callbacks
         return len(callbacks) == len(self._snapshot) and all(map(is_, callbacks, self._snapshot))
 
 
 def listening(callbacks: Iterable[Callback], event: Event) -> list[Callback]:
-    """Return those for which the event can have an effect."""
+    """Return the callbacks that override the event's method or `run_event`."""
     return [
         callback
         for callback in callbacks

@@ -1,4 +1,4 @@
-"""What is evaluated, with which metrics and how often."""
+"""Evaluators: a dataloader with the metrics to compute and how often."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["Evaluator", "ensure_evaluator", "evaluate_periodically", "validate_e
 
 
 class Evaluator:
-    """A dataloader to evaluate on.
+    """Dataloader to evaluate on.
 
     Args:
         label: Names the results: `metrics/<label>/<metric name>`.
         dataloader: A dataloader, a `DataSpec` or the keyword arguments of one.
         metric_names: Which of the model's metrics to compute, as regular expressions that are searched for anywhere in
-            a metric's name, in upper or lower case. `None` computes those that the loop chooses, `[]` none.
-        subset_num_batches: Stop after so many batches; -1 for no limit. `None` leaves it to the loop.
+            a metric's name, ignoring case. `None` computes those that the loop chooses, `[]` none.
+        subset_num_batches: Stop after this number of batches; -1 for no limit. `None` leaves it to the loop.
         eval_interval: How often: epochs, a timestring, a `Time` or a function `(state, event) -> bool`. `None` leaves
             it to the loop.
-        device_eval_microbatch_size: How many samples go through the model at a time. `None` takes the dataloader's
-            batch size, which may be `None` where the `DataSpec` has a `split_batch` of its own; `'auto'` begins with
-            that and lets the loop halve it when the device runs out of memory.
-        metrics: The metrics themselves, one or a mapping, in place of the model's. They are copied. Deprecated.
+        device_eval_microbatch_size: Samples per forward pass. `None` uses the dataloader's batch size, which may be
+            `None` if the `DataSpec` has its own `split_batch`; `'auto'` starts with the batch size and lets the loop
+            halve it when the device runs out of memory.
+        metrics: The metrics themselves, one or a mapping, instead of the model's. They are copied. Deprecated.
 
     Raises:
-        TypeError: If the label is no text, or the number of batches or the interval of another kind.
-        ValueError: If the label is empty, `metric_names` no list of regular expressions, the interval less than 0, or
-            one of the numbers none of these.
+        TypeError: If the label is not a string, or the number of batches or the interval has another type.
+        ValueError: If the label is empty, `metric_names` is not a list of regular expressions, the interval is less
+            than 0, or a number is out of its range.
         AttributeError: If the dataloader has no `batch_size` and none is given.
     """
 
@@ -66,7 +66,7 @@ class Evaluator:
 
     @property
     def eval_interval(self) -> Callable[[State, Event], bool] | None:
-        """The function that says whether to evaluate now; whatever is assigned is turned into one."""
+        """Function that returns whether to evaluate now. Assigned intervals are converted to a function."""
         return self._eval_interval
 
     @eval_interval.setter
@@ -82,7 +82,7 @@ class Evaluator:
         )
 
     def select_metrics(self, model_metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the metrics to compute: this evaluator's own, else the model's, of which the names match.
+        """Select the metrics to compute: those of this evaluator, or else of the model, whose names match.
 
         Args:
             model_metrics: The model's metrics by name. The result holds the same objects, in the same order.
@@ -95,14 +95,14 @@ class Evaluator:
 
 
 def ensure_evaluator(evaluator: Any, default_metric_names: list[str]) -> Evaluator:
-    """Wrap a dataloader or `DataSpec` as the evaluator `'eval'`; give an `Evaluator` back as it is."""
+    """Wrap a dataloader or `DataSpec` as the evaluator `'eval'`; return an `Evaluator` unchanged."""
     if isinstance(evaluator, Evaluator):
         return evaluator
     return Evaluator(label="eval", dataloader=evaluator, metric_names=default_metric_names)
 
 
 def validate_eval_automicrobatching(*args: Any, **kwargs: Any) -> None:
-    """Warn that there is nothing to do: an older name, kept until 1.0, for a check that `Evaluator` makes itself."""
+    """Emit a deprecation warning. `Evaluator` makes this check itself; the name is kept until 1.0."""
     warnings.warn(
         "validate_eval_automicrobatching() does nothing any more, since Evaluator checks device_eval_microbatch_size "
         "when it is made. Leave the call out.",
@@ -154,7 +154,7 @@ def _own_metrics(metrics: Any) -> dict[str, Any]:
         stacklevel=3,
     )
     own = copy.deepcopy(metrics)
-    # A MetricCollection is no Mapping, but has its items.
+    # A MetricCollection is not a Mapping, but has `items`.
     if hasattr(own, "items"):
         return dict(cast("Iterable[tuple[str, Any]]", own.items()))
     return {type(own).__name__: own}
@@ -165,7 +165,7 @@ def _microbatch_size(size: int | str | float | None, data_spec: DataSpec) -> int
         return _batch_size(data_spec, may_be_unknown=data_spec.split_batch is not default_split_batch)
     if size == "auto":
         return _automatic_microbatch_size(data_spec)
-    # True is an int, and no number of samples.
+    # bool is a subclass of int, but True is not a number of samples.
     if isinstance(size, (int, float)) and not isinstance(size, bool) and size > 0:
         return size
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The moments of training at which algorithms and callbacks may act."""
+"""Events of a training loop at which algorithms and callbacks may act."""
 
 from difflib import get_close_matches
 
@@ -8,11 +8,11 @@ __all__ = ["Event", "ProfilerAction"]
 
 
 class Event(StringEnum):
-    """A moment of training, in the order in which the Trainer comes to it.
+    """Event of a training loop, in the order in which the Trainer reaches it.
 
-    A name in any case stands for its event: `Event("before_forward") is Event.BEFORE_FORWARD`. Events come in pairs
-    around a piece of work. On those whose name begins with `AFTER_` the engine runs algorithms in reverse order, so
-    that what was done first is undone last.
+    A name in any case is converted to its event: `Event("before_forward") is Event.BEFORE_FORWARD`. Events come in
+    pairs around a piece of work. On those whose name begins with `AFTER_` the engine runs algorithms in reverse order,
+    so that the first change is undone last.
 
     | Around | Before | After |
     |---|---|---|
@@ -26,10 +26,10 @@ class Event(StringEnum):
     | evaluation | `EVAL_BEFORE_ALL`, `EVAL_START`, ... | `EVAL_AFTER_ALL`, `EVAL_END`, ... |
     | prediction | `PREDICT_START`, ... | `PREDICT_END`, ... |
 
-    `INIT` and the three `*_CHECKPOINT` events stand alone.
+    `INIT` and the three `*_CHECKPOINT` events have no counterpart.
 
     Raises:
-        ValueError: If a string names no event; the message has the nearest names.
+        ValueError: If a string is not the name of an event; the message contains the nearest names.
 
     Example:
         >>> Event("batch_end").canonical_name, Event.BATCH_END.is_after_event
@@ -37,11 +37,11 @@ class Event(StringEnum):
     """
 
     INIT = "init"
-    """The model and the optimizers exist and nothing is wrapped yet: the moment for model surgery."""
+    """The model and the optimizers exist and nothing is wrapped yet: the time for model surgery."""
     BEFORE_LOAD = "before_load"
-    """The model is sharded, if it will be, and no checkpoint has been looked for."""
+    """The model is sharded, if it will be, and no checkpoint has been searched for."""
     AFTER_LOAD = "after_load"
-    """The checkpoint is loaded, or there was none; DDP and compilation come next."""
+    """The checkpoint, if any, is loaded; DDP and compilation come next."""
     FIT_START = "fit_start"
     """A call of `fit` begins; the dataloader and the duration are set."""
     ITERATION_START = "iteration_start"
@@ -49,13 +49,13 @@ class Event(StringEnum):
     EPOCH_START = "epoch_start"
     """An epoch begins at its first batch."""
     BEFORE_DATALOADER = "before_dataloader"
-    """A batch will be fetched, or the dataloader will turn out to be at its end."""
+    """A batch will be fetched, or the dataloader is exhausted."""
     AFTER_DATALOADER = "after_dataloader"
     """`state.batch` is fetched and transformed; it is normally still on the host."""
     BATCH_START = "batch_start"
     """The work on a batch begins."""
     BEFORE_TRAIN_BATCH = "before_train_batch"
-    """The gradients of a batch will be computed; fires again each time the optimizer asks for them."""
+    """The gradients of a batch will be computed; fires again each time the optimizer calls its closure."""
     BEFORE_FORWARD = "before_forward"
     """`state.batch` is a microbatch on the device."""
     AFTER_FORWARD = "after_forward"
@@ -73,15 +73,15 @@ class Event(StringEnum):
     BATCH_END = "batch_end"
     """The optimizer has stepped and the timestamp counts the batch."""
     BATCH_CHECKPOINT = "batch_checkpoint"
-    """Evaluation after the batch, if it was due, is done: the moment to save."""
+    """Evaluation after the batch, if it was due, is done: the time to save."""
     EPOCH_END = "epoch_end"
     """The dataloader is exhausted and the timestamp counts the epoch."""
     EPOCH_CHECKPOINT = "epoch_checkpoint"
-    """Evaluation after the epoch, if it was due, is done: the moment to save."""
+    """Evaluation after the epoch, if it was due, is done: the time to save."""
     ITERATION_END = "iteration_end"
     """The timestamp counts the iteration."""
     ITERATION_CHECKPOINT = "iteration_checkpoint"
-    """The moment to save after an iteration."""
+    """The time to save after an iteration."""
     FIT_END = "fit_end"
     """A call of `fit` ends."""
 
@@ -94,7 +94,7 @@ class Event(StringEnum):
     EVAL_BEFORE_FORWARD = "eval_before_forward"
     """`state.batch` is an evaluation microbatch on the device."""
     EVAL_AFTER_FORWARD = "eval_after_forward"
-    """`state.outputs` holds the model's outputs; the metrics have not seen them."""
+    """`state.outputs` holds the model's outputs; the metrics are not updated yet."""
     EVAL_BATCH_END = "eval_batch_end"
     """The evaluation timestamp counts the batch."""
     EVAL_END = "eval_end"
@@ -121,12 +121,12 @@ class Event(StringEnum):
 
     @property
     def is_before_event(self) -> bool:
-        """Answer whether a piece of work begins here that another event ends."""
+        """Return whether the event begins a piece of work that another event ends."""
         return "before_" in self.value or self.value.endswith("_start")
 
     @property
     def is_after_event(self) -> bool:
-        """Answer whether a piece of work ends here that another event began."""
+        """Return whether the event ends a piece of work that another event began."""
         return "after_" in self.value or self.value.endswith("_end")
 
     @property
@@ -136,12 +136,12 @@ class Event(StringEnum):
 
     @property
     def is_predict(self) -> bool:
-        """Answer whether the event belongs to `Trainer.predict`."""
+        """Return whether the event belongs to `Trainer.predict`."""
         return self.value.startswith("predict")
 
     @property
     def is_eval(self) -> bool:
-        """Answer whether the event belongs to evaluation."""
+        """Return whether the event belongs to evaluation."""
         return self.value.startswith("eval")
 
     @classmethod
@@ -150,6 +150,7 @@ class Event(StringEnum):
             return super()._missing_(value)
         except ValueError:
             names = [event.value for event in cls]
+            # Without a cutoff: the nearest names help even if none is close.
             nearest = get_close_matches(str(value).lower(), names, n=3, cutoff=0.0)
             raise ValueError(
                 f"event {value!r} does not exist. The nearest names are {', '.join(map(repr, nearest))}; "
@@ -158,7 +159,7 @@ class Event(StringEnum):
 
 
 class ProfilerAction(StringEnum):
-    """What a profiler does during one batch. A marker records while the action is one of its own.
+    """Action of a profiler during one batch. A marker records while the action is among its own actions.
 
     Example:
         >>> ProfilerAction("active_and_save")
@@ -168,8 +169,8 @@ class ProfilerAction(StringEnum):
     SKIP = "skip"
     """Record nothing."""
     WARMUP = "warmup"
-    """Record and throw away, so that the cost of starting is over when it counts."""
+    """Record and discard, so that start-up costs are not measured."""
     ACTIVE = "active"
     """Record."""
     ACTIVE_AND_SAVE = "active_and_save"
-    """Record, and save what was recorded since the last time at the end of the batch."""
+    """Record, and at the end of the batch save everything recorded since the last save."""

@@ -1,4 +1,4 @@
-"""What an engine says of its algorithms: which act on which event, in which order, why, and what conflicts."""
+"""Explanation of which algorithms act on which event, in which order and why, and which conflict."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _HEADERS = ("event", "turn", "algorithm", "listed", "why")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One algorithm's turn on one event.
+    """One algorithm's position on one event.
 
     Attributes:
         event: The event.
         algorithm: The class, with `#1` for the second of a class.
-        order: Its place among those that act on the event, from 0; `None` if a pass leaves it out.
-        listed: Its place in `state.algorithms`, from 0; `None` if a pass has added it.
-        why: What the passes have moved it before, one entry for each pass that did, in the order of the passes.
+        order: Its position among those that act on the event, from 0; `None` if a pass removes it.
+        listed: Its position in `state.algorithms`, from 0; `None` if a pass has added it.
+        why: The algorithms that passes moved it before, one entry per pass, in the order of the passes.
     """
 
     event: Event
@@ -54,14 +54,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Who acts when, and what conflicts; `str` of it is a table for people, in which places count from 1.
+    """Order and conflicts of algorithms. `str` of it is a table for people, in which positions count from 1.
 
     Attributes:
         turns: By event, in the order in which events fire, and then by order.
-        conflicts: What does not go together, one sentence or more for each.
-        undeclared: Algorithms that are not among the turns, or perhaps not among all of theirs, because their class
-            does not declare `acts_on`.
-        rules: What the passes that moved something do, by their names.
+        conflicts: One or more sentences for each conflict.
+        undeclared: Algorithms whose turns may be missing or incomplete, because their class does not declare
+            `acts_on`.
+        rules: What the passes that moved an algorithm do, by their names.
 
     Example:
         >>> swapped = Turn(Event.AFTER_LOSS, "MixUp", order=0, listed=1, why=("set_filo_order: reversed",))
@@ -126,12 +126,12 @@ def _section(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *listed]) if listed else ""
 
 
-# The name by which users filter it, whichever package the engine lives in.
+# The name that users filter by; it does not depend on the package that holds the engine.
 _log = logging.getLogger("composer.core.engine")
 
 
 def log_explanation(state: State, passes: Sequence[AlgorithmPass]) -> None:
-    """Write what the classes of the algorithms tell to the log, and conflicts as warnings. No `match` is asked."""
+    """Log the declared order of the algorithms, and conflicts as warnings, without calling any `match`."""
     explanation = explain(state, passes, asks=False)
     for sentence in explanation.conflicts:
         _log.warning("Algorithms conflict: %s", sentence)
@@ -140,12 +140,12 @@ def log_explanation(state: State, passes: Sequence[AlgorithmPass]) -> None:
 
 
 def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) -> Explanation:
-    """Say who acts when and why.
+    """Return which algorithm acts when and why.
 
     Args:
-        state: Whose algorithms to explain.
-        passes: What orders them.
-        asks: Whether `match` is asked, of a copy, where a class does not declare its events.
+        state: The state with the algorithms.
+        passes: The passes that order them.
+        asks: Whether to call `match` of a copy if a class does not declare its events.
     """
     names = _Names(state.algorithms)
     events_of: list[tuple[Algorithm, Collection[Event]]] = []
@@ -171,7 +171,7 @@ def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) ->
 
 
 class _Names:
-    """What algorithms are called: by class, and the second of a class with `#1` behind it."""
+    """Names of algorithms: the class, followed by `#1` for the second of a class."""
 
     def __init__(self, algorithms: Iterable[Algorithm]) -> None:
         self._listed: dict[int, tuple[int, str]] = {}
@@ -189,7 +189,7 @@ class _Names:
 
 
 class _Course:
-    """The algorithms of one event on their way through the passes."""
+    """The algorithms of one event as the passes reorder them."""
 
     def __init__(self, event: Event, acting: Sequence[Algorithm], names: _Names) -> None:
         self.event = event
@@ -201,20 +201,21 @@ class _Course:
         self._why: dict[int, list[str]] = {}
 
     def follow(self, passes: Sequence[AlgorithmPass]) -> None:
-        """Run the passes, up to one that fails."""
+        """Run the passes until one fails."""
         for algorithm_pass in passes:
+            # Warnings of a pass are reported as conflicts, even those that a filter would hide.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
                     after = list(algorithm_pass(list(self._order), self.event))
-                except Exception as error:  # it will be raised where the event happens
+                except Exception as error:  # the engine raises it at the event
                     self.conflicts.append(str(error))
                     return
             self.conflicts.extend(str(warning.message) for warning in caught)
             self._compare(algorithm_pass, after)
 
     def turns(self) -> list[Turn]:
-        """Return the turns in order, those that a pass has left out last."""
+        """Return the turns in order, those that a pass has removed last."""
         placed = [*enumerate(self._order), *((None, algorithm) for algorithm in self._left_out)]
         return [
             Turn(
@@ -235,6 +236,7 @@ class _Course:
         if algorithm_pass.__doc__:
             self.rules[name] = algorithm_pass.__doc__.strip().partition("\n")[0]
         self._follow_members(name, before, after)
+        # A move is noted at the algorithm that overtakes others, not at those.
         was_at = {id(algorithm): place for place, algorithm in enumerate(before)}
         for place, algorithm in enumerate(after):
             own = was_at.get(id(algorithm))
@@ -260,7 +262,7 @@ class _Course:
 def _reason(algorithm_pass: AlgorithmPass, first: Algorithm, second: Algorithm) -> str:
     if algorithm_pass is sort_by_surgery_rank:
         return f" ({surgery_rank(first)} < {surgery_rank(second)})"
-    # On events whose name begins with AFTER_ the relation is turned round.
+    # On events whose name begins with AFTER_ the relation is reversed.
     if algorithm_pass is sort_by_precedence and (asked := precedence(first, second) or precedence(second, first)):
         return f" ({asked})"
     return ""
@@ -281,7 +283,7 @@ def _declared_events(algorithm: Algorithm) -> Collection[Event] | None:
     for owner in algorithm.__class__.__mro__:
         if "acts_on" in vars(owner):
             break
-        if "match" in vars(owner):  # it knows better than what a base has declared
+        if "match" in vars(owner):  # it may match other events than a base class declares
             return None
     declared: Any = getattr(algorithm, "acts_on", None)
     return cast("Collection[Event]", declared) if isinstance(declared, Collection) else None
@@ -290,7 +292,8 @@ def _declared_events(algorithm: Algorithm) -> Collection[Event] | None:
 def _asked_events(algorithm: Algorithm, state: State) -> Collection[Event]:
     events: list[Event] = []
     for event in Event:
-        with suppress(Exception):  # asked at another moment than that of the event, it may miss something
+        with suppress(Exception):  # outside its event, `match` may lack what it reads
+            # A copy, because `match` may change the algorithm.
             if copy.copy(algorithm).match(event, state):
                 events.append(event)
     return events

@@ -1,4 +1,4 @@
-"""File and run names with placeholders for what is known only while training."""
+"""File and run names with placeholders for values of a run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
 
 _MAX_FIELDS: Final = 10_000
 
-# By placeholder: the value of a process that trains alone, and the variables that the usual launchers set, the
-# standard one first (torchrun says GROUP_RANK where others say NODE_RANK).
+# By placeholder: the value in a single process, and the variables that common launchers set, the standard one first
+# (torchrun sets GROUP_RANK instead of NODE_RANK).
 _LOCAL_VARIABLES: Final = {
     "local_rank": (0, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")),
     "local_world_size": (1, ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")),
@@ -44,11 +44,11 @@ OF_TIME: Final = OF_RUN | {*_COUNTERS, *_CLOCKS}
 
 
 def partial_format(template: str, *args: Any, **kwargs: Any) -> str:
-    """Fill in the placeholders that are known and leave the others as they are.
+    """Fill in the known placeholders and keep the others.
 
-    Apart from that it is `str.format`: `{}`, `{0}`, `{name}`, attributes, indices, conversions and format
-    specifications work, and doubled braces give one brace. A placeholder whose value does not take its specification,
-    such as text for `{epoch:04d}`, stays as it is too.
+    Otherwise it works like `str.format`: `{}`, `{0}`, `{name}`, attributes, indices, conversions and format
+    specifications are supported, and doubled braces give one brace. A placeholder whose value does not support its
+    specification, such as text for `{epoch:04d}`, is kept too.
 
     Args:
         template: The text with placeholders.
@@ -56,7 +56,7 @@ def partial_format(template: str, *args: Any, **kwargs: Any) -> str:
         **kwargs: Values of the named placeholders.
 
     Raises:
-        ValueError: If a brace of `template` is not closed or not opened.
+        ValueError: If `template` has unbalanced braces.
         RuntimeError: If `template` has more than 10000 placeholders.
 
     Example:
@@ -73,10 +73,11 @@ def partial_format(template: str, *args: Any, **kwargs: Any) -> str:
         parts.append(literal)
         if name is None:
             continue
-        # `{}` takes the next positional value, `{.attribute}` and `{[index]}` do so too.
+        # `{}`, `{.attribute}` and `{[index]}` each consume the next positional value.
         numbered = f"{position}{name}" if name == "" or name[0] in ".[" else name
         position += numbered is not name
         try:
+            # The fields of Formatter, because `str.format` cannot keep a placeholder that is missing.
             value, _ = formatter.get_field(numbered, args, kwargs)
             value = formatter.convert_field(value, conversion or "") if conversion else value
             parts.append(format(value, partial_format(spec or "", *args, **kwargs)))
@@ -86,11 +87,11 @@ def partial_format(template: str, *args: Any, **kwargs: Any) -> str:
 
 
 def format_name_with_dist(format_str: str, run_name: str, **extra_format_kwargs: Any) -> str:
-    """Fill in the run's name and which of its processes this is.
+    """Fill in the run's name and the ranks of this process.
 
     Args:
         format_str: May use `{run_name}`, `{rank}`, `{local_rank}`, `{world_size}`, `{local_world_size}` and
-            `{node_rank}`. A number that the launcher does not tell leaves its placeholder as it is.
+            `{node_rank}`. The placeholder of a number that the launcher does not provide is kept.
         run_name: Name of the run.
         **extra_format_kwargs: Further values by name.
 
@@ -104,10 +105,10 @@ def format_name_with_dist(format_str: str, run_name: str, **extra_format_kwargs:
 def format_name_with_dist_and_time(
     format_str: str, run_name: str, timestamp: Timestamp, **extra_format_kwargs: Any
 ) -> str:
-    """Fill in the run's name, which of its processes this is, and what time it is in training.
+    """Fill in the run's name, the ranks of this process, and the time in training.
 
     Args:
-        format_str: May use what `format_name_with_dist` knows, the counters `{epoch}`, `{batch}`,
+        format_str: May use the placeholders of `format_name_with_dist`, the counters `{epoch}`, `{batch}`,
             `{batch_in_epoch}`, `{sample}`, `{sample_in_epoch}`, `{token}`, `{token_in_epoch}`, and the seconds
             `{total_wct}`, `{epoch_wct}`, `{batch_wct}`.
         run_name: Name of the run.
@@ -125,17 +126,17 @@ def format_name_with_dist_and_time(
 
 
 def check_placeholders(known: Collection[str] = OF_RUN, **templates: str | os.PathLike[str] | None) -> None:
-    """Look for placeholders in names of files and folders that nothing will fill in, which stay there as they are.
+    """Warn about placeholders in names of files and folders that will not be filled in.
 
     Args:
-        known: What will be filled in.
-        **templates: Texts or paths by the names of their arguments. `None` is passed over.
+        known: The placeholders that will be filled in.
+        **templates: Texts or paths by the names of their arguments. `None` is skipped.
 
     Raises:
-        ValueError: If a brace is not closed or not opened.
+        ValueError: If a template has unbalanced braces.
 
     Warns:
-        UserWarning: If a placeholder is not among the known ones.
+        UserWarning: If a placeholder is not in `known`.
 
     Example:
         >>> check_placeholders(folder="runs/{run_name}", filename=None)
@@ -151,27 +152,29 @@ def check_placeholders(known: Collection[str] = OF_RUN, **templates: str | os.Pa
                 f"name itself."
             ) from error
         for name in names:
+            # The name without its attributes and indices, which may be anything.
             root = re.split(r"[.\[]", name, maxsplit=1)[0]
             if root in known:
                 continue
             close = get_close_matches(root, known, 1)
             advice = f"Did you mean {{{close[0]}}}?" if close else f"There are {', '.join(sorted(known))}."
             warnings.warn(
-                f"{argument}={template!r} has the placeholder {{{name}}}, which nothing fills in, so that it stays in "
-                f"the name. {advice}",
+                f"{argument}={template!r} has the placeholder {{{name}}}, which will not be filled in and stays in the "
+                f"name. {advice}",
                 UserWarning,
                 stacklevel=3,
             )
 
 
 def _rank_variables() -> dict[str, int]:
-    """Return what can be said for sure about this process and the others."""
+    """Return the known numbers of this process; those that the launcher does not provide are left out."""
     rank, world_size = get_global_rank(), get_world_size()
     known = {"rank": rank, "world_size": world_size}
     for name, (alone, variables) in _LOCAL_VARIABLES.items():
         told = next((value for value in map(os.environ.get, variables) if value and value.isdecimal()), None)
         if told is not None:
             known[name] = int(told)
+        # With several ranks a missing number is unknown, not the default, so its placeholder is kept.
         elif world_size == 1:
             known[name] = alone
     if "node_rank" not in known and "local_world_size" in known:

@@ -1,4 +1,4 @@
-"""Hyperparameters as plain values that a logger can keep, nested or flat."""
+"""Hyperparameters as plain values for loggers, nested or flat."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _MISSING = object()
 
 
 def extract_hparams(locals_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the arguments of a constructor to names and scalars.
+    """Reduce the arguments of a constructor to names and plain values.
 
-    Call it first thing in `__init__`, before there are other local variables.
+    Call it at the start of `__init__`, before other local variables exist.
 
     Args:
-        locals_dict: What `locals()` returned. `self`, names that start with an underscore, and classes whose
+        locals_dict: The result of `locals()`. `self`, names that start with an underscore, and classes whose
             metaclass is `type` are left out.
 
     Returns:
-        By name: a number, a string, a boolean or `None` as it is; the value of an `Enum`'s member;
-        `{class name: local_hparams}` for an object that has `local_hparams`; and the name of its class for any other.
-        A list, tuple or dict has its elements reduced likewise, except that a container in it is only its class's
-        name. Tuples become lists.
+        By name: a number, a string, a boolean or `None` unchanged; the value of an `Enum`'s member;
+        `{class name: local_hparams}` for an object that has `local_hparams`; and the class name for any other object.
+        The elements of a list, tuple or dict are reduced likewise, except that a container in it is reduced to its
+        class name. Tuples become lists.
 
     Example:
         >>> class Doubler:
@@ -69,7 +69,7 @@ def _reduced_element(value: Any) -> Any:
     own = getattr(value, "local_hparams", _MISSING)
     if own is not _MISSING:
         return {type(value).__name__: own}
-    if isinstance(value, Enum):  # before strings and numbers: a member may be one of them as well
+    if isinstance(value, Enum):  # before strings and numbers, because a member may also be one
         return value.value
     if value is None or isinstance(value, int | float | str):  # a bool is an int
         return value
@@ -77,14 +77,14 @@ def _reduced_element(value: Any) -> Any:
 
 
 def convert_nested_dict_to_flat_dict(d: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join the keys of dicts within dicts with `/`.
+    """Flatten nested dicts by joining their keys with `/`.
 
     Args:
-        d: Not changed. A dict without entries is kept as a value, so that nothing is lost.
-        prefix: Comes before each name, with a `/` between, unless it is empty.
+        d: Not changed. An empty dict is kept as a value, so that nothing is lost.
+        prefix: Put before each name, separated by `/`, unless it is empty.
 
     Raises:
-        ValueError: If two entries get the same name.
+        ValueError: If two entries have the same joined name.
 
     Example:
         >>> convert_nested_dict_to_flat_dict({"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "seed": 1})
@@ -96,7 +96,7 @@ def convert_nested_dict_to_flat_dict(d: Mapping[str, Any], prefix: str = "") -> 
         if name in flat:
             raise ValueError(
                 f"two entries of d are called {name!r} when their keys are joined with {_SEPARATOR!r}. Keys may "
-                f"contain {_SEPARATOR!r} where the joined names differ: rename one of the two."
+                f"contain {_SEPARATOR!r} only if the joined names differ: rename one of the two."
             )
         flat[name] = value
     return flat
@@ -104,7 +104,7 @@ def convert_nested_dict_to_flat_dict(d: Mapping[str, Any], prefix: str = "") -> 
 
 def _leaves(nested: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in nested.items():
-        here = (*path, str(key))  # what extract_hparams makes of a dict has that dict's keys, numbers too
+        here = (*path, str(key))  # extract_hparams keeps the keys of a dict, which may be numbers
         if isinstance(value, Mapping) and value:
             yield from _leaves(cast("Mapping[str, Any]", value), here)
         else:
@@ -112,20 +112,20 @@ def _leaves(nested: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
 
 
 def convert_flat_dict_to_nested_dict(d: Mapping[str, Any]) -> dict[str, Any]:
-    """Split names at each `/` into dicts within dicts: the inverse of `convert_nested_dict_to_flat_dict`.
+    """Split names at each `/` into nested dicts: the inverse of `convert_nested_dict_to_flat_dict`.
 
     Args:
-        d: Not changed. Values are kept as they are.
+        d: Not changed. Values are kept unchanged.
 
     Raises:
-        ValueError: If a name has a value and is also the beginning of others, such as `a` beside `a/b`.
+        ValueError: If a name has a value and is also a prefix of others, such as `a` with `a/b`.
 
     Example:
         >>> convert_flat_dict_to_nested_dict({"optimizer/lr": 0.1, "optimizer/eps": 1e-8, "seed": 1})
         {'optimizer': {'lr': 0.1, 'eps': 1e-08}, 'seed': 1}
     """
     nested: dict[str, Any] = {}
-    branches: dict[tuple[str, ...], dict[str, Any]] = {(): nested}  # those made here, never a value that is a dict
+    branches: dict[tuple[str, ...], dict[str, Any]] = {(): nested}  # only dicts created here, never values
     for name, value in d.items():
         path = tuple(name.split(_SEPARATOR))
         for depth in range(1, len(path)):
@@ -147,9 +147,9 @@ def _put(branch: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def get_composer_env_dict() -> dict[str, Any]:
-    """Describe the machine and the versions in values that JSON can hold.
+    """Describe the machine and the versions in JSON-compatible values.
 
-    Nothing is started for it: a CUDA device that the process does not use yet is counted but not named.
+    No device is initialized for it: a CUDA device that the process does not use yet is counted but not named.
 
     Returns:
         A dict with the keys `composer_version`, `composer_commit_hash`, `cpu_model`, `cpu_count`, `num_nodes`,
@@ -175,6 +175,7 @@ def _gpus() -> tuple[int, str]:
     if torch is None:
         return 0, "N/A"
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    # Reading a device's name would create a CUDA context, which takes memory.
     return int(torch.cuda.device_count()), str(torch.cuda.get_device_name()) if in_use else "N/A"
 
 

@@ -1,4 +1,4 @@
-"""Telling at an event whether something that happens at intervals is due."""
+"""Functions that return whether something that happens at intervals is due."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_interval_scheduler", "evaluate_periodically"]
 
-# Looking them up on the class runs Python code in Python 3.11, and each batch asks.
+# Attribute access on an Enum class runs Python code in Python 3.11, and these are read at every batch.
 _BATCH: Final = TimeUnit.BATCH
 _EPOCH: Final = TimeUnit.EPOCH
 
@@ -28,28 +28,28 @@ def create_interval_scheduler(
     checkpoint_events: bool = True,
     final_events: set[Event] | None = None,
 ) -> Callable[[State, Event], bool]:
-    """Make a function that says, at an event, whether an interval of training has just gone by.
+    """Create a function that returns, at an event, whether an interval of training has just ended.
 
-    An interval in epochs is due at the end of an epoch, one in iterations at the end of an iteration and all others
-    at the end of a batch: the first batch that reaches or passes a multiple of the interval. It is due once at the
-    end of training too, unless that batch has been reported already.
+    An interval in epochs is due at the end of an epoch, one in iterations at the end of an iteration and all others at
+    the end of a batch: the first batch that reaches or passes a multiple of the interval. It is also due once at the
+    end of training, unless that batch was already due.
 
     Args:
-        interval: Epochs when a bare number. A part of training such as `'0.25dur'` is counted from `max_duration`
-            when the function is called. 0 or less is never due.
-        include_end_of_training: Whether the end of training counts.
-        checkpoint_events: Whether to answer at the events `*_CHECKPOINT` or at `*_END`.
-        final_events: The events at which the end of training is noticed. `BATCH_CHECKPOINT` and `EPOCH_CHECKPOINT`
-            when `None`.
+        interval: A bare number counts epochs. A fraction of training such as `'0.25dur'` is computed from
+            `max_duration` when the function is called. 0 or less is never due.
+        include_end_of_training: Whether the end of training is due.
+        checkpoint_events: Whether intervals are due at the events `*_CHECKPOINT` instead of `*_END`.
+        final_events: The events at which the end of training is checked. `BATCH_CHECKPOINT` and `EPOCH_CHECKPOINT` if
+            `None`.
 
     Returns:
-        A function `(state, event) -> bool`. Ask it at every event, as often as you like; it remembers the last batch
-        that was due.
+        A function `(state, event) -> bool`. It may be called at every event, any number of times; it stores the last
+        batch that was due.
 
     Raises:
-        RuntimeError: By the function, if a part of training is asked for and its length is not known.
+        RuntimeError: By the function, if the interval is a fraction of training and its length is unknown.
     """
-    # Users' suites read it from the last cell of the function's closure, so its name is the last one by alphabet.
+    # Users' test suites read it from the last cell of the function's closure, so its name must sort last.
     time_interval = ensure_time(interval, TimeUnit.EPOCH)
     finals = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT} if final_events is None else final_events)
     due_event = _due_event(time_interval.unit, checkpoint_events)
@@ -61,14 +61,14 @@ def create_interval_scheduler(
     def is_due(state: State, event: Event) -> bool:
         nonlocal last_batch, last_event
         is_final = include_end_of_training and event in finals
-        # Asked at every event of training: what does not concern it must leave quickly.
+        # Called at every event, so it returns early if the event is irrelevant.
         if never or not (is_final or event is due_event) or state.previous_timestamp is None:
             return False
         batch = state.timestamp.num_batches
-        if batch < last_batch:  # training has begun again
+        if batch < last_batch:  # training was restarted
             last_batch = -1
         if (is_final or batch == last_batch) and _is_over(state):
-            # Several events follow the last batch, and one of them is enough: whoever asks again gets the same answer.
+            # Several events follow the last batch and one is due; a repeated call at it gets the same result.
             if batch == last_batch and event is not last_event:
                 return False
             last_batch, last_event = batch, event
@@ -84,11 +84,11 @@ def create_interval_scheduler(
 def evaluate_periodically(
     eval_interval: str | int | Time[Any], eval_at_fit_end: bool = True
 ) -> Callable[[State, Event], bool]:
-    """Make the function that an `Evaluator` makes of its `eval_interval`.
+    """Create the function that an `Evaluator` uses for its `eval_interval`.
 
     Args:
         eval_interval: As in `create_interval_scheduler`.
-        eval_at_fit_end: Whether to evaluate also when training ends between two intervals.
+            eval_at_fit_end: Whether to evaluate also when training ends between two intervals.
     """
     return create_interval_scheduler(
         eval_interval,
@@ -112,7 +112,7 @@ def _is_over(state: State) -> bool:
 
 
 def _count(now: Timestamp, unit: TimeUnit) -> float:
-    """Return how many of a unit have gone by, without an object for it where a batch asks."""
+    """Return the count in one unit, without creating a `Time` for batches and epochs."""
     if unit is _BATCH:
         return now.num_batches
     return now.num_epochs if unit is _EPOCH else now.get(unit).value
@@ -126,6 +126,7 @@ def _crosses(state: State, unit: TimeUnit, length: int) -> bool:
     assert state.previous_timestamp is not None
     if length <= 0:
         return False
+    # Not a remainder: a batch may pass a multiple of the interval without reaching it exactly.
     before, now = _count(state.previous_timestamp, unit), _count(state.timestamp, unit)
     return before // length != now // length
 
@@ -146,9 +147,9 @@ def _is_part_crossed(state: State, interval: Time[Any]) -> bool:
     return length > 0 and state.timestamp.num_batches % length == 0
 
 
-@functools.lru_cache(maxsize=64)  # asked at every batch
+@functools.lru_cache(maxsize=64)  # called at every batch
 def _as_written(part: float) -> Fraction:
-    # In binary, 0.07 of 100 batches would be 7.000000000000001, which rounds up to 8.
+    # As binary floats, 0.07 * 100 batches is 7.000000000000001, which rounds up to 8.
     return Fraction(str(part))
 
 

@@ -1,4 +1,4 @@
-"""What algorithms, callbacks and the loop log through."""
+"""Logger that algorithms, callbacks and the training loop use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _VERBS: Final = ("log_hyperparameters", "log_metrics", "log_table", "log_images"
 
 
 class Logger:
-    """Hand each value to the destinations that take values of its kind, and keep nothing.
+    """Passes each value to the destinations that accept its kind.
 
-    Which destination takes what is worked out once, so logging what nobody takes costs a look-up.
+    Which destination accepts what is determined once, so logging a value that none accepts costs a look-up.
 
     Args:
         state: The training state; its batch count is the default `step`.
@@ -51,7 +51,7 @@ class Logger:
 
     @property
     def destinations(self) -> tuple[LoggerDestination, ...]:
-        """The places that values and files go to."""
+        """The destinations of values and files."""
         return self._destinations
 
     @destinations.setter
@@ -79,7 +79,7 @@ class Logger:
         """Log numbers measured at one step.
 
         Args:
-            metrics: By name. Tensors may stay on their device: a destination that reads them moves them.
+            metrics: By name. Tensors may stay on their device; a destination that reads them moves them.
             step: The count of batches that they belong to; by default the state's.
         """
         if self._note is not None:
@@ -133,7 +133,7 @@ class Logger:
                 destination.log_images(images, name, channels_last, step, masks, mask_class_labels, use_table)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Log notes on what the run did.
+        """Log records of the run's behavior.
 
         Args:
             traces: By name.
@@ -142,12 +142,12 @@ class Logger:
             destination.log_traces(traces)
 
     def upload_file(self, remote_file_name: str, file_path: str | Path, *, overwrite: bool = False) -> None:
-        """Hand a file to the destinations that keep files.
+        """Upload a file to the destinations that keep files.
 
         Args:
-            remote_file_name: Name of the copy. Like `file_path` it may use the variables of
+            remote_file_name: Name of the uploaded file. Like `file_path` it may use the variables of
                 `format_name_with_dist`, such as `{run_name}` and `{rank}`.
-            file_path: Where the file is. It may be changed or deleted as soon as this returns.
+            file_path: Path of the local file, which may be changed or deleted as soon as this returns.
             overwrite: Whether a file of that name may be replaced.
         """
         if takers := self._takers["upload_file"]:
@@ -159,9 +159,9 @@ class Logger:
                 )
 
     def takes(self, method: str) -> bool:
-        """Answer whether any destination takes what a method of this logger logs.
+        """Return whether any destination accepts what a method of this logger logs.
 
-        Ask before going to some length for a value, such as rendering an image.
+        Use it before computing an expensive value, such as rendering an image.
 
         Args:
             method: Name of the method, such as `'log_images'`.
@@ -170,52 +170,51 @@ class Logger:
             ValueError: If the logger has no such method.
         """
         if method not in self._takers:
-            raise ValueError(f"method={method!r} logs nothing. The methods that do are {', '.join(self._takers)}.")
+            raise ValueError(f"method={method!r} logs nothing. Use one of {', '.join(self._takers)}.")
         return bool(self._takers[method])
 
     def flush(self) -> None:
-        """Hand over what was logged to the destinations that take it many calls at a time.
+        """Deliver buffered metrics to the destinations that receive many calls at once.
 
-        They ask for it themselves before they look at what they have.
+        Such destinations request delivery themselves before they use their metrics.
         """
         self._buffer.deliver()
 
     def has_file_upload_destination(self) -> bool:
-        """Answer whether any destination says that it keeps files."""
+        """Return whether any destination keeps files."""
         return any(destination.can_upload_files() for destination in self._destinations)
 
     def _sort(self) -> None:
-        """Find out who takes metrics late; again when somebody has replaced the method of a destination."""
+        """Determine which destinations receive metrics late. Called again when a destination's method is replaced."""
         takers = self._takers["log_metrics"]
         late = tuple(place for place in takers if takes_late(place))
-        # Asked many times in each batch.
+        # Cached in attributes, because they are read many times per batch.
         self._at_once = tuple(place for place in takers if not takes_late(place))
         self._note = self._buffer.note if late else None
         self._note_call = self._buffer.note_call if late else None
-        if late != self._buffer.destinations:  # which hands over what was logged to those before
+        if late != self._buffer.destinations:  # the assignment delivers to the old destinations first
             self._buffer.destinations = late
 
     def _current_batch(self) -> int:
         return self._state.timestamp.batch.value
 
 
-_LOG_METRICS: Final = Logger.log_metrics  # which somebody's test may replace, on the class or on a logger
+_LOG_METRICS: Final = Logger.log_metrics  # a test may replace it, on the class or on a logger
 
 
 def log_lazily(state: State, logger: Logger, compute: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-    """Log numbers that are computed when a destination reads them, and never if none does.
+    """Log numbers that are computed only when a destination reads them.
 
-    A training step of some milliseconds leaves little of Python in the processor's caches, so that a small computation
-    takes ten times as long there as where many are made at a time. Where a destination takes metrics at once, or the
-    logger is one of the caller's own, they are computed at once.
+    In the middle of a training step of a few milliseconds the processor's caches hold little of Python, so a small
+    computation takes ten times as long as in a batch of many. If a destination receives metrics immediately, or the
+    logger has another `log_metrics`, they are computed immediately.
 
     Args:
         state: The training state.
-        logger: Where to.
-        compute: Takes the timestamp of this moment, which it leaves as it is, and `arguments`. Returns metrics by name,
-            in a dict that nobody else has; an empty one logs nothing. What it raises is raised where the metrics are
-            read.
-        arguments: What else it takes. They must not change any more: numbers, but not the state.
+        logger: The logger.
+        compute: Called with the current timestamp, which it must not change, and `arguments`. Returns metrics by name
+            in a new dict; an empty one logs nothing. Its errors are raised where the metrics are read.
+        arguments: Further arguments. They must not change any more: numbers, but not the state.
 
     Example:
         >>> from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a place is that logged values and files go to."""
+"""Destinations of logged values and files."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = [
 
 
 class LoggerDestination(Callback, ABC):
-    """Take what a `Logger` hands on: a file, a console, a service.
+    """Base class of destinations for values and files, such as a file, a console or a service.
 
-    Every method does nothing until a subclass says otherwise, and the `Logger` calls only those that a subclass
-    overrides. A destination is a callback too. On `Event.INIT` it acts before the other callbacks, so that they can
-    log; on all other events after them, so that it can write down what they logged.
+    Every method does nothing unless a subclass overrides it, and the `Logger` calls only overridden methods. A
+    destination is a callback too. On `Event.INIT` it acts before the other callbacks, so that they can log; on all
+    other events after them, so that it can write what they logged.
 
     Example:
         >>> class Remember(LoggerDestination):
@@ -51,14 +51,14 @@ class LoggerDestination(Callback, ABC):
     """
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Take the settings of the run.
+        """Log the settings of the run.
 
         Args:
             hyperparameters: By name.
         """
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Take numbers measured at one step.
+        """Log numbers measured at one step.
 
         Args:
             metrics: By name. Tensors may still be on their device.
@@ -68,7 +68,7 @@ class LoggerDestination(Callback, ABC):
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """Take a table.
+        """Log a table.
 
         Args:
             columns: Names of the columns.
@@ -87,7 +87,7 @@ class LoggerDestination(Callback, ABC):
         mask_class_labels: dict[int, str] | None = None,
         use_table: bool = True,
     ) -> None:
-        """Take images.
+        """Log images.
 
         Args:
             images: An array, a tensor, or a sequence of them; each an image or a stack of images.
@@ -100,35 +100,35 @@ class LoggerDestination(Callback, ABC):
         """
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Take notes on what the run did, such as which algorithms acted on which event.
+        """Log records of the run's behavior, such as which algorithms acted on which event.
 
         Args:
             traces: By name.
         """
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Take a file. The caller may change or delete it as soon as this returns.
+        """Upload a file. The caller may change or delete it as soon as this returns.
 
         Args:
             state: The training state.
-            remote_file_name: Name of the copy.
-            file_path: Where the file is now.
+            remote_file_name: Name of the uploaded file.
+            file_path: Path of the local file.
             overwrite: Whether a file of that name may be replaced.
         """
 
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
-        """Bring back a file that was uploaded.
+        """Download a file that was uploaded.
 
         Args:
-            remote_file_name: Name of the copy.
-            destination: Where to put it.
+            remote_file_name: Name of the uploaded file.
+            destination: Local path to write to.
             overwrite: Whether a file at `destination` may be replaced.
-            progress_bar: Whether to show how far it is.
+            progress_bar: Whether to show the progress.
 
         Raises:
-            NotImplementedError: If the destination keeps no files.
+            NotImplementedError: If the destination does not keep files.
         """
         raise NotImplementedError(
             f"{type(self).__name__} keeps no files, so {remote_file_name!r} cannot be downloaded from it. "
@@ -136,20 +136,20 @@ class LoggerDestination(Callback, ABC):
         )
 
     def can_upload_files(self) -> bool:
-        """Answer whether files that are handed to `upload_file` are kept."""
+        """Return whether the destination keeps files that are passed to `upload_file`."""
         return False
 
 
 UNCHANGING: Final = frozenset({bool, int, float, str, type(None)})
-"""Types of values that need no copy."""
+"""Types of immutable values, which need no copy."""
 
 
 def detached_copy(value: Any) -> Any:
-    """Return a copy of a value; that of a tensor stays on its device and keeps no graph alive.
+    """Return a copy of a value. The copy of a tensor stays on its device and is detached from the graph.
 
     Args:
         value: A number, tensor, array, text, or a container of these. Anything else that cannot be copied, such as an
-            open file, is returned as it is.
+            open file, is returned unchanged.
     """
     if type(value) in UNCHANGING:
         return value
@@ -159,12 +159,12 @@ def detached_copy(value: Any) -> Any:
         return map_values(detached_copy, value)
     try:
         return copy.deepcopy(value)
-    except Exception:  # whatever somebody else's object raises
+    except Exception:  # a copy method of another library may raise any error
         return value
 
 
 def kept_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as they are now; whatever lies on an accelerator stays there, and nobody waits for it.
+    """Return copies of metrics with their current values, without a device synchronization.
 
     Args:
         metrics: By name.
@@ -183,11 +183,11 @@ def kept_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_of_now(metrics: Mapping[str, Any], copies: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return metrics that keep no forward pass in memory, and copies of them as they are now.
+    """Return metrics detached from the graph, and copies of them with their current values.
 
     Args:
         metrics: By name.
-        copies: Whether those are wanted, which are as of `kept_metrics`. Otherwise the same dict is returned twice.
+        copies: Whether to copy, as `kept_metrics` does. Otherwise the same dict is returned twice.
     """
     torch: Any = sys.modules.get("torch")
     tensor = None if torch is None else torch.Tensor
@@ -213,7 +213,7 @@ def _without_graph(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Return what a value of `kept_metrics` was made from.
+    """Return the original value of an entry of `kept_metrics`.
 
     Args:
         value: The value.
@@ -225,10 +225,10 @@ def restored(value: Any) -> Any:
 
 
 def map_values(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a container with its elements changed, or what is none changed itself.
+    """Apply a function to the elements of a container, or to a value that is not a container.
 
     Args:
-        change: What is done to each element.
+        change: Called with each element.
         value: A dict, list or tuple, nested or not, or anything else.
     """
     if isinstance(value, dict):
@@ -239,35 +239,35 @@ def map_values(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _Scalar(tuple[Any, Any]):
-    """The number and the dtype of a tensor without axes."""
+    """Number and dtype of a tensor without dimensions."""
 
     __slots__ = ()
 
 
-_MOST_KEPT: Final = 256  # calls; so that what nobody asks for does not grow
-# Another thread that reads a destination hands over, too. One lock for all, since destinations are copied and pickled.
+_MOST_KEPT: Final = 256  # calls; a bound on the memory of destinations that never call `catch_up`
+# Another thread that reads a destination also delivers. One lock for all, because destinations are copied and pickled.
 _HANDING_OVER: Final = RLock()
 _are_unchanging: Final = UNCHANGING.issuperset
 
 LoggedMetrics: TypeAlias = "tuple[dict[str, Any], dict[str, Any], Timestamp | None, int | None]"
-"""What one call logged: the metrics as they were handed in; copies of them as they were then, for
-`restored` to read, if a destination asks for copies, otherwise the same again; the time,
-`None` where a destination was called by hand; and the step, where the caller gave one."""
+"""Record of one logging call: the metrics as passed; copies with the values at that time, to be read with `restored`,
+or the same dict again if no destination sets `copies_values`; the time, or `None` if a destination was called
+directly; and the step, if the caller passed one."""
 
 _Noted: TypeAlias = "tuple[dict[str, Any] | Callable[..., dict[str, Any]], Any, Timestamp | None, int | None]"
 
 
 class BufferedDestination(LoggerDestination):
-    """Take metrics many calls at a time.
+    """Base class of destinations that receive the metrics of many calls at once.
 
-    A training step logs several times, to each destination, and what reads the values every so many batches or only
-    at the end need not be called each time. Such a destination overrides `take_metrics`; the `Logger` notes what is
-    logged, and hands it over when there is much of it or when the destination calls `catch_up`, which it does before it
-    looks at what it has. One with another `log_metrics`, be it a subclass's or one that a test sets on it, is called
-    each time, as any other. The engine has everything handed over before it closes a callback.
+    A training step logs several times to each destination. A destination that reads the values only every few batches
+    or at the end need not be called each time, so it overrides `take_metrics`. The `Logger` buffers the metrics and
+    delivers them when the buffer is full or when the destination calls `catch_up`, which it must do before it uses its
+    metrics. If `log_metrics` is overridden, in a subclass or on the object, the destination is called each time like
+    any other. The engine delivers everything before it closes a callback.
 
     Attributes:
-        copies_values: Whether it needs values as they were when they were logged, though tensors may have changed.
+        copies_values: Whether it needs values as of the logging call, though tensors may have changed since.
 
     Example:
         >>> from types import SimpleNamespace
@@ -291,51 +291,51 @@ class BufferedDestination(LoggerDestination):
     """
 
     copies_values: ClassVar[bool] = False
-    _buffers: tuple[MetricBuffer, ...] = ()  # of the loggers that write to it
+    _buffers: tuple[MetricBuffer, ...] = ()  # one for each logger that writes to it
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the loggers are told of another `log_metrics`, such as a test's."""
+        """Set an attribute, and notify the loggers if it is `log_metrics`, which tests replace."""
         if name != "log_metrics":
             super().__setattr__(name, value)
             return
-        if value == BufferedDestination.log_metrics.__get__(self):  # as a test puts it back when it is over
+        if value == BufferedDestination.log_metrics.__get__(self):  # a test restores the original method
             vars(self).pop(name, None)
         else:
             super().__setattr__(name, value)
         self._sort_anew()
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute; the loggers are told if it is `log_metrics`."""
+        """Delete an attribute, and notify the loggers if it is `log_metrics`."""
         super().__delattr__(name)
         if name == "log_metrics":
             self._sort_anew()
 
     @abstractmethod
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Take what was logged since the last time.
+        """Process the metrics logged since the last delivery.
 
         Args:
-            logged: What each call logged, in order.
+            logged: One record per logging call, in order.
         """
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Take numbers measured at one step, at once.
+        """Process numbers measured at one step immediately.
 
         Args:
             metrics: By name.
             step: The count of batches that they belong to.
         """
-        self.catch_up()
+        self.catch_up()  # first, to keep the order of the calls
         copies = kept_metrics(metrics) if self.copies_values else metrics
         self.take_metrics([(metrics, copies, None, step)])
 
     def catch_up(self) -> None:
-        """Have `take_metrics` called with what was logged and not yet handed over."""
+        """Deliver all buffered metrics to `take_metrics`."""
         for buffer in self._buffers:
             buffer.deliver()
 
     def attach(self, buffer: MetricBuffer) -> None:
-        """Remember whom to ask in `catch_up`; for a `Logger` to call."""
+        """Register a logger's buffer for `catch_up`. Called by `Logger`."""
         if buffer not in self._buffers:
             self._buffers = (*self._buffers, buffer)
 
@@ -345,48 +345,48 @@ class BufferedDestination(LoggerDestination):
 
 
 class MetricBuffer:
-    """What was logged and not yet handed to the destinations that take it late.
+    """Buffer of logged metrics for the destinations that receive them late.
 
     Args:
-        sort_anew: A method, called when a destination's `log_metrics` is replaced. It keeps nobody alive.
+        sort_anew: A method to call when a destination's `log_metrics` is replaced. Referenced weakly.
 
     Attributes:
-        destinations: Those. Assigning others hands over to the old ones first.
+        destinations: The receivers. Assigning others first delivers to the old ones.
     """
 
     def __init__(self, sort_anew: Callable[[], None]) -> None:
         self._sort_anew: WeakMethod[Callable[[], None]] | None = WeakMethod(sort_anew)
-        # Of what is computed when it is handed over, the call stands in the place of the metrics.
+        # For metrics that are computed on delivery, the function takes the place of the metrics.
         self._noted: list[_Noted] = []
         self._destinations: tuple[BufferedDestination, ...] = ()
         self._copies = False
         self._seen: Timestamp | None = None
-        self._now: Timestamp | None = None  # a copy of the one seen, which loading a state changes in place
-        self._batch = -1  # of the copy
+        self._now: Timestamp | None = None  # a copy, because loading a state changes the one seen in place
+        self._batch = -1  # batch count of the copy
 
     @property
     def destinations(self) -> tuple[BufferedDestination, ...]:
-        """Who takes what is noted."""
+        """Destinations that receive the buffered metrics."""
         return self._destinations
 
     @destinations.setter
     def destinations(self, destinations: tuple[BufferedDestination, ...]) -> None:
         try:
             self.deliver()
-        finally:  # an old one that fails does not keep out the new ones
+        finally:  # also if an old destination fails
             self._destinations = destinations
             self._copies = any(place.copies_values for place in destinations)
             for place in destinations:
                 place.attach(self)
 
     def sort_anew(self) -> None:
-        """Have the logger find out anew which of its destinations take metrics late."""
+        """Make the logger determine again which of its destinations receive metrics late."""
         sort = None if self._sort_anew is None else self._sort_anew()
         if sort is not None:
             sort()
 
     def note(self, metrics: dict[str, Any], timestamp: Timestamp, step: int | None) -> None:
-        """Keep what one call logs until it is handed over.
+        """Buffer the metrics of one logging call.
 
         Args:
             metrics: By name.
@@ -400,11 +400,11 @@ class MetricBuffer:
             self.deliver()
 
     def note_call(self, compute: Callable[..., dict[str, Any]], arguments: Sequence[Any], timestamp: Timestamp) -> None:
-        """Keep a call whose result is to be logged, until it is handed over.
+        """Buffer a function whose result is to be logged, and call it on delivery.
 
         Args:
-            compute: Takes the timestamp and the arguments, and returns metrics by name, in a dict of their own.
-            arguments: What it takes, which does not change any more.
+            compute: Called with the timestamp and the arguments; returns metrics by name in a new dict.
+            arguments: Its arguments, which must not change any more.
             timestamp: The time in training.
         """
         if timestamp is not self._seen or timestamp.num_batches != self._batch:
@@ -414,25 +414,26 @@ class MetricBuffer:
             self.deliver()
 
     def deliver(self) -> None:
-        """Hand over what was noted, to all destinations."""
+        """Deliver everything in the buffer to all destinations."""
         if not self._noted:
             return
-        with _HANDING_OVER, ExitStack() as rest:  # one that fails costs the others nothing
+        with _HANDING_OVER, ExitStack() as rest:  # callbacks all run, even if a destination fails
             noted = self._noted[:]
-            del self._noted[: len(noted)]  # another thread may go on adding to the list
+            del self._noted[: len(noted)]  # not clear(): another thread may append in the meantime
             if logged := self._computed(noted, rest):
+                # Callbacks of an ExitStack run in reverse order.
                 for place in reversed(self._destinations):
                     rest.callback(_hand_to, place, logged)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the logger, to which a copy does not belong: nobody copies a whole run with a destination."""
+        """Leave out the logger: a copy of a destination must not copy or pickle the whole run."""
         return {**vars(self), "_sort_anew": None}
 
     def _look_at(self, timestamp: Timestamp) -> None:
         self._seen, self._now, self._batch = timestamp, timestamp.copy(), timestamp.num_batches
 
     def _computed(self, noted: Sequence[_Noted], rest: ExitStack) -> list[LoggedMetrics]:
-        """Return what was noted with the results of calls; what one of them raises is raised at the end."""
+        """Return the buffered metrics with the results of functions; their errors are raised after delivery."""
         logged: list[LoggedMetrics] = []
         for kept, copies, now, step in noted:
             if not callable(kept):
@@ -440,7 +441,7 @@ class MetricBuffer:
                 continue
             try:
                 metrics = kept(now, *copies)
-            except BaseException as error:  # Ctrl-C, too, is raised once all have what is theirs
+            except BaseException as error:  # Ctrl-C too is raised only after delivery
                 name = getattr(kept, "__qualname__", type(kept).__qualname__)
                 batch = None if now is None else now.num_batches
                 error.add_note(f"It was raised by {name}, which computes what was logged at batch {batch}.")
@@ -452,7 +453,7 @@ class MetricBuffer:
 
 
 def _as_of_now(metrics: dict[str, Any], copies: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    if _are_unchanging(map(type, metrics.values())):  # most are
+    if _are_unchanging(map(type, metrics.values())):  # the common case, without a copy of each value
         return (same := dict(metrics)), same
     return as_of_now(metrics, copies)
 
@@ -465,7 +466,7 @@ def _hand_to(place: BufferedDestination, logged: Sequence[LoggedMetrics]) -> Non
     try:
         place.take_metrics(logged)
     except Exception as error:
-        # The engine adds next what was running: whatever had metrics handed over, often to all but itself.
+        # The engine will add the hook that was running, which may only have triggered the delivery.
         now = logged[-1][2]
         error.add_note(
             f"The destination {type(place).__name__} raised it while it took metrics that were logged up to batch "
@@ -475,7 +476,7 @@ def _hand_to(place: BufferedDestination, logged: Sequence[LoggedMetrics]) -> Non
 
 
 def takes_late(place: object) -> TypeGuard[BufferedDestination]:
-    """Answer whether a destination takes metrics late: it is made for that, and nobody has put another way on it."""
+    """Return whether a destination receives metrics late: it supports that, and `log_metrics` is not overridden."""
     return (
         isinstance(place, BufferedDestination)
         and type(place).log_metrics is BufferedDestination.log_metrics
@@ -484,12 +485,11 @@ def takes_late(place: object) -> TypeGuard[BufferedDestination]:
 
 
 def format_log_data_value(data: Any) -> str:
-    """Write a logged value as text.
+    """Format a logged value as text.
 
     Args:
-        data: Text is quoted, a float gets four decimals, a tensor with one element reads as that element and any
-            other, or one on the `meta` device, as its shape. Mappings and other iterables are written element by
-            element.
+        data: Text is quoted, a float gets four decimals, a tensor with one element is formatted as that element and any
+            other, or one on the `meta` device, as its shape. Mappings and other iterables are formatted recursively.
 
     Raises:
         TypeError: If a mapping has a key that is not a string.
@@ -511,7 +511,7 @@ def format_log_data_value(data: Any) -> str:
         return format_log_data_value(data.cpu().item()) if has_number else f"Tensor of shape {data.shape}"
     if isinstance(data, Mapping):
         return _format_mapping(cast("Mapping[Any, Any]", data))
-    # An array without axes calls itself iterable and is not.
+    # An array without dimensions has `__iter__`, but raises when iterated.
     if isinstance(data, Iterable) and getattr(cast(Any, data), "ndim", 1) != 0:
         items = cast("Iterable[Any]", data)
         return f"[{', '.join(map(format_log_data_value, items))}]"
@@ -530,11 +530,11 @@ def _format_mapping(data: Mapping[Any, Any]) -> str:
 
 
 def is_tensor(data: Any) -> bool:
-    """Answer whether a value is a tensor, without importing torch.
+    """Return whether a value is a tensor, without importing torch.
 
     Args:
         data: The value.
     """
-    # Nothing is a tensor in a process that has not imported torch, and only to find that out it is too slow.
+    # In a process that has not imported torch nothing is a tensor, and the import would be slow.
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor)

@@ -1,4 +1,4 @@
-"""The numbers of a metric that has several, such as one for each class, by name: `MAP/map_50`, `Accuracy/2`."""
+"""Entries of metrics with several numbers, such as one for each class, by name: `MAP/map_50`, `Accuracy/2`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from composer_events.logger_destination import format_log_data_value, is_tensor
 
 __all__ = ["by_entry", "metric_with", "number_of", "refuse_several", "higher_is_better"]
 
-_LONGEST = 4096  # what has more is a curve over the samples, not one number for each class
+_LONGEST = 4096  # longer vectors are curves over samples, not one number per class
 
 
 def by_entry(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by name, with each entry of a dict, list, tuple or vector under a name of its own.
+    """Return values by name, with each entry of a dict, list, tuple or vector under its own name.
 
     Args:
-        values: By name. Tensors stay on their device; those with more axes than one, and long ones, stay whole.
+        values: By name. Tensors stay on their device; those with several dimensions, and long ones, are not split.
 
     Example:
         >>> by_entry({"MAP": {"map": 0.4, "map_50": 0.6}, "Accuracy": 0.5, "KID": (0.1, 0.01)})
@@ -41,12 +41,13 @@ def by_entry(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metric_with(metrics: Mapping[str, Any], entry: str) -> str | None:
-    """Return the name of the metric that an entry belongs to, or that has this name; `None` if there is none.
+    """Return the name of the metric that an entry belongs to, or that has this name, or `None`.
 
     Args:
         metrics: By name.
         entry: Such as `'MAP/map_50'` or `'Accuracy'`.
     """
+    # The longest match, because the name of a metric may be a prefix of another one.
     return max((name for name in metrics if f"{entry}/".startswith(f"{name}/")), key=len, default=None)
 
 
@@ -55,11 +56,11 @@ def number_of(name: str, value: Any, entry: str) -> Any:
 
     Args:
         name: Name of the metric.
-        value: What it has computed.
+        value: Its computed value.
         entry: Name of the metric, or of one of its entries.
 
     Raises:
-        ValueError: If that is not a single number.
+        ValueError: If the entry is not a single number.
     """
     entries = by_entry({name: value})
     if _size(entries.get(entry)) != 1:
@@ -70,38 +71,38 @@ def number_of(name: str, value: Any, entry: str) -> Any:
 
 
 def refuse_several(name: str, metric: Any, entry: str) -> None:
-    """Refuse a metric with several numbers of which none was named, as far as a copy without updates can tell.
+    """Reject a metric with several numbers if no entry was named, as far as a copy without updates shows.
 
     Args:
         name: Name of the metric.
-        metric: A metric of torchmetrics. One that computes nothing yet is passed over.
+        metric: A torchmetrics metric. One that cannot be computed without updates is skipped.
         entry: Name of the metric, or of one of its entries, which may appear later.
 
     Raises:
-        ValueError: If it has several.
+        ValueError: If the metric has several numbers.
     """
     if entry != name:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchmetrics warns of computing what saw nothing
+            warnings.simplefilter("ignore")  # torchmetrics warns about `compute` before `update`
             fresh = copy.deepcopy(metric)
             fresh.reset()
             for part in fresh.modules():
-                part.sync_on_compute = False  # other ranks may not be asked
+                part.sync_on_compute = False  # other ranks do not take part, so a sync would hang
             value = fresh.compute()
-    except Exception:  # whatever a metric raises that saw nothing
+    except Exception:  # a metric without updates may raise any error
         return
     if any(map(_size, by_entry({name: value}).values())):
         number_of(name, value, entry)
 
 
 def _size(value: Any) -> int:
-    """Return how many numbers a value without entries has; 0 for what is none."""
+    """Return the number of elements of a value without entries; 0 if it is not numeric."""
     return value.numel() if is_tensor(value) else int(getattr(value, "size", isinstance(value, (int, float))))
 
 
-# Parts of names without their separators, and whole words for what is too short to be looked for inside of others.
+# Parts of names without separators, and whole words if they are too short to be searched for inside others.
 _LOWER_PARTS = (
     *("loss", "error", "perplexity", "crossentropy", "negativelog", "neglog", "divergence", "distance"),
     *("editrate", "failurerate", "falsepositiverate", "falsenegativerate", "bitsper", "brier"),
@@ -124,16 +125,16 @@ _HIGHER_WORDS = {
 
 
 def higher_is_better(name: str, metric: object = None) -> bool | None:
-    """Return whether a larger value of a metric is better: by the metric itself, else by its name.
+    """Return whether a larger value of a metric is better, according to the metric or else to its name.
 
     Args:
         name: The metric's name, also as it is logged: `'MulticlassAccuracy'`, `'metrics/eval/val_wer'`,
             `'loss/train/total'`.
-        metric: The metric, if there is one at hand. Its attribute `higher_is_better`, as torchmetrics has it, counts
-            before the name.
+        metric: The metric, if available. Its attribute `higher_is_better`, as in torchmetrics, takes precedence over
+            the name.
 
     Returns:
-        `None` where neither says anything.
+        `None` if it is unknown.
 
     Example:
         >>> higher_is_better("MulticlassAccuracy"), higher_is_better("metrics/eval/CrossEntropy")
@@ -142,7 +143,7 @@ def higher_is_better(name: str, metric: object = None) -> bool | None:
     own = getattr(metric, "higher_is_better", None)
     if own is not None:
         return bool(own)
-    name = re.sub(r"^metrics/[^/]*/", "", name)  # the label may have any word in it
+    name = re.sub(r"^metrics/[^/]*/", "", name)  # the evaluator's label may contain any word
     words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().split()}
     joined = re.sub(r"[^a-z0-9]", "", name.lower())
     if words & _LOWER_WORDS or (any(part in joined for part in _LOWER_PARTS) and "intersectionoverunion" not in joined):

@@ -1,4 +1,4 @@
-"""Over how many ranks a model is replicated, sharded and split, as a device mesh."""
+"""Parallelism settings: degrees, device mesh, and checks that ranks agree."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from composer_time import StringEnum
 
 __all__ = ["ParallelismType", "make_device_mesh", "parallelism_degrees"]
 
-_FILLS_UP = -1  # the degree that takes what the others leave of the ranks
+_FILLS_UP = -1  # the degree that takes all ranks that the others leave
 
-# Strategies that say nothing of groups of ranks; the others choose theirs by where the ranks run.
+# Strategies that do not depend on groups of ranks; the others choose their groups by where the ranks run.
 _PLAIN_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
 class ParallelismType(StringEnum):
-    """The names of the axes of `State.device_mesh`, in their order."""
+    """Names of the axes of `State.device_mesh`, in their order."""
 
     DATA_PARALLEL_REPLICATE = "data_parallel_replicate"
     DATA_PARALLEL_SHARD = "data_parallel_shard"
@@ -30,16 +30,16 @@ class ParallelismType(StringEnum):
 
 
 def parallelism_degrees(fsdp_config: Any, tp_config: Any, world_size: int) -> dict[str, int]:
-    """Answer how long each axis of the device mesh is, by its name.
+    """Return the size of each axis of the device mesh, by name.
 
     Args:
         fsdp_config: With `data_parallel_shard_degree` and `data_parallel_replicate_degree`, which has an axis unless
-            it is `None`. What it lacks has its default: all ranks share the shards.
+            it is `None`. Missing attributes have defaults: all ranks share the shards.
         tp_config: With `tensor_parallel_degree`, or `None` for no such axis.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
 
     Raises:
-        ValueError: If the degrees do not multiply to the number of ranks, where one of them may be -1 for the rest.
+        ValueError: If the product of the degrees, one of which may be -1 for the rest, is not the number of ranks.
 
     Example:
         >>> from types import SimpleNamespace
@@ -74,19 +74,19 @@ def parallelism_degrees(fsdp_config: Any, tp_config: Any, world_size: int) -> di
 
 
 def make_device_mesh(fsdp_config: Any, tp_config: Any, device: Any) -> Any:
-    """Make the mesh that the settings ask for, with the names of `ParallelismType`. Every rank must call this.
+    """Create the device mesh for the settings, with the axes of `ParallelismType`. Every rank must call this.
 
     Args:
-        fsdp_config: See `parallelism_degrees`. A `device_mesh` that it has is taken as it is. Where a `process_group`
-            or a strategy says which ranks belong together instead of degrees, there is no mesh.
-        tp_config: See there.
-        device: Where the model will be: a device object, its name, or `None` for the CPU.
+        fsdp_config: See `parallelism_degrees`. Its `device_mesh`, if any, is returned unchanged. If a `process_group`
+            or a strategy determines the groups of ranks instead of degrees, there is no mesh.
+        tp_config: See `parallelism_degrees`.
+        device: The device of the model: a device object, its name, or `None` for the CPU.
 
     Returns:
-        A `torch.distributed.device_mesh.DeviceMesh`, or `None` without settings or while no process group runs.
+        A `torch.distributed.device_mesh.DeviceMesh`, or `None` without settings or without a process group.
 
     Raises:
-        ValueError: As `parallelism_degrees`, and if tensor parallelism is to join a mesh that was made without it.
+        ValueError: As `parallelism_degrees`, and if tensor parallelism would need a mesh that was made without it.
     """
     if fsdp_config is None:
         return None
@@ -96,8 +96,9 @@ def make_device_mesh(fsdp_config: Any, tp_config: Any, device: Any) -> Any:
         return ready_made
     if tp_config is None and _is_left_to_groups(fsdp_config):
         return None
+    # Before the process group is checked, so that wrong degrees are an error in a single process too.
     degrees = parallelism_degrees(fsdp_config, tp_config, get_world_size())
-    distributed: Any = sys.modules.get("torch.distributed")  # who has not imported it has not started it
+    distributed: Any = sys.modules.get("torch.distributed")  # without the import there is no process group
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.init_device_mesh(_device_type(device), tuple(degrees.values()), mesh_dim_names=tuple(degrees))
@@ -117,6 +118,7 @@ def _tensor_parallel_degree(tp_config: Any) -> object:
 
 
 def _is_left_to_groups(fsdp_config: Any) -> bool:
+    # Explicit degrees take precedence over groups.
     if getattr(fsdp_config, "data_parallel_shard_degree", _FILLS_UP) != _FILLS_UP:
         return False
     if getattr(fsdp_config, "data_parallel_replicate_degree", None) is not None:
@@ -128,28 +130,28 @@ def _is_left_to_groups(fsdp_config: Any) -> bool:
 def _check_ready_made(mesh: Any, tp_config: Any) -> None:
     if tp_config is not None and getattr(tp_config, "device_mesh", None) is None:
         raise ValueError(
-            f"The FSDP settings have device_mesh={mesh!r} and those of tensor parallelism have none, so that nobody "
-            f"knows which ranks hold one tensor together. Give both a slice of one mesh, or give degrees and no mesh."
+            f"The FSDP settings have device_mesh={mesh!r} and those of tensor parallelism have none, so the ranks that "
+            f"share a tensor are unknown. Give both a slice of one mesh, or give degrees and no mesh."
         )
 
 
 def _device_type(device: Any) -> str:
-    import torch  # a process group runs, so it has been imported
+    import torch  # already imported, because a process group exists
 
     if hasattr(device, "tensor_to_device"):
         return device.tensor_to_device(torch.empty(0)).device.type
     return "cpu" if device is None else torch.device(device).type
 
 
-# 'local' is the legacy type, which the layer of checkpoints still reads.
+# 'local' is the legacy type, which the checkpoint package still reads.
 _STATE_DICT_TYPES: Final = (None, "full", "sharded", "local")
 
 
 def check_fsdp_settings(fsdp_config: Any, save_metrics: bool) -> None:
-    """Refuse settings that cannot be meant.
+    """Check FSDP settings for invalid combinations.
 
     Raises:
-        ValueError: If the checkpoint's type is none, or metrics or offloading do not go with the rest.
+        ValueError: If the checkpoint type is unknown, or metrics or offloading are incompatible with other settings.
     """
     kind: object = getattr(fsdp_config, "state_dict_type", None)
     if kind not in _STATE_DICT_TYPES:
@@ -170,10 +172,10 @@ def check_fsdp_settings(fsdp_config: Any, save_metrics: bool) -> None:
 
 
 def usable_tp_config(tp_config: Any, fsdp_config: Any) -> Any:
-    """Give the settings of tensor parallelism back, or `None` where they split nothing.
+    """Return the tensor parallelism settings, or `None` if their degree is 1.
 
     Raises:
-        ValueError: If there are no FSDP settings that tensor parallelism works with.
+        ValueError: If there are no compatible FSDP settings.
     """
     if tp_config is None:
         return None
@@ -199,17 +201,18 @@ def usable_tp_config(tp_config: Any, fsdp_config: Any) -> Any:
 
 
 def check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_config: Any) -> None:
-    """Refuse to load on rank 0 alone what the other ranks could not get from there. Every rank must call this.
+    """Check that weights loaded only on rank 0 can reach the other ranks. Every rank must call this.
 
     Raises:
-        ValueError: With tensor parallelism; with FSDP 1 also if the ranks do not receive rank 0's weights when the
-            model is sharded, or if rank 0 has no weights of its own. On every rank, whichever of them has the fault.
+        ValueError: With tensor parallelism; with FSDP 1 also without `sync_module_states`, or if rank 0 has parameters
+            on the meta device. Raised on every rank, whichever rank has the fault.
     """
     if tp_config is not None:
         raise ValueError(
             "load_monolith_rank0_only is not compatible with tensor parallelism (TP), where no rank holds whole "
             "parameters to pass on. Leave one of the two out."
         )
+    # The settings checked below exist only in FSDP 1.
     if version != 1:
         return
     if not getattr(fsdp_config, "sync_module_states", False):
@@ -217,6 +220,7 @@ def check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_co
             "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
             "other ranks have to receive its weights when the model is sharded. Set both, on every rank."
         )
+    # Collective, so that the error is raised on all ranks; with an error on rank 0 alone the others would hang.
     if any_rank(get_global_rank() == 0 and _has_meta_parameters(model)):
         raise ValueError(
             "load_monolith_rank0_only=True needs real weights on rank 0, where the checkpoint is loaded, and the model "
@@ -225,7 +229,7 @@ def check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_co
 
 
 def _warn(message: str, category: type[Warning]) -> None:
-    # Past this function, its caller, the mixin and the constructor of State.
+    # The frames of this function, its caller, the mixin and the constructor of State.
     warnings.warn(message, category, stacklevel=5)
 
 
@@ -240,7 +244,7 @@ def _has_meta_parameters(model: Any) -> bool:
 _PARTS: Final = ("fsdp", "fsdp2", "tp")
 _ACCEPTED: Final = "a ParallelismConfig, an object with the attributes fsdp, fsdp2 and tp, or a dict with these keys"
 
-# What decides how the ranks go on together, with what it is where nobody says it. Others may differ, as `verbose` may.
+# Settings that must be equal on all ranks, with their defaults. Others, such as `verbose`, may differ.
 _SHARED_BY_RANKS: Final = {
     "state_dict_type": "full",
     "load_monolith_rank0_only": False,
@@ -253,12 +257,12 @@ _SHARED_BY_RANKS: Final = {
     "sharding_strategy": "FULL_SHARD",
     "tensor_parallel_degree": 1,
 }
-_OBJECTS: Final = ("device_mesh", "process_group")  # which are another object on every rank
+_OBJECTS: Final = ("device_mesh", "process_group")  # differ by rank, so only their presence is compared
 
 
 @dataclass(frozen=True)
 class ParallelismSettings:
-    """Settings of FSDP, version 1 and 2, and of tensor parallelism, each an object with attributes or `None`."""
+    """Settings of FSDP 1, FSDP 2 and tensor parallelism, each an object with attributes or `None`."""
 
     fsdp: Any = None
     fsdp2: Any = None
@@ -266,11 +270,11 @@ class ParallelismSettings:
 
     @classmethod
     def of(cls, config: Any) -> ParallelismSettings:
-        """Read what the user gave.
+        """Convert the user's parallelism configuration.
 
         Raises:
-            TypeError: If it is neither a configuration nor a dict, or a part of it is neither.
-            ValueError: If a dict has a key that is none.
+            TypeError: If it is neither a configuration nor a dict, or one of its settings is neither.
+            ValueError: If a dict has an unknown key.
         """
         if config is None:
             return cls()
@@ -279,28 +283,29 @@ class ParallelismSettings:
             for key in given:
                 if key not in _PARTS:
                     raise ValueError(
-                        f"parallelism_config has the key {key!r}, which says nothing. Its keys are "
-                        f"{', '.join(_PARTS)}, each with settings below it: {{'fsdp': {{'state_dict_type': 'full'}}}}."
+                        f"parallelism_config has the unknown key {key!r}. Its keys are {', '.join(_PARTS)}, each with "
+                        f"settings below it: {{'fsdp': {{'state_dict_type': 'full'}}}}."
                     )
         elif any(hasattr(config, part) for part in _PARTS):
             given = {part: getattr(config, part, None) for part in _PARTS}
         else:
             raise TypeError(
-                f"parallelism_config={config!r} is a {type(config).__name__!r} and says nothing of parallelism. Give "
+                f"parallelism_config={config!r} is a {type(config).__name__!r} without parallelism settings. Give "
                 f"{_ACCEPTED}; an FSDPConfig goes into ParallelismConfig(fsdp=...)."
             )
         return cls(**{part: _as_object(part, given.get(part)) for part in _PARTS})
 
     def is_none(self) -> bool:
-        """Answer whether nothing is asked for."""
+        """Return whether there are no settings."""
         return self.fsdp is None and self.fsdp2 is None and self.tp is None
 
     def check_all_ranks_agree(self, save_metrics: bool) -> None:
-        """Refuse settings that differ between ranks, which would wait for each other. Every rank must call this.
+        """Check that all ranks have the same settings, without which they would deadlock. Every rank must call this.
 
         Raises:
-            ValueError: On every rank alike, with the first setting that differs.
+            ValueError: On every rank, with the first setting that differs.
         """
+        # Gathered whether or not this rank has a setting, because a rank that skips the collective blocks the others.
         settings = gather({**self._described(), "save_metrics": repr(save_metrics)})
         names = dict.fromkeys(name for own in settings for name in own)
         for name in names:
@@ -312,7 +317,7 @@ class ParallelismSettings:
                 )
 
     def _described(self) -> dict[str, str]:
-        """Write what has to be the same everywhere as text, for which nobody needs the classes."""
+        """Return the settings that must be equal as text, which can be compared without unpickling the classes."""
         described: dict[str, str] = {}
         for part in _PARTS:
             config = getattr(self, part)
@@ -326,7 +331,7 @@ class ParallelismSettings:
 
 
 def _as_object(part: str, config: Any) -> Any:
-    """Turn a dict of settings into an object that has them as attributes."""
+    """Convert a dict of settings to an object with attributes."""
     if isinstance(config, Mapping):
         settings = cast("Mapping[str, Any]", config)
         return SimpleNamespace(**{str(name): value for name, value in settings.items()})
@@ -342,33 +347,33 @@ T = TypeVar("T")
 
 
 def get_global_rank() -> int:
-    """Answer this process's number among all, 0 when it is alone."""
+    """Return this process's rank among all processes, 0 in a single process."""
     distributed = _process_group()
     return int(distributed.get_rank()) if distributed is not None else _from_environment("RANK", 0)
 
 
 def get_world_size() -> int:
-    """Answer how many processes train together."""
+    """Return the number of processes that train together."""
     distributed = _process_group()
     return int(distributed.get_world_size()) if distributed is not None else _from_environment("WORLD_SIZE", 1)
 
 
 def get_local_world_size() -> int:
-    """Answer how many of them run on this machine, as far as the launcher says."""
+    """Return the number of processes on this machine, according to the launcher."""
     return _from_environment("LOCAL_WORLD_SIZE", 1)
 
 
 def any_rank(flag: bool) -> bool:
-    """Answer whether the flag is up on any rank. Every rank must call this."""
+    """Return whether the flag is set on any rank. Every rank must call this."""
     return any(gather(flag))
 
 
 def gather(value: T) -> list[T]:
-    """Return what every rank has, in their order. Every rank must call this."""
+    """Return the values of all ranks, in rank order. Every rank must call this."""
     distributed = _process_group()
     if distributed is None or distributed.get_world_size() == 1:
         return [value]
-    # Of the collectives only this one chooses a device that the backend can use by itself.
+    # The only object collective that chooses a device that the backend supports.
     values: list[Any] = [None] * int(distributed.get_world_size())
     distributed.all_gather_object(values, value)
     return values
@@ -396,13 +401,13 @@ def _from_environment(name: str, default: int) -> int:
 
 
 def is_ddp(model: object) -> bool:
-    """Answer whether the model is wrapped in `DistributedDataParallel`."""
+    """Return whether the model is wrapped in `DistributedDataParallel`."""
     parallel = sys.modules.get("torch.nn.parallel")
     return parallel is not None and isinstance(model, parallel.DistributedDataParallel)
 
 
 def is_wrapper(model: object) -> bool:
-    """Return whether the model is another one's wrapper that trains it on several devices and is no sharded module."""
+    """Return whether the model is a DDP, `DataParallel` or DeepSpeed wrapper, which stores the model as `module`."""
     parallel, deepspeed = sys.modules.get("torch.nn.parallel"), sys.modules.get("deepspeed")
     return (parallel is not None and isinstance(model, (parallel.DistributedDataParallel, parallel.DataParallel))) or (
         deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
@@ -410,18 +415,18 @@ def is_wrapper(model: object) -> bool:
 
 
 def is_sharded(model: Any) -> bool:
-    """Answer whether any part of the model is sharded with FSDP, either version."""
+    """Return whether any part of the model is sharded with FSDP 1 or 2."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not hasattr(model, "modules"):  # nobody can have sharded a model without importing it
+    if fsdp is None or not hasattr(model, "modules"):  # sharding a model requires this import
         return False
     return any(isinstance(part, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for part in model.modules())
 
 
 class ShardingAnswers:
-    """The part of `State` that reads the parallelism configuration.
+    """The part of `State` that holds the parallelism configuration.
 
-    A configuration is any object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with these keys; each of them
-    is `None`, an object with the settings as attributes, or a dict of them.
+    A configuration is any object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with these keys; each is
+    `None`, an object with the settings as attributes, or a dict of them.
     """
 
     model: Any
@@ -449,18 +454,18 @@ class ShardingAnswers:
     def fsdp_config(self) -> Any:
         """The FSDP settings, those of version 2 first; `None` without sharding.
 
-        What is assigned takes the place of both versions. It is checked and the device mesh is made anew, so that every
+        An assigned configuration replaces both versions. It is checked and the device mesh is created again, so every
         rank must assign it.
 
         Raises:
-            TypeError: If something else than an `FSDPConfig` or an `FSDP2Config` is assigned.
-            ValueError: As when the state was made. Everything is left as it was then.
+            TypeError: If anything but an `FSDPConfig` or an `FSDP2Config` is assigned.
+            ValueError: As when the state is constructed. The previous settings are kept then.
         """
         return self._fsdp_config if self._fsdp2_config is None else self._fsdp2_config
 
     @fsdp_config.setter
     def fsdp_config(self, fsdp_config: Any) -> None:
-        # By name: the classes belong to a package on a floor above.
+        # By name: the classes belong to a package that depends on this one.
         names = {base.__name__ for base in type(fsdp_config).__mro__}
         kind = "fsdp2" if "FSDP2Config" in names else "fsdp"
         if not names & {"FSDPConfig", "FSDP2Config"}:
@@ -477,24 +482,24 @@ class ShardingAnswers:
 
     @property
     def fsdp_config_version(self) -> int:
-        """2 or 1 for the version of FSDP that is configured, 0 for none."""
+        """The configured version of FSDP, 2 or 1; 0 for none."""
         if self._fsdp2_config is not None:
             return 2
         return 0 if self._fsdp_config is None else 1
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether any part of the model is sharded by now."""
+        """Whether any part of the model is sharded now."""
         return is_sharded(self.model)
 
     @property
     def fsdp_device_mesh(self) -> Any:
-        """The mesh that the model is spread over, under its older name."""
+        """Older name of `device_mesh`."""
         return self.device_mesh
 
     @property
     def fsdp_state_dict_type(self) -> str | None:
-        """`'full'` or `'sharded'`: how weights and optimizer state are saved. `None` where nothing is sharded."""
+        """Format of saved weights and optimizer state, `'full'` or `'sharded'`; `None` if nothing is sharded."""
         if not self.fsdp_enabled:
             return None
         return getattr(self.fsdp_config, "state_dict_type", None) or "full"

@@ -1,4 +1,4 @@
-"""Passes: functions that put the algorithms that matched an event in the order in which they act."""
+"""Passes: functions that order the algorithms that matched an event."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 AlgorithmPass: TypeAlias = Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]
-"""Takes the algorithms that matched an event, and the event. Returns them in order; it may drop or add some."""
+"""Function of the algorithms that matched an event, and the event. Returns them in order; may drop or add some."""
 
 
 def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
@@ -41,15 +41,15 @@ def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Al
 def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
     """Heed `Algorithm.runs_before` and `Algorithm.runs_after`, and keep the order of all others as far as that goes.
 
-    On events whose name begins with `AFTER_` the relation is turned round. So MixUp, which `runs_before` label
-    smoothing, mixes targets before they are smoothed, and the targets are restored before MixUp asks for a loss.
+    On events whose name begins with `AFTER_` the relation is reversed. So MixUp, which `runs_before` label smoothing,
+    mixes targets before they are smoothed, and the targets are restored before MixUp computes a loss.
 
     Args:
         algorithms: The algorithms that matched.
         event: The event.
 
     Raises:
-        ValueError: If algorithms want to be before one another in a circle.
+        ValueError: If the order requirements form a cycle.
     """
     if not any(map(asks_for_precedence, algorithms)):
         return list(algorithms)
@@ -61,12 +61,13 @@ def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequenc
 def _in_precedence(algorithms: Sequence[Algorithm], event: Event) -> list[Algorithm]:
     waiting, ordered = list(algorithms), list["Algorithm"]()
     while waiting:
+        # Of the algorithms that may run next, the first listed one, which keeps the order of all others.
         free = [i for i, one in enumerate(waiting) if not any(precedence(o, one) for o in waiting if o is not one)]
         if not free:
             names = ", ".join(type(algorithm).__name__ for algorithm in waiting)
             raise ValueError(
-                f"The algorithms {names} cannot be put in order on {event}: their runs_before and runs_after lead in "
-                f"a circle. Take one of these names out, or use fewer of the algorithms together."
+                f"The algorithms {names} cannot be put in order on {event}: their runs_before and runs_after form a "
+                f"cycle. Remove one of these names, or use fewer of the algorithms together."
             )
         ordered.append(waiting.pop(free[0]))
     return ordered
@@ -130,7 +131,7 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: 
 
 
 def sort_to_front(list_to_sort: Sequence[Any], cls: type | tuple[type, ...]) -> Sequence[Any]:
-    """Return the sequence with all instances of a class first, otherwise in the order it had.
+    """Return the sequence with all instances of a class first, otherwise in the original order.
 
     Args:
         list_to_sort: Any objects.
@@ -144,7 +145,7 @@ def sort_to_front(list_to_sort: Sequence[Any], cls: type | tuple[type, ...]) -> 
 
 
 def sort_to_back(list_to_sort: Sequence[Any], cls: type | tuple[type, ...]) -> Sequence[Any]:
-    """Return the sequence with all instances of a class last, otherwise in the order it had.
+    """Return the sequence with all instances of a class last, otherwise in the original order.
 
     Args:
         list_to_sort: Any objects.
@@ -157,8 +158,8 @@ def sort_to_back(list_to_sort: Sequence[Any], cls: type | tuple[type, ...]) -> S
     return _stable_partition(list_to_sort, lambda item: not isinstance(item, cls))
 
 
-# The reversal comes before the sorts: after them it would turn "first" into "last" on every AFTER_ event. What must be
-# first or last says so about every event, which is why ranks, the rule of one event, come before.
+# The reversal comes before the sorts: after them it would turn "first" into "last" on every AFTER_ event. Surgery ranks
+# come before first and last, because these apply on every event, including INIT.
 DEFAULT_PASSES: Final[tuple[AlgorithmPass, ...]] = (
     set_filo_order,
     sort_by_precedence,
@@ -167,7 +168,7 @@ DEFAULT_PASSES: Final[tuple[AlgorithmPass, ...]] = (
     sort_low_precision_layernorm_last,
     warn_if_multiple_loss_interpolation,
 )
-"""The passes of an engine, first to last, unless it is given others."""
+"""The default passes of an engine, in order."""
 
 
 def _stable_partition(items: Sequence[Any], is_early: Callable[[Any], bool]) -> list[Any]:
@@ -175,27 +176,27 @@ def _stable_partition(items: Sequence[Any], is_early: Callable[[Any], bool]) -> 
 
 
 def surgery_rank(algorithm: object) -> int:
-    """Return the place among others on INIT."""
+    """Return the surgery rank of an algorithm, or the default one."""
     return _class_value(algorithm, "surgery_rank", Algorithm.surgery_rank)
 
 
 def class_says(algorithm: object, attribute: str) -> bool:
-    """Answer whether an attribute of the class is true."""
+    """Return whether an attribute of the algorithm's class is true."""
     return _class_value(algorithm, attribute, False) is True
 
 
 def is_named(algorithm: object, *names: str) -> bool:
-    """Answer whether the class, or one that it derives from, has one of the names."""
+    """Return whether the algorithm's class or one of its bases has one of the names."""
     return any(base.__name__ in names for base in algorithm.__class__.__mro__)
 
 
 def asks_for_precedence(algorithm: object) -> bool:
-    """Answer whether the class names any that it has to be before or after."""
+    """Return whether the algorithm's class has an order requirement."""
     return bool(_class_value(algorithm, "runs_before", ()) or _class_value(algorithm, "runs_after", ()))
 
 
 def precedence(first: object, second: object) -> str:
-    """Return what asks for the first algorithm to be before the second one, and nothing where nothing does."""
+    """Return the requirement that puts the first algorithm before the second one, or an empty string."""
     if is_named(second, *_class_value(first, "runs_before", ())):
         return f"{first.__class__.__name__}.runs_before"
     if is_named(first, *_class_value(second, "runs_after", ())):
@@ -204,7 +205,8 @@ def precedence(first: object, second: object) -> str:
 
 
 def conflict(first: object, second: object) -> str:
-    """Return why the first algorithm does not go with the second one, and nothing where it does."""
+    """Return why the first algorithm is incompatible with the second one, or an empty string."""
+
     reasons = _class_value(first, "conflicts_with", {})
     return next((reasons[name] for name in reasons if is_named(second, name)), "")
 

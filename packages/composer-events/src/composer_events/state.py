@@ -1,4 +1,4 @@
-"""What a training loop, its algorithms and its callbacks share."""
+"""State that a training loop, its algorithms and its callbacks share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES: Final = ("inputs", "targets")
 
 
 class BatchPart:
-    """A descriptor for one of the two parts of a batch of inputs and targets; see `BatchInParts`."""
+    """Descriptor of `inputs` or `targets`, one of the two parts of a batch; see `BatchInParts`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -71,13 +71,13 @@ class BatchPart:
 class BatchInParts:
     """The part of `State` that holds `inputs` and `targets`.
 
-    In a loop such as `for state.inputs, state.targets in dataloader:` nobody sets `state.batch`, which is what
-    algorithms read and replace. So once a loop has given both parts while there was no batch, the batch is the pair of
-    them: assigning a part replaces it in the batch, and reading a part reads it there. Where an algorithm or another
-    loop has put something else in its place, the next pair is the batch again.
+    A loop such as `for state.inputs, state.targets in dataloader:` does not set `state.batch`, which algorithms read
+    and replace. So when a loop assigns both parts while there is no batch, the batch becomes the pair of them:
+    assigning a part replaces it in the batch, and reading a part reads it from the batch. If an algorithm or another
+    loop replaces the batch, the next pair becomes the batch again.
 
-    With a Trainer, which sets `state.batch` itself, both are attributes like any that a user adds. So they are where
-    algorithms and callbacks assign them, and where one of them is `None`, until a loop begins as above.
+    With a Trainer, which sets `state.batch` itself, both are ordinary attributes, as if added by the user. The same
+    holds if algorithms or callbacks assign them, or if one of them is `None`, until a loop begins as above.
     """
 
     batch: Any
@@ -85,20 +85,21 @@ class BatchInParts:
     targets = BatchPart()
 
     def _begin_without_parts(self) -> None:
-        # The engine counts, so that what algorithms and callbacks assign is told from what the loop does.
+        # Counted by the engine, to distinguish assignments of algorithms and callbacks from those of the loop.
         self.num_running_events = 0
         self._is_loop_of_pairs = False
         self._new_parts: frozenset[str] = frozenset()
 
 
 def _take_from_loop(instance: Any, name: str) -> None:
-    """Make a batch of the parts that the loop has given, if both are new and nobody else gives it batches."""
+    """Set the batch to the pair of parts, if the loop assigned both and does not set batches otherwise."""
     own: dict[str, Any] = instance.__dict__
     new = own["_new_parts"] | {name}
     is_whole = len(new) == len(_NAMES)
     own["_new_parts"] = frozenset() if is_whole else new
     if not is_whole or any(own.get(part) is None for part in _NAMES):
         return
+    # A batch that is already there was set by another loop, such as the Trainer's.
     if instance.batch is None or own["_is_loop_of_pairs"]:
         own["_is_loop_of_pairs"] = True
         instance.batch = tuple(own[part] for part in _NAMES)
@@ -113,48 +114,48 @@ def _is_paired(instance: Any) -> bool:
 
 if TYPE_CHECKING:
     from composer_events.evaluator import Evaluator
-else:  # for typing.get_type_hints: an evaluator needs State, too
+else:  # for typing.get_type_hints; importing it would be circular
     Evaluator = Any
 
 
 class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
     """Everything about a run that algorithms and callbacks may read and change.
 
-    What changes at every batch is a plain attribute: `timestamp`, `previous_timestamp` (`None` before the first batch
-    is done), `eval_timestamp`, `predict_timestamp`, `batch`, `outputs`, `loss`, `model`. `batch` is the whole batch
-    from `Event.AFTER_DATALOADER` on, and a microbatch between `Event.BEFORE_FORWARD` and `Event.AFTER_BACKWARD`. Other
-    attributes may be added freely. In a loop written as `for state.inputs, state.targets in dataloader:`, which sets no
-    `batch`, the batch is the pair of these two.
+    Values that change at every batch are plain attributes: `timestamp`, `previous_timestamp` (`None` before the first
+    batch is done), `eval_timestamp`, `predict_timestamp`, `batch`, `outputs`, `loss`, `model`. `batch` is the whole
+    batch from `Event.AFTER_DATALOADER` on, and a microbatch between `Event.BEFORE_FORWARD` and
+    `Event.AFTER_BACKWARD`. Other attributes may be added. In a loop written as
+    `for state.inputs, state.targets in dataloader:`, which sets no `batch`, the batch is the pair of these two.
 
     `optimizers`, `schedulers`, `algorithms`, `callbacks` and `evaluators` are lists that keep their identity:
     assigning one object or several replaces their contents.
 
     Args:
         model: The model to train, wrapped or not.
-        rank_zero_seed: The seed of rank 0; the others add their rank.
-        run_name: Generated when `None`. Give one where several ranks train together, which have to agree on it.
-        device: A device object or its name. What `composer-dist` finds best when `None`.
+        rank_zero_seed: The seed of rank 0; other ranks add their rank.
+        run_name: Generated if `None`. Ranks that train together must agree on it, so pass one there.
+        device: A device object or its name. If `None`, chosen by `composer-dist`.
         max_duration: How long to train: epochs, a timestring or a `Time`.
-        device_train_microbatch_size: How many samples go through the model at a time on each rank.
+        device_train_microbatch_size: Samples per forward pass on each rank.
         auto_microbatching: Whether the loop lowers that number when the device runs out of memory.
-        train_dataloader: What `fit` trains on, also while `dataloader` is another one.
+        train_dataloader: The dataloader that `fit` trains on, also while `dataloader` is another one.
         evaluators: One or several.
-        dataloader: What the loop reads from now.
-        dataloader_label: Its name, such as `'train'`, which is also the default here.
-        dataloader_len: Batches in an epoch; -1 asks the dataloader.
-        dataset_state: Where to resume the dataset, given to it as soon as there is one that can be resumed.
+        dataloader: The dataloader of the current loop.
+        dataloader_label: Its name, such as `'train'`, which is the default.
+        dataloader_len: Batches per epoch; -1 uses the dataloader's length.
+        dataset_state: Where to resume the dataset; loaded as soon as there is a dataset that supports it.
         dataset_resumption: Which datasets have been resumed.
-        precision: A precision or its name, `'fp32'` when `None`.
+        precision: A precision or its name, `'fp32'` if `None`.
         precision_config: Settings of the precision.
         optimizers: One or several.
         scaler: The gradient scaler.
         save_metrics: Whether metrics go into checkpoints.
         algorithms: One or several.
         callbacks: One or several, loggers included.
-        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with such keys; each of
-            them is `None`, an object with the settings as attributes, or a dict of them. Where a process group runs,
-            the ranks compare their settings and make `device_mesh` as they say, so that every rank must call this.
-        grad_accum: Into how many microbatches each batch is cut, where a loop still counts them.
+        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with such keys; each is
+            `None`, an object with the settings as attributes, or a dict of them. In a process group the ranks compare
+            their settings and create `device_mesh` from them, so every rank must call this.
+        grad_accum: The number of microbatches per batch, for loops that use gradient accumulation.
         deepspeed_config: The settings of DeepSpeed, if it trains the model.
 
     Example:
@@ -215,6 +216,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         self.deepspeed_config = deepspeed_config
         self._set_parallelism(parallelism_config, save_metrics)
 
+        # The descriptors need their lists in `__dict__` before anything can be assigned.
         self.__dict__.update(optimizers=OptimizerList(), schedulers=SteppingList())
         self.__dict__.update(algorithms=WatchedList(), callbacks=WatchedList(), evaluators=WatchedList())
         self.optimizers = optimizers
@@ -241,6 +243,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         self.predict_timestamp = Timestamp()
 
         torch: Any = sys.modules.get("torch")
+        # Placeholders until the first forward pass; torch must not be imported only for them.
         self.batch: Any = None
         self.outputs: Any = None if torch is None else torch.empty(0)
         self.loss: Any = None if torch is None else torch.empty(0)
@@ -261,10 +264,10 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
 
     @property
     def max_duration(self) -> Time[Any] | None:
-        """How long to train. A bare number counts epochs. Assigning it forgets that training was stopped.
+        """How long to train. A bare number counts epochs. Assigning it resets `stopped_duration`.
 
         Raises:
-            ValueError: If a part of training is assigned, such as `'0.5dur'`.
+            ValueError: If a fraction of training is assigned, such as `'0.5dur'`.
         """
         return self._max_duration
 
@@ -273,15 +276,15 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         duration = None if max_duration is None else ensure_time(max_duration, TimeUnit.EPOCH)
         if duration is not None and duration.unit is TimeUnit.DURATION:
             raise ValueError(
-                f"max_duration={max_duration!r} is a part of training, and what it is a part of is what max_duration "
-                f"has to say. Give a length such as '10ep', '500ba' or '1000000tok'."
+                f"max_duration={max_duration!r} is a fraction of max_duration itself. Give a length such as '10ep', "
+                f"'500ba' or '1000000tok'."
             )
         self._max_duration = duration
         self.stopped_duration: str | None = None
 
     @property
     def iteration_length(self) -> Time[Any] | None:
-        """How many epochs or tokens make an iteration; `None` for no iterations.
+        """Number of epochs or tokens in an iteration; `None` for no iterations.
 
         Raises:
             NotImplementedError: If a length in another unit is assigned.
@@ -298,10 +301,10 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
             )
         self._length_of_iteration = length
 
-    _iteration_length = iteration_length  # its name before it was public
+    _iteration_length = iteration_length  # the name before it was public
 
     def get_elapsed_duration(self) -> Time[float] | None:
-        """Answer which part of training is done, `None` without a `max_duration`. A run of length 0 is all done."""
+        """Return the fraction of training that is done, or `None` without a `max_duration`; 1 if that is 0."""
         if self._max_duration is None:
             return None
         if self._max_duration.value == 0:
@@ -310,22 +313,23 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         return Time(self.timestamp.get(unit).value / length, TimeUnit.DURATION)
 
     def stop_training(self, *, resumable: bool = False) -> None:
-        """End training after the current batch; its events and evaluations still take place.
+        """Stop training after the current batch; its events and evaluations still take place.
 
-        Checkpoints keep that: `stopped_duration` is the `max_duration` that was not reached.
+        Checkpoints store the stop: `stopped_duration` is the `max_duration` that was not reached.
 
         Args:
-            resumable: Whether a run that is started again goes on all the same, as after the time limit of a job.
+            resumable: Whether a resumed run continues to the original duration, as after the time limit of a job.
         """
         duration, stopped = self._max_duration, self.stopped_duration
         if duration is not None and self.timestamp < duration:
             stopped = None if resumable else duration.to_timestring()
         unit = TimeUnit.EPOCH if duration is None else duration.unit
+        # An epoch in progress is not counted, so the stop is expressed in batches.
         self.max_duration = self.timestamp.get(TimeUnit.BATCH if unit is TimeUnit.EPOCH else unit)
         self.stopped_duration = stopped
 
     def batch_get_item(self, key: Any) -> Any:
-        """Read a part of the batch; see `batch_get`."""
+        """Return a part of the batch; see `batch_get`."""
         return batch_get(self.batch, key)
 
     def batch_set_item(self, key: Any, value: Any) -> None:
@@ -334,7 +338,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
 
     @property
     def precision(self) -> Any:
-        """The numerical precision. A name is turned into one if `composer-dist` is installed."""
+        """The numerical precision. A name is converted to a precision if `composer-dist` is installed."""
         return self._precision
 
     @precision.setter
@@ -362,11 +366,11 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         return {"train": self.train_metrics or {}, **self.eval_metrics}
 
     def get_model_state_dict(self) -> dict[str, Any]:
-        """Collect the weights by name, without the prefixes of wrappers. Every rank must call this."""
+        """Return the weights by name, without the prefixes of wrappers. Every rank must call this."""
         return get_model_state(self.model, self.fsdp_state_dict_type)
 
     def get_optim_state_dict(self) -> dict[str, Any]:
-        """Collect the state of each optimizer by its class, parameters by name. Every rank must call this."""
+        """Return each optimizer's state by class name, with parameters by name. Every rank must call this."""
         state_dict_type = self.fsdp_state_dict_type
         return {
             name: get_optimizer_state(self.model, optimizer, state_dict_type)
@@ -374,16 +378,16 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Collect what a run needs to go on.
+        """Return the state needed to resume the run.
 
         Weights and optimizer state are named by parameter; schedulers, callbacks, the scaler and the timestamp by
         class, the second of a class as `Name#1`; algorithms are a list of pairs in the order of `algorithms`.
-        `integrations` and `metadata` are for readers of the checkpoint. Every rank must call this.
+        `integrations` and `metadata` are meant for readers of the checkpoint. Every rank must call this.
         """
         return build_state_dict(self)
 
     def _dataset_state_dict(self) -> dict[str, Any]:
-        """Collect the training dataset's place; projects such as LLM-Shearing replace it on their state."""
+        """Return the position in the training dataset; projects such as LLM-Shearing replace this method."""
         dataset = dataset_of(self.train_dataloader)
         train = (
             dataset.state_dict(int(self.timestamp.sample_in_epoch), True) if hasattr(dataset, "state_dict") else None
@@ -398,18 +402,18 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         exclude_algorithms: Sequence[str] | None = None,
         algorithm_passes: Sequence[Any] | None = None,
     ) -> None:
-        """Go on where `state_dict` was called. Every rank must call this.
+        """Restore the state that `state_dict` returned. Every rank must call this.
 
         Args:
-            state: What `state_dict` gave, in this release or any since 0.7.
+            state: The result of `state_dict`, of this release or any since 0.7.
             logger: Passed to algorithms that are applied because the weights depend on them.
-            strict: Whether weights that are missing or too many are an error.
+            strict: Whether missing or unexpected weights are an error.
             exclude_algorithms: Class names of algorithms not to apply.
-            algorithm_passes: The engine's passes, which order those algorithms. The default ones when `None`.
+            algorithm_passes: The engine's passes, which order those algorithms. The default ones if `None`.
 
         Raises:
             RuntimeError: If weights do not fit the model.
-            KeyError: If the optimizer has a parameter that the saved one had not, or the other way round.
+            KeyError: If a parameter is only in the optimizer or only in the saved one.
             ValueError: If an algorithm that the weights depend on cannot be applied.
         """
         load_all(self, state, logger, strict, exclude_algorithms, algorithm_passes)
@@ -422,23 +426,23 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         exclude_algorithms: Sequence[str] | None = None,
         algorithm_passes: Sequence[Any] | None = None,
     ) -> None:
-        """Load the weights only, after the algorithms that they depend on; see `load_state_dict`."""
+        """Load only the weights, after applying the algorithms that they depend on; see `load_state_dict`."""
         load_model(self, state_dict, logger, strict, exclude_algorithms, algorithm_passes)
 
     def load_optim_state(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load the state of the optimizers only, those that the checkpoint has. Every rank must call this.
+        """Load only the states of the optimizers that the checkpoint contains. Every rank must call this.
 
         Args:
-            state_dict: With the key `optimizers`, as `state_dict` gave it.
-            strict: Whether parameters that are missing or too many are an error.
+            state_dict: The result of `state_dict`, of which the key `optimizers` is read.
+            strict: Whether missing or unexpected parameters are an error.
         """
         load_optimizers(self, state_dict, strict)
 
 
-if not TYPE_CHECKING:  # read several times in each step of training, and this spares a Python call each time
+if not TYPE_CHECKING:  # read several times per training step; attrgetter avoids a Python call
     State.max_duration = property(attrgetter("_max_duration"), State.max_duration.fset, doc=State.max_duration.__doc__)
 
 
 def _new_run_name() -> str:
-    # The operating system's randomness, so that no seed decides the name and no draw changes the seed.
+    # From the operating system: a seed must not determine the name, and drawing one must not advance the seeded RNG.
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"

@@ -216,7 +216,7 @@ def test_a_pass_that_returns_no_algorithms_is_named(state, make_engine, make_alg
         return returned
 
     state.algorithms.append(make_algorithm("A"))
-    with pytest.raises(TypeError, match=f"A pass returned {returned}, which is no sequence of algorithms") as caught:
+    with pytest.raises(TypeError, match=f"A pass returned {returned}, which is not a sequence of algorithms") as caught:
         make_engine(algorithm_passes=forget_to_return).run_event("batch_end")
     assert caught.value.__notes__ == ["raised by pass forget_to_return on Event.BATCH_END (epoch 1, batch 12)"]
 
@@ -224,9 +224,17 @@ def test_a_pass_that_returns_no_algorithms_is_named(state, make_engine, make_alg
 @pytest.mark.parametrize(
     ("hooks", "hook", "message"),
     [
-        ("callbacks", "speed", r"state\.callbacks holds 'speed', which is no callback and has no run_event\(\)"),
+        (
+            "callbacks",
+            "speed",
+            r"state\.callbacks holds 'speed', which is not a valid callback and has no run_event\(\)",
+        ),
         ("callbacks", Fail, r"state\.callbacks holds <class .*Fail'>.*Put in an object of that class: Fail\(\.\.\.\)"),
-        ("algorithms", "mixup", r"state\.algorithms holds 'mixup', which is no algorithm and has no match\(\)"),
+        (
+            "algorithms",
+            "mixup",
+            r"state\.algorithms holds 'mixup', which is not a valid algorithm and has no match\(\)",
+        ),
         ("algorithms", FailToApply, r"holds <class .*Put in an object of that class: FailToApply\(\.\.\.\)"),
     ],
 )
