@@ -136,7 +136,7 @@ def test_two_fits_follow_each_other_and_log_what_loggers_can_take(make_callback,
 
 def test_every_callback_has_a_module_of_its_own():
     modules = {type_.__module__.rpartition(".")[2] for type_ in map(callbacks.__getattr__, OWN)}
-    for module in [*modules - {"saver", "load_callback"}, "checkpoint_saver", "load_checkpoint"]:
+    for module in [*modules - {"saver", "loader"}, "checkpoint_saver", "load_checkpoint"]:
         assert hasattr(callbacks, module)
 
 

@@ -314,7 +314,7 @@ class StagedFile:
         >>> from pathlib import Path
         >>> staged = StagedFile(Path(__file__), "example")
         >>> staged.path.name
-        '_staged_file.py'
+        '_service_queue.py'
         >>> staged.remove()
         >>> staged.path.exists()
         False

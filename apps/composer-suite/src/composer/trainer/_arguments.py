@@ -5,18 +5,17 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
 
+from composer.trainer._rank_sync import share_refusal
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU, validate_precision
 from composer_events.arguments import to_interval
@@ -28,7 +27,19 @@ from composer_optim import DecoupledSGDW
 from composer_time import Time, TimeUnit, ensure_time
 
 if TYPE_CHECKING:
-    from composer.trainer._build import Given
+    from os import PathLike
+    from typing import Literal, TextIO
+
+    from composer.profiler.profiler import Profiler
+    from composer.trainer.divergence import OnDivergence
+    from composer_checkpoint.ignore_keys import IgnoreKeys
+    from composer_dist.ddp import DDPSyncStrategy
+    from composer_events.algorithm import Algorithm
+    from composer_events.callback import Callback
+    from composer_events.event import Event
+    from composer_events.logger_destination import LoggerDestination
+    from composer_events.state import State
+    from composer_fsdp import ParallelismConfig
 
 __all__ = [
     "check_kinds",
@@ -39,13 +50,163 @@ __all__ = [
     "level_of_user",
     "naming_unknown",
     "say_unknown",
-    "WITHOUT_NEWER_NAME",
-    "translate",
+    "FitArguments",
+    "TrainerArguments",
 ]
 
 # The bases of the models that HuggingFaceModel wraps, by the packages that they are in.
 _PUBLISHED = {("transformers", "PreTrainedModel"), ("peft", "PeftModel")}
 _EXAMPLES = {"Algorithm": "EMA", "Callback": "SpeedMonitor", "LoggerDestination": "TensorboardLogger"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerArguments:
+    """The arguments of `Trainer(...)`, as the user passed them, except that numbers of NumPy are Python's.
+
+    Attributes:
+        defaults: The value of each argument that was not passed.
+    """
+
+    model: ComposerModel
+    train_dataloader: Any
+    train_dataloader_label: str
+    train_subset_num_batches: int
+    spin_dataloaders: bool
+    max_duration: int | str | Time[int] | None
+    eval_dataloader: Any
+    eval_interval: Any
+    eval_subset_num_batches: int
+    algorithms: Algorithm | Sequence[Algorithm] | None
+    algorithm_passes: Any
+    optimizers: Optimizer | Sequence[Optimizer] | None
+    schedulers: Any
+    scale_schedule_ratio: float
+    step_schedulers_every_batch: bool | None
+    callbacks: Callback | Sequence[Callback] | None
+    loggers: LoggerDestination | Sequence[LoggerDestination] | None
+    run_name: str | None
+    progress_bar: bool
+    log_to_console: bool | None
+    console_stream: str | TextIO
+    console_log_interval: int | str | Time[int]
+    log_traces: bool
+    auto_log_hparams: bool
+    profiler: Profiler | None
+    python_log_level: str | None
+    load_path: str | PathLike[str] | None
+    load_object_store: Any
+    load_weights_only: bool
+    load_strict_model_weights: bool
+    load_progress_bar: bool
+    load_ignore_keys: IgnoreKeys | None
+    load_exclude_algorithms: Sequence[str] | None
+    load_trusted: bool
+    load_restart_epoch: bool
+    save_folder: str | PathLike[str] | None
+    save_filename: str
+    save_latest_filename: str | None
+    save_overwrite: bool
+    save_interval: int | str | Time[int] | Callable[[State, Event], bool]
+    save_weights_only: bool
+    save_ignore_keys: IgnoreKeys | None
+    save_num_checkpoints_to_keep: int
+    save_keep: Mapping[str, Any] | None
+    save_metrics: bool
+    save_async: bool
+    save_async_policy: Literal["wait", "skip"]
+    autoresume: bool
+    device: str | Device | None
+    precision: str | Precision | None
+    precision_config: dict[str, Any] | None
+    device_train_microbatch_size: int | float | Literal["auto"] | None
+    grad_accum: int | Literal["auto"] | None
+    accumulate_train_batch_on_tokens: bool
+    seed: int | None
+    deterministic_mode: bool
+    dist_timeout: float
+    ddp_sync_strategy: str | DDPSyncStrategy | None
+    ddp_comm_hook: str | None
+    deepspeed_config: dict[str, Any] | None
+    parallelism_config: Mapping[str, Any] | ParallelismConfig | None
+    compile_config: dict[str, Any] | None
+    activation_checkpointing: bool | Literal["selective"]
+    on_divergence: str | OnDivergence | None
+    save_artifact_name: str | None = None
+    save_latest_artifact_name: str | None = None
+    compute_training_metrics: bool = True
+    fsdp_config: dict[str, Any] | None = None
+    fsdp_auto_wrap: bool | None = None
+    load_fsdp_monolith_rank0_only: bool | None = None
+    defaults: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> TrainerArguments:
+        """Return the arguments, with those of earlier releases translated, which warns. Every rank must call this.
+
+        Args:
+            arguments: The `locals()` of the constructor.
+            defaults: The defaults of its keyword arguments.
+
+        Raises:
+            TypeError: If `older_names` holds a name that never was an argument.
+            ValueError: If an argument is passed under an older and under today's name.
+            RankDisagreementError: If so, and other ranks do not find the same.
+        """
+        defaults = {**defaults, **_OLDER_NAMES_ONLY}
+        values = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
+        try:
+            return cls(**translate(values | _OLDER_NAMES_ONLY, arguments["older_names"], defaults), defaults=defaults)
+        except Exception as refusal:
+            share_refusal(refusal, values["device"], values["dist_timeout"])
+            raise
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Return the arguments with their names."""
+        return ((each.name, getattr(self, each.name)) for each in fields(self) if each.name != "defaults")
+
+    def is_default(self, name: str) -> bool:
+        """Return whether an argument has its default value."""
+        return _is_default(name, getattr(self, name), self.defaults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitArguments:
+    """The arguments of `Trainer.fit(...)`, as the user passed them, except that numbers of NumPy are Python's."""
+
+    train_dataloader: Any
+    train_dataloader_label: str
+    train_subset_num_batches: int | None
+    spin_dataloaders: bool | None
+    duration: int | str | Time[int] | None
+    reset_time: bool
+    schedulers: Any
+    scale_schedule_ratio: float
+    step_schedulers_every_batch: bool | None
+    eval_dataloader: Any
+    eval_subset_num_batches: int
+    eval_interval: Any
+    device_train_microbatch_size: int | float | Literal["auto"] | None
+    precision: str | Precision | None
+    grad_accum: int | Literal["auto"] | None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> FitArguments:
+        """Return the arguments, from the `locals()` of `fit`."""
+        return cls(**{name: to_plain(value) for name, value in arguments.items() if name != "self"})
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Return the arguments with their names."""
+        return ((each.name, getattr(self, each.name)) for each in fields(self))
+
+
+def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    if name not in defaults:
+        return False
+    default = defaults[name]
+    # All defaults are plain. A value that is not plain, such as an array, may not compare at all.
+    return value is default or (
+        type(value) is type(default) and isinstance(value, (int, float, str)) and value == default
+    )
 
 
 def check_model(model: Any) -> ComposerModel:
@@ -215,19 +376,6 @@ def check_seed(seed: int | None) -> None:
         raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
 
 
-def check_dist_timeout(timeout_s: Any) -> None:
-    """Refuse a time to wait for other ranks that is none.
-
-    Raises:
-        ValueError: If it is no finite number greater than 0.
-    """
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < math.inf:
-        raise ValueError(
-            f"dist_timeout={timeout_s!r} must be a finite number of seconds greater than 0. For a day write 86400."
-        )
-
-
 def choose_run_name(run_name: str | None) -> str | None:
     """Return the name given, or the one in the environment; None leaves it to the State to make one up.
 
@@ -268,13 +416,13 @@ _FLAGS = (
 _PATHS = ("save_folder", "save_filename", "save_latest_filename", "load_path")
 
 
-def check_kinds(arguments: SimpleNamespace) -> None:
+def check_kinds(arguments: TrainerArguments | FitArguments) -> None:
     """Check flags, labels and lists of names of the constructor or of `fit`, as far as these are there.
 
     Raises:
         TypeError: If one is of another kind.
     """
-    given = vars(arguments)
+    given = dict(arguments.items())
     for name in _FLAGS:
         value = given.get(name)
         if value is not None and not (isinstance(value, Integral) and value in (0, 1)):
@@ -404,7 +552,7 @@ def say_unknown(method: str, name: str, names: Iterable[str], instead: str | Non
     return f"Trainer.{method}() got an unexpected keyword argument {name!r}. {instead}"
 
 
-WITHOUT_NEWER_NAME: dict[str, Any] = {
+_OLDER_NAMES_ONLY: dict[str, Any] = {
     "save_artifact_name": None,
     "save_latest_artifact_name": None,
     "compute_training_metrics": True,
@@ -412,7 +560,7 @@ WITHOUT_NEWER_NAME: dict[str, Any] = {
     "fsdp_auto_wrap": None,
     "load_fsdp_monolith_rank0_only": None,
 }
-"""What is known by its older name alone, and what it is where nobody gives it."""
+"""Arguments that have an older name only, with their defaults."""
 
 _INTERVALS = {"epoch": "1ep", "batch": "1ba"}
 
@@ -428,68 +576,69 @@ class _Older:
     """
 
     instead: str
-    apply: Callable[[Given, Any], None]
+    apply: Callable[[dict[str, Any], Any], None]
     newer: str | None = None
 
 
-def translate(given: Given, older: Mapping[str, Any]) -> None:
-    """Write arguments with older names onto those of today.
+def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with those of earlier releases written onto those of today.
 
     Raises:
-        TypeError: If a name never was one of an argument.
-        ValueError: If an argument is given under both names, or its value is not one that it could have.
+        TypeError: If a name never was that of an argument.
+        ValueError: If an argument is passed under both names, or its value is not one that it could have.
     """
     for name in older:
         if name not in _OLDER:
-            raise TypeError(say_unknown("__init__", name, [*(known for known, _ in given.items()), *_OLDER]))
+            raise TypeError(say_unknown("__init__", name, [*values, *_OLDER]))
     for name, value in older.items():
         known = _OLDER[name]
-        if known.newer is not None and not given.is_default(known.newer):
+        if known.newer is not None and not _is_default(known.newer, values[known.newer], defaults):
             raise ValueError(
-                f"{name}={value!r} and {known.newer}={getattr(given, known.newer)!r} are two names of one argument. "
+                f"{name}={value!r} and {known.newer}={values[known.newer]!r} are two names of one argument. "
                 f"Give {known.newer} alone."
             )
         warnings.warn(
             f"{name}={value!r} is an older spelling. {known.instead}", DeprecationWarning, stacklevel=level_of_user()
         )
-        known.apply(given, value)
+        known.apply(values, value)
+    return values
 
 
 def _keep(name: str, instead: str) -> _Older:
-    return _Older(instead, lambda given, value: setattr(given, name, value))
+    return _Older(instead, lambda values, value: values.update({name: value}))
 
 
-def _clip_gradients(given: Given, threshold: Any) -> None:
+def _clip_gradients(values: dict[str, Any], threshold: Any) -> None:
     from composer_algorithms.gradient_clipping import GradientClipping  # here, since few scripts are that old
 
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
         raise ValueError(f"grad_clip_norm={threshold!r} must be a number; the norm of a gradient is clipped to it.")
     if threshold <= 0:
         return  # what -1 meant, the default of that time
-    algorithms = given.algorithms
+    algorithms = values["algorithms"]
     several = [] if algorithms is None else list(algorithms) if isinstance(algorithms, (list, tuple)) else [algorithms]
     if any(isinstance(algorithm, GradientClipping) for algorithm in several):
         raise ValueError(
             f"grad_clip_norm={threshold!r} and algorithms={several!r} both clip gradients. Give the GradientClipping "
             "alone."
         )
-    given.algorithms = [*several, GradientClipping("norm", threshold)]
+    values["algorithms"] = [*several, GradientClipping("norm", threshold)]
 
 
-def _choose_console_interval(given: Given, level: Any) -> None:
+def _choose_console_interval(values: dict[str, Any], level: Any) -> None:
     name = str(getattr(level, "value", level)).lower()
     if name not in _INTERVALS:
         raise ValueError(f"console_log_level={level!r} must be 'epoch' or 'batch'.")
-    given.console_log_interval = _INTERVALS[name]
+    values["console_log_interval"] = _INTERVALS[name]
 
 
-def _set_load_strict(given: Given, value: Any) -> None:
-    given.load_strict_model_weights = bool(value)
+def _set_load_strict(values: dict[str, Any], value: Any) -> None:
+    values["load_strict_model_weights"] = bool(value)
 
 
 _OLDER: dict[str, _Older] = {
     "load_strict": _Older("Write load_strict_model_weights=....", _set_load_strict, "load_strict_model_weights"),
-    "load_chunk_size": _Older("Leave it out: downloads choose the size themselves.", lambda given, value: None),
+    "load_chunk_size": _Older("Leave it out: downloads choose the size themselves.", lambda values, value: None),
     "save_artifact_name": _keep(
         "save_artifact_name",
         "Give save_folder an address, or the list of callbacks a CheckpointSaver(remote_file_name=...).",

@@ -1,4 +1,4 @@
-"""Where the Trainer's log goes: the loggers given, a progress bar, the console."""
+"""Loggers of a Trainer: those given, a progress bar, the console."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:
     from composer.profiler.profiler import Profiler
-    from composer.trainer._build import Given, Parts
+    from composer.trainer._arguments import TrainerArguments
+    from composer.trainer._build import ResolvedArguments
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events.logger import Logger
     from composer_events.state import State
@@ -37,12 +38,12 @@ __all__ = [
 ]
 
 
-def choose_destinations(given: Given) -> list[LoggerDestination]:
-    """Return the destinations of the log: those given, then the recorder, the progress bar and the console if wanted.
+def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
+    """Return the given loggers, then the recorder, the progress bar and the console if they are wanted.
 
     Raises:
-        TypeError: If one of them is no LoggerDestination.
-        ValueError: If there is no such stream or interval.
+        TypeError: If one of them is not a LoggerDestination.
+        ValueError: If the stream or the interval is unknown.
     """
     destinations = list(ensure_tuple(given.loggers))
     if not any(isinstance(destination, RunRecorder) for destination in destinations):
@@ -55,7 +56,7 @@ def choose_destinations(given: Given) -> list[LoggerDestination]:
             destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
         destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
-    # Made even where it is not wanted, so that a wrong interval is an error wherever the script runs.
+    # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
     console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
     if _wants_console(given) and not _is_given("log_to_console", ConsoleLogger, destinations):
         if given.progress_bar:
@@ -73,8 +74,8 @@ def choose_destinations(given: Given) -> list[LoggerDestination]:
 
 
 def record_failure(error: BaseException, state: State) -> None:
-    """Tell the recorders of a run what has ended it, and its profiler when: who catches it may close much later."""
-    end_open_spans = getattr(state.profiler, "end_open_spans", None)  # the engine asks less of a profiler than ours has
+    """Pass an exception to the recorders and end the profiler's spans now, since the user may close much later."""
+    end_open_spans = getattr(state.profiler, "end_open_spans", None)  # custom profilers need not have it
     if end_open_spans is not None:
         end_open_spans()
     of_others = first_failure_of_others(error)
@@ -84,11 +85,11 @@ def record_failure(error: BaseException, state: State) -> None:
         elif isinstance(destination, MosaicMLLogger):
             destination.log_exception(error)
     if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
-        error.add_note(of_others.rstrip())  # that another rank is gone is not to be the last thing read
+        error.add_note(of_others.rstrip())  # the cause is on another rank, and its traceback helps more than ours
 
 
-def _wants_console(given: Given) -> bool:
-    # None was what older releases had by default: the console where there is no progress bar.
+def _wants_console(given: TrainerArguments) -> bool:
+    # None was the default of earlier releases: the console, unless there is a progress bar.
     return not given.progress_bar if given.log_to_console is None else given.log_to_console
 
 
@@ -101,8 +102,8 @@ def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
     return True
 
 
-# Composer's constructor does not have these, and who compares the hyperparameters of runs is not to find more of them
-# than there were: they are there where they say something.
+# Composer's constructor does not have these. They are logged only if used, so that the hyperparameters of runs stay
+# comparable.
 _ONLY_IF_USED = frozenset(
     {
         "load_trusted",
@@ -125,8 +126,8 @@ _ONLY_IF_USED = frozenset(
 )
 
 
-def log_arguments(given: Given, parts: Parts, state: State, logger: Logger) -> dict[str, Any]:
-    """Log the arguments, as they are used, as hyperparameters, and return them."""
+def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: State, logger: Logger) -> dict[str, Any]:
+    """Log the resolved arguments as hyperparameters, and return them."""
     arguments = {name: value for name, value in given.items() if not (name in _ONLY_IF_USED and given.is_default(name))}
     hparams = extract_hparams(
         arguments
@@ -153,14 +154,14 @@ def log_arguments(given: Given, parts: Parts, state: State, logger: Logger) -> d
 
 
 def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None:
-    """Check the argument, warn of what profiling costs, and add to the destinations who sends the profiler's files.
+    """Check the profiler, warn of its cost, and add the uploaders that its files need.
 
     Raises:
-        TypeError: If it is no Profiler.
+        TypeError: If it is not a Profiler.
     """
     if profiler is None:
         return
-    from composer.profiler.profiler import Profiler  # few profile, and all would wait for torch's profiler to load
+    from composer.profiler.profiler import Profiler  # a slow import that only profiled runs need
     from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
 
     if not isinstance(profiler, Profiler):
@@ -177,12 +178,12 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
 
 
 def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSaver | None) -> None:
-    """Let the state be profiled.
+    """Attach a profiler to the state.
 
     Args:
-        profiler: What profiles it, if anything does.
-        state: Its callbacks end with the profiler's.
-        saver: What saves checkpoints after all other callbacks had their turn, if the Trainer has made it.
+        profiler: The profiler, or `None`.
+        state: Receives the profiler's callbacks at its end.
+        saver: The Trainer's own saver of checkpoints, which must stay behind all other callbacks.
     """
     if profiler is None:
         return
@@ -194,10 +195,10 @@ def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSave
 
 
 def check_log_level(level: Any) -> None:
-    """Refuse a level of logging that is none.
+    """Check a logging level.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the level is unknown.
     """
     known = logging.getLevelNamesMapping()
     if level is not None and (not isinstance(level, str) or level.upper() not in known):
@@ -205,9 +206,9 @@ def check_log_level(level: Any) -> None:
 
 
 def set_log_level(level: str | None) -> None:
-    """Show what Composer's loggers say from this level on, each line with its time, rank, process and thread.
+    """Show the messages of Composer's loggers from a level on, with time, rank, process and thread.
 
-    Without a level nothing is configured. What the application has configured for other loggers stays.
+    Without a level, nothing is configured. The application's settings for other loggers stay.
     """
     if level is None:
         return

@@ -6,18 +6,17 @@ Nothing is written, loaded or asked of other ranks before all of them have been 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from composer.trainer._arguments import (
-    WITHOUT_NEWER_NAME,
-    check_dist_timeout,
+    FitArguments,
+    TrainerArguments,
     check_kinds,
     check_members,
     check_model,
@@ -28,8 +27,6 @@ from composer.trainer._arguments import (
     choose_precision,
     choose_run_name,
     refuse_twice,
-    to_plain,
-    translate,
 )
 from composer.trainer._attachments import (
     bind_profiler,
@@ -37,10 +34,13 @@ from composer.trainer._attachments import (
     check_profiler,
     choose_destinations,
     log_arguments,
+    record_failure,
+    set_log_level,
 )
 from composer.trainer._checkpoints import Loading, Saving, check_load_path, check_uploaders, choose_saver, load_at_start
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import make_guard, takes_none
+from composer.trainer._error_context import name_stage
 from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name, metrics_of
 from composer.trainer._fit_settings import (
     Plan,
@@ -55,18 +55,20 @@ from composer.trainer._fit_settings import (
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable, size_of_batches
 from composer.trainer._oom import AsGiven, UntilItFits
 from composer.trainer._prediction import Prediction
-from composer.trainer._rank_sync import Ranks, share_refusal
+from composer.trainer._rank_sync import Ranks, begin_stage, check_dist_timeout, share_refusal
 from composer.trainer._report import Report, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
-from composer.trainer._sharding import facts_of, plan_sharding, read_parallelism, share_mesh
-from composer.trainer._shutdown import Preemption, take_signals
+from composer.trainer._sharding import facts_of, needs_group, plan_sharding, read_parallelism, share_mesh
+from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
 from composer.trainer._step import BatchTrainer, TrainMetrics, make_autocast, needs_closure
 from composer.trainer._strategies import (
     Compilation,
+    begin_fit,
     check_recomputation,
     check_same_on_ranks,
     choose_strategy,
     complete_deepspeed_config,
+    join_process_group,
     recompute_activations,
     seed_rank,
     share_run_name,
@@ -76,7 +78,7 @@ from composer.trainer._strategies import (
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer.trainer.loop import FitEvaluation, Loop
 from composer_checkpoint.data_position import DataPosition
-from composer_dist import Precision, reproducibility, seed_context
+from composer_dist import Precision, dist, reproducibility, seed_context
 from composer_dist.devices import Device, get_device
 from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
@@ -100,23 +102,23 @@ if TYPE_CHECKING:
     from composer_time import Time
 
 __all__ = [
-    "Given",
     "take_fit_arguments",
     "check_scaler",
     "fit_scaler",
     "make_scaler",
-    "Parts",
-    "check",
+    "ResolvedArguments",
+    "Runtime",
+    "build",
+    "resolve",
     "check_agreement",
     "clip_by_strategy",
     "make_state",
-    "Workings",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """How the model is spread over ranks, and what the settings of that are."""
+class Placement:
+    """The strategy that distributes the model over ranks, and its settings."""
 
     strategy: Strategy
     deepspeed_config: dict[str, Any] | None
@@ -125,14 +127,14 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ResolvedArguments:
     """The arguments after they have been checked."""
 
     model: ComposerModel
     compilation: Compilation
     device: Device
     precision: Precision
-    spread: Spread
+    placement: Placement
     scaler: GradScaler | None
     optimizers: list[Optimizer]
     algorithms: list[Algorithm]
@@ -149,63 +151,83 @@ class Parts:
     on_divergence: OnDivergence | None
 
 
-def check(given: Given) -> Parts:
-    """Return what the Trainer is made of. Every rank must call this, and `check_agreement` then.
+def build(arguments: TrainerArguments) -> Runtime:
+    """Check the arguments, and create everything that trains. Every rank must call this.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
+        RankDisagreementError: If the ranks have different arguments, or do not all refuse theirs.
+    """
+    resolved = resolve(arguments)
+    set_log_level(arguments.python_log_level)
+    join_process_group(resolved.device, arguments.dist_timeout, is_needed=needs_group(resolved.placement.strategy))
+    check_agreement(arguments, resolved)
+    runtime = Runtime(arguments, resolved)
+    try:
+        runtime.begin(arguments, resolved)
+    except BaseException:
+        close_engine(runtime.engine)  # there will be no Trainer that a user could close
+        raise
+    return runtime
+
+
+def resolve(arguments: TrainerArguments) -> ResolvedArguments:
+    """Check the arguments. Every rank must call this, and `check_agreement` afterwards.
 
     Raises:
         ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
         RankDisagreementError: If so, and other ranks do not find the same.
     """
     try:
-        return _check_alone(given)
+        return _resolve_on_this_rank(arguments)
     except Exception as refusal:
-        share_refusal(refusal, given)
+        share_refusal(refusal, arguments.device, arguments.dist_timeout)
         raise
 
 
-def _check_alone(given: Given) -> Parts:
+def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
     """Return what the Trainer is made of, as far as this rank knows."""
-    check_log_level(given.python_log_level)
-    check_kinds(given)
-    compilation = Compilation.of(given.compile_config, given.model)
+    check_log_level(arguments.python_log_level)
+    check_kinds(arguments)
+    compilation = Compilation.of(arguments.compile_config, arguments.model)
     model = check_model(compilation.model)
-    device = get_device(given.device)
-    precision = choose_precision(given.precision, device)
-    schedule = Schedule.of(given.schedulers, given.scale_schedule_ratio, given.step_schedulers_every_batch)
-    duration = to_duration(given.max_duration, "max_duration")
+    device = get_device(arguments.device)
+    precision = choose_precision(arguments.precision, device)
+    schedule = Schedule.of(arguments.schedulers, arguments.scale_schedule_ratio, arguments.step_schedulers_every_batch)
+    duration = to_duration(arguments.max_duration, "max_duration")
     schedule.scale(duration)  # which refuses to leave nothing of it
-    algorithms = check_members("algorithms", given.algorithms, Algorithm)
-    callbacks = check_members("callbacks", given.callbacks, Callback)
-    destinations = choose_destinations(given)
+    algorithms = check_members("algorithms", arguments.algorithms, Algorithm)
+    callbacks = check_members("callbacks", arguments.callbacks, Callback)
+    destinations = choose_destinations(arguments)
     refuse_twice(loggers=destinations, callbacks=callbacks)
     refuse_twice(algorithms=algorithms)
     evaluators = make_evaluators(
-        given.eval_dataloader, model, given.eval_interval, given.eval_subset_num_batches, device
+        arguments.eval_dataloader, model, arguments.eval_interval, arguments.eval_subset_num_batches, device
     )
-    check_subset("train_subset_num_batches", given.train_subset_num_batches)
-    check_profiler(given.profiler, destinations)
-    size = given.device_train_microbatch_size
-    if size is None and given.grad_accum is None and given.train_dataloader is not None:
-        size = size_for_deepspeed(given.deepspeed_config, given.train_dataloader)
-    microbatching = Microbatching.of(size, given.grad_accum, device, profiler=given.profiler)
-    data_spec = None if given.train_dataloader is None else check_data(given.train_dataloader, microbatching)
-    check_seed(given.seed)
-    check_dist_timeout(given.dist_timeout)
-    on_divergence = to_policy(given.on_divergence, is_deepspeed=given.deepspeed_config is not None)
-    optimizers = choose_optimizers(given.optimizers, model)
+    check_subset("train_subset_num_batches", arguments.train_subset_num_batches)
+    check_profiler(arguments.profiler, destinations)
+    size = arguments.device_train_microbatch_size
+    if size is None and arguments.grad_accum is None and arguments.train_dataloader is not None:
+        size = size_for_deepspeed(arguments.deepspeed_config, arguments.train_dataloader)
+    microbatching = Microbatching.of(size, arguments.grad_accum, device, profiler=arguments.profiler)
+    data_spec = None if arguments.train_dataloader is None else check_data(arguments.train_dataloader, microbatching)
+    check_seed(arguments.seed)
+    check_dist_timeout(arguments.dist_timeout)
+    on_divergence = to_policy(arguments.on_divergence, is_deepspeed=arguments.deepspeed_config is not None)
+    optimizers = choose_optimizers(arguments.optimizers, model)
     check_optimizers_of(schedule.schedulers, optimizers)
-    spread = _choose_spread(given, device, precision, microbatching, data_spec, algorithms, callbacks)
-    scaler = None if spread.strategy.has_own_precision else make_scaler(precision, device, optimizers)
-    run_name = choose_run_name(given.run_name)
-    loading = Loading.of(given)
+    placement = _choose_placement(arguments, device, precision, microbatching, data_spec, algorithms, callbacks)
+    scaler = None if placement.strategy.has_own_precision else make_scaler(precision, device, optimizers)
+    run_name = choose_run_name(arguments.run_name)
+    loading = Loading.of(arguments)
     # Last, since a saver for an address makes a folder for what it is going to send there.
-    saver = _add_saver(given, loading, run_name, callbacks, destinations)
-    return Parts(
+    saver = _add_saver(arguments, loading, run_name, callbacks, destinations)
+    return ResolvedArguments(
         model=model,
         compilation=compilation,
         device=device,
         precision=precision,
-        spread=spread,
+        placement=placement,
         scaler=scaler,
         optimizers=optimizers,
         algorithms=algorithms,
@@ -223,20 +245,20 @@ def _check_alone(given: Given) -> Parts:
     )
 
 
-def _choose_spread(
-    given: Given,
+def _choose_placement(
+    arguments: TrainerArguments,
     device: Device,
     precision: Precision,
     microbatching: Microbatching,
     data_spec: DataSpec | None,
     algorithms: list[Algorithm],
     callbacks: list[Callback],
-) -> Spread:
+) -> Placement:
     """Return how the model is spread, by a strategy that can do what the other arguments ask for."""
-    parallelism_config = read_parallelism(given)
-    recomputes = check_recomputation(given.activation_checkpointing, parallelism_config)
+    parallelism_config = read_parallelism(arguments)
+    recomputes = check_recomputation(arguments.activation_checkpointing, parallelism_config)
     deepspeed_config = complete_deepspeed_config(
-        given.deepspeed_config,
+        arguments.deepspeed_config,
         parallelism_config=parallelism_config,
         data_spec=data_spec,
         microbatch_size=microbatching.of_one_size(size_of_batches(getattr(data_spec, "dataloader", None))),
@@ -247,24 +269,24 @@ def _choose_spread(
     strategy = choose_strategy(
         device,
         algorithms,
-        given.ddp_sync_strategy,
-        given.ddp_comm_hook,
+        arguments.ddp_sync_strategy,
+        arguments.ddp_comm_hook,
         deepspeed_config,
         plan_sharding(parallelism_config, precision, is_auto=microbatching.is_auto),
     )
     refuse_unrepeatable(microbatching, strategy)
-    return Spread(strategy, deepspeed_config, parallelism_config, recomputes)
+    return Placement(strategy, deepspeed_config, parallelism_config, recomputes)
 
 
 def _add_saver(
-    given: Given,
+    arguments: TrainerArguments,
     loading: Loading,
     run_name: str | None,
     callbacks: list[Callback],
     destinations: Iterable[LoggerDestination],
 ) -> CheckpointSaver | None:
     """Return what saves checkpoints, if anything does, and see to it that it is among the callbacks."""
-    saving = Saving.of(given)
+    saving = Saving.of(arguments)
     check_uploaders(saving, loading, [*destinations, *callbacks])
     saver = choose_saver(saving, loading, callbacks, run_name)
     if saver is not None and saver not in callbacks:
@@ -272,8 +294,8 @@ def _add_saver(
     return saver
 
 
-def check_agreement(given: Given, parts: Parts) -> None:
-    """Compare what every rank was given, before any of it is used. Every rank must call this.
+def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
+    """Compare what every rank was arguments, before any of it is used. Every rank must call this.
 
     Raises:
         ValueError: On every rank, with what differs and where, or with what another rank refuses.
@@ -295,108 +317,70 @@ def check_agreement(given: Given, parts: Parts) -> None:
         "autoresume",
     )
     check_same_on_ranks(
-        parts.model,
-        parts.optimizers,
-        parts.algorithms,
-        parts.schedule.schedulers,
-        parts.evaluators,
-        None if parts.data_spec is None else parts.data_spec.dataloader,
+        resolved.model,
+        resolved.optimizers,
+        resolved.algorithms,
+        resolved.schedule.schedulers,
+        resolved.evaluators,
+        None if resolved.data_spec is None else resolved.data_spec.dataloader,
         {
-            **{name: getattr(given, name) for name in as_given},
-            "max_duration": parts.duration,
-            "precision": parts.precision,
-            "deepspeed_config": parts.spread.deepspeed_config,
-            "parallelism_config": facts_of(parts.spread.strategy),
-            "CheckpointSaver": None if parts.saver is None else parts.saver.filename.filename,
+            **{name: getattr(arguments, name) for name in as_given},
+            "max_duration": resolved.duration,
+            "precision": resolved.precision,
+            "deepspeed_config": resolved.placement.deepspeed_config,
+            "parallelism_config": facts_of(resolved.placement.strategy),
+            "CheckpointSaver": None if resolved.saver is None else resolved.saver.filename.filename,
         },
     )
 
 
 def clip_by_strategy(algorithms: Iterable[Algorithm], strategy: Strategy) -> None:
-    """Let algorithms that clip the norm of the gradients do it as the strategy does, which has them in its parts."""
+    """Let algorithms that clip the norm of the gradients do it as the strategy does, which has them in its resolved."""
     for algorithm in algorithms:
         if hasattr(algorithm, "clip_grad_norm"):
             vars(algorithm)["clip_grad_norm"] = strategy.clip_grad_norm
 
 
-def make_state(given: Given, parts: Parts, rank_zero_seed: int) -> State:
+def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_zero_seed: int) -> State:
     """Return the state of a training that has not begun. Every rank must call this."""
     state = State(
-        parts.model,
+        resolved.model,
         rank_zero_seed=rank_zero_seed,
-        run_name=parts.run_name,
-        device=parts.device,
-        device_train_microbatch_size=parts.microbatching.size,
-        auto_microbatching=parts.microbatching.is_auto,
-        grad_accum=parts.microbatching.count,
-        precision=parts.precision,
-        precision_config=given.precision_config,
-        optimizers=parts.optimizers,
-        scaler=parts.scaler,
-        save_metrics=given.save_metrics,
-        deepspeed_config=parts.spread.deepspeed_config,
-        parallelism_config=parts.spread.parallelism_config,
-        algorithms=parts.algorithms,
-        callbacks=[*parts.destinations, *parts.callbacks],
+        run_name=resolved.run_name,
+        device=resolved.device,
+        device_train_microbatch_size=resolved.microbatching.size,
+        auto_microbatching=resolved.microbatching.is_auto,
+        grad_accum=resolved.microbatching.count,
+        precision=resolved.precision,
+        precision_config=arguments.precision_config,
+        optimizers=resolved.optimizers,
+        scaler=resolved.scaler,
+        save_metrics=arguments.save_metrics,
+        deepspeed_config=resolved.placement.deepspeed_config,
+        parallelism_config=resolved.placement.parallelism_config,
+        algorithms=resolved.algorithms,
+        callbacks=[*resolved.destinations, *resolved.callbacks],
     )
-    bind_profiler(given.profiler, state, None if parts.saver in ensure_tuple(given.callbacks) else parts.saver)
+    bind_profiler(
+        arguments.profiler, state, None if resolved.saver in ensure_tuple(arguments.callbacks) else resolved.saver
+    )
     state.run_name = share_run_name(state.run_name)
-    vars(state)["strategy"] = parts.spread.strategy  # for whoever saves: it has the whole weights
-    share_mesh(parts.spread.strategy, state)
+    vars(state)["strategy"] = resolved.placement.strategy  # for whoever saves: it has the whole weights
+    share_mesh(resolved.placement.strategy, state)
     return state
 
 
-class Given(SimpleNamespace):
-    """What a user gave to the constructor: each argument is an attribute, as it was typed but for NumPy's numbers.
-
-    Args:
-        arguments: What `locals()` says at the constructor's first line. Those in `older_names` are translated, with a
-            `DeprecationWarning` each.
-        defaults: What the constructor takes where nothing is given.
-
-    Raises:
-        TypeError: If `older_names` holds a name that never was one.
-        ValueError: If an argument is given under an older and under today's name.
-        RankDisagreementError: If so, and other ranks do not find the same.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        own = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
-        super().__init__(**own, **WITHOUT_NEWER_NAME)
-        self._defaults = {**defaults, **WITHOUT_NEWER_NAME}
-        try:
-            translate(self, arguments["older_names"])
-        except Exception as refusal:
-            share_refusal(refusal, self)
-            raise
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Return the arguments with their names."""
-        return ((name, value) for name, value in vars(self).items() if not name.startswith("_"))
-
-    def is_default(self, name: str) -> bool:
-        """Say whether an argument is what it is where nobody gives it."""
-        return name in self._defaults and _is_same(getattr(self, name), self._defaults[name])
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    # All defaults are plain; what is not plain, such as an array, may not compare at all.
-    return value is default or (
-        type(value) is type(default) and isinstance(value, (int, float, str)) and value == default
-    )
-
-
-def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatches:
+def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     """Check the arguments of `fit`, make them count, and return what is trained on.
 
     Args:
-        workings: What they change. If one of them is refused, nothing is changed.
+        runtime: What they change. If one of them is refused, nothing is changed.
         asked: The arguments, by name.
 
     Raises:
         ValueError, TypeError: If one cannot be used, something needed is missing, or no time is left to train.
     """
-    state, plan = workings.state, workings.plan
+    state, plan = runtime.state, runtime.plan
     if not state.optimizers:
         raise ValueError(
             "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
@@ -406,14 +390,14 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
     schedule = Schedule.of(asked.schedulers, asked.scale_schedule_ratio, asked.step_schedulers_every_batch)
     evaluators = make_evaluators(
         asked.eval_dataloader,
-        workings.model,
+        runtime.model,
         asked.eval_interval,
         asked.eval_subset_num_batches,
         state.device,
         present=state.evaluators,
     )
     new_precision = choose_precision(asked.precision or state.precision, state.device)
-    if workings.strategy.has_own_precision:
+    if runtime.strategy.has_own_precision:
         check_same_precision(new_precision, state.precision)
     scaler = make_scaler(new_precision, state.device, state.optimizers)
     microbatching = None
@@ -421,7 +405,7 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
         microbatching = Microbatching.of(
             asked.device_train_microbatch_size, asked.grad_accum, state.device, profiler=state.profiler
         )
-        refuse_unrepeatable(microbatching, workings.strategy, is_deepspeed=state.deepspeed_enabled)
+        refuse_unrepeatable(microbatching, runtime.strategy, is_deepspeed=state.deepspeed_enabled)
     stopped = None if longer is not None or asked.reset_time else state.stopped_duration
     with plan.undone_if_refused():
         if microbatching is not None:
@@ -438,9 +422,9 @@ def take_fit_arguments(workings: Workings, asked: SimpleNamespace) -> TrainBatch
     if asked.reset_time:
         plan.begin_again(batches)
     if asked.spin_dataloaders is not None:
-        workings.position.spin = asked.spin_dataloaders
+        runtime.position.spin = asked.spin_dataloaders
     if asked.eval_dataloader is not None:
-        workings.set_evaluators(evaluators)
+        runtime.set_evaluators(evaluators)
     if new_precision is not state.precision:
         state.precision, state.scaler = new_precision, scaler
     return batches
@@ -485,14 +469,12 @@ def check_scaler(scaler: GradScaler | None, precision: Precision) -> None:
         )
 
 
-class Workings:
-    """The objects of one Trainer, and what they are put together to.
-
-    Every rank must make one.
+class Runtime:
+    """The objects of one Trainer. Every rank must create one.
 
     Args:
-        given: The arguments.
-        parts: The same, checked.
+        arguments: The arguments of the Trainer.
+        resolved: The same arguments, checked.
 
     Attributes:
         model: The user's model; `state.model` may wrap it.
@@ -500,7 +482,7 @@ class Workings:
         state: Where training stands.
         engine: Runs the events.
         logger: Hands values to the loggers.
-        strategy: How the model is spread.
+        strategy: How the model is placement.
         ranks: What the ranks tell each other.
         position: Where in the training data a checkpoint was written.
         plan: What is trained on, and how long.
@@ -508,63 +490,65 @@ class Workings:
         until_it_fits: What `'auto'` microbatching has come to.
         divergences: The batches that `on_divergence` had to do something about.
         local_hparams: What `auto_log_hparams` logged.
+        has_failed: Whether this rank has raised an error, so that it must not wait for other ranks.
     """
 
-    def __init__(self, given: Given, parts: Parts) -> None:
-        self.saver = parts.saver
-        self._compilation = parts.compilation
-        self._recomputes = parts.spread.recomputes
-        self._eval_settings = given.eval_interval, given.eval_subset_num_batches
-        self._by_tokens = given.accumulate_train_batch_on_tokens
-        self._on_divergence = parts.on_divergence
+    def __init__(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
+        self.saver = resolved.saver
+        self._compilation = resolved.compilation
+        self._recomputes = resolved.placement.recomputes
+        self._eval_settings = arguments.eval_interval, arguments.eval_subset_num_batches
+        self._by_tokens = arguments.accumulate_train_batch_on_tokens
+        self._on_divergence = resolved.on_divergence
         self.divergences: list[Divergence] = []
-        self.strategy = parts.spread.strategy
-        clip_by_strategy(parts.algorithms, self.strategy)
+        self.strategy = resolved.placement.strategy
+        clip_by_strategy(resolved.algorithms, self.strategy)
         self.ranks = Ranks(self.strategy)
-        rank_zero_seed = share_seed(given.seed)
-        if given.deterministic_mode:
+        rank_zero_seed = share_seed(arguments.seed)
+        if arguments.deterministic_mode:
             reproducibility.configure_deterministic_mode()
         seed_rank(rank_zero_seed, self.strategy)
-        self.strategy.place(parts.model, parts.optimizers)
-        self.state = make_state(given, parts, rank_zero_seed)
-        check_load_path(parts.loading, self.state)
-        self.position = DataPosition.attach(self.state, given.spin_dataloaders)
-        self.logger = Logger(self.state, parts.destinations)
-        self.engine = Engine(self.state, self.logger, given.algorithm_passes)
+        self.strategy.place(resolved.model, resolved.optimizers)
+        self.state = make_state(arguments, resolved, rank_zero_seed)
+        check_load_path(resolved.loading, self.state)
+        self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
+        self.logger = Logger(self.state, resolved.destinations)
+        self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
         take_signals(self.engine)
-        self._take_model(parts.model)
+        self._take_model(resolved.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)
         self._clock = Clock()
-        self.plan = Plan(self.state, self.engine, self.ranks, self.position, parts.microbatching)
+        self.plan = Plan(self.state, self.engine, self.ranks, self.position, resolved.microbatching)
         self.until_it_fits = UntilItFits(self.state, self.strategy)
         self.local_hparams: dict[str, Any] = {}
+        self.has_failed = False
 
-    def begin(self, given: Given, parts: Parts) -> None:
+    def begin(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         """Go through the events from INIT to AFTER_LOAD, with what each of them finds ready."""
         state = self.state
         with self._drawing_alike():
             self.engine.run_event(Event.INIT)
         self._take_model(state.model)  # an algorithm may have put another in its place
-        if given.auto_log_hparams:
-            self.local_hparams = log_arguments(given, parts, state, self.logger)
+        if arguments.auto_log_hparams:
+            self.local_hparams = log_arguments(arguments, resolved, state, self.logger)
         log_run_facts(state, self.logger)
-        self._make_metrics(given, parts)
-        if parts.data_spec is not None:
-            self.plan.set_data(parts.data_spec, given.train_dataloader_label, given.train_subset_num_batches)
-        state.max_duration = parts.duration
-        self.plan.set_schedule(parts.schedule)
+        self._make_metrics(arguments, resolved)
+        if resolved.data_spec is not None:
+            self.plan.set_data(resolved.data_spec, arguments.train_dataloader_label, arguments.train_subset_num_batches)
+        state.max_duration = resolved.duration
+        self.plan.set_schedule(resolved.schedule)
         if self.strategy.prepares_before_load:
             self._prepare_model()
         self.engine.run_event(Event.BEFORE_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         with following_load(state):
-            load_at_start(parts.loading, self.saver, state, self.logger, self.engine)
+            load_at_start(resolved.loading, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:
             if state.model is not self.model:  # an algorithm that the checkpoint names has put it there
                 self._take_model(state.model)
-                self._make_metrics(given, parts)
+                self._make_metrics(arguments, resolved)
             self._prepare_model()
         self._compilation.apply(state.model)
         # Whatever algorithms drew so far, training draws the same numbers.
@@ -576,12 +560,14 @@ class Workings:
         self._train_metrics = TrainMetrics(self.state, model)
         self._report = Report(self.state, self.logger, self._train_metrics, self.ranks)
 
-    def _make_metrics(self, given: Given, parts: Parts) -> None:
+    def _make_metrics(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         state = self.state
-        metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True)) if given.compute_training_metrics else {}
+        metrics = (
+            copy.deepcopy(metrics_by_name(self.model, is_train=True)) if arguments.compute_training_metrics else {}
+        )
         check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
-        self.set_evaluators(parts.evaluators)
+        self.set_evaluators(resolved.evaluators)
 
     def _drawing_alike(self) -> AbstractContextManager[None]:
         """Return a context in which each rank draws the same, where no rank's layers are going to be handed to all."""
@@ -617,6 +603,38 @@ class Workings:
             else:
                 evaluators[place] = made
             self.add_metrics([made])
+
+    def fit(self, arguments: FitArguments) -> None:
+        """Train as `Trainer.fit` describes it. Every rank must call this."""
+        batches = take_fit_arguments(self, arguments)
+        # The failure is recorded before a signal ends the process: the launcher sends one when a rank fails.
+        with self.preemption.watched(), self.recording_failure():
+            begin_fit(self.state, self.ranks, batches.data_spec, self.strategy)
+            self.make_loop(batches).fit()
+        for optimizer in self.state.optimizers:
+            self.strategy.zero_grad(optimizer)
+
+    @contextmanager
+    def recording_failure(self) -> Iterator[None]:
+        """Return a context that names the stage in an error, records it, and remembers that this rank has failed."""
+        begin_stage()
+        try:
+            yield
+        except BaseException as error:
+            with postponed():
+                self.has_failed = True
+                name_stage(error, self.state)
+                record_failure(error, self.state)
+            raise
+
+    def close(self) -> None:
+        """Close every callback and logger. The ranks wait for each other, unless this one has failed."""
+        try:
+            close_engine(self.engine)
+        finally:
+            self.plan.close()
+        if not self.has_failed:
+            dist.barrier()
 
     def make_loop(self, batches: TrainBatches) -> Loop:
         """Return what trains on the batches."""

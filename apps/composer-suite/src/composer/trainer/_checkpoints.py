@@ -1,4 +1,4 @@
-"""What the Trainer's arguments say about saving, loading and resuming, checked and carried out."""
+"""Checks of the Trainer's arguments for saving, loading and resuming, and their use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer_checkpoint.ignore_keys import check_ignore_keys
 from composer_events.arguments import to_interval
 
 if TYPE_CHECKING:
-    from composer.trainer._build import Given
+    from composer.trainer._arguments import TrainerArguments
     from composer_checkpoint.ignore_keys import IgnoreKeys
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events.callback import Callback
@@ -47,14 +47,14 @@ class Saving:
     save_latest_artifact_name: str | None
 
     @classmethod
-    def of(cls, given: Given) -> Saving:
-        """Return what the arguments say, unchecked."""
+    def of(cls, given: TrainerArguments) -> Saving:
+        """Return the arguments, unchecked."""
         return cls(**_named_as_in(cls, given))
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The arguments `load_*`, and whether a run that was started again goes on by itself."""
+    """The arguments `load_*` and `autoresume`."""
 
     load_path: str | os.PathLike[str] | None
     load_object_store: Any
@@ -68,22 +68,22 @@ class Loading:
     autoresume: bool
 
     @classmethod
-    def of(cls, given: Given) -> Loading:
-        """Return what the arguments say, unchecked."""
+    def of(cls, given: TrainerArguments) -> Loading:
+        """Return the arguments, unchecked."""
         return cls(**_named_as_in(cls, given))
 
 
-def _named_as_in(arguments: type[Saving | Loading], given: Given) -> dict[str, Any]:
+def _named_as_in(arguments: type[Saving | Loading], given: TrainerArguments) -> dict[str, Any]:
     return {field.name: getattr(given, field.name) for field in fields(arguments)}
 
 
 def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callback]) -> None:
-    """Raise if a logger that uploads could not bring back what a run that is started again looks for.
+    """Reject uploading loggers from which a resumed run could not load.
 
     Raises:
-        ValueError: If one has names of its own or several uploads at a time.
+        ValueError: If one has custom file names or concurrent uploads.
     """
-    module: Any = sys.modules.get("composer_checkpoint.remote.logger")  # whoever has one has loaded it
+    module: Any = sys.modules.get("composer_checkpoint.remote.logger")  # not imported, so no instance exists
     if module is None:
         return
     uploaders: list[Any] = [each for each in listeners if isinstance(each, module.RemoteUploaderDownloader)]
@@ -104,7 +104,7 @@ def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callba
 
 
 def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback], run_name: str | None) -> Any:
-    """Return the saver among the callbacks, or the one that the arguments ask for, or `None` without one.
+    """Return the saver among the callbacks, or the one from the arguments, or `None`.
 
     Raises:
         ValueError, TypeError: If an argument cannot be used, or contradicts another.
@@ -121,12 +121,12 @@ def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback]
 
 
 def _check_without_folder(saving: Saving) -> None:
-    """Check what nothing is made of, so that a mistake does not wait for the run that saves."""
+    """Check arguments that are unused without a folder, so that mistakes show before a run that saves."""
     if saving.save_async:
         raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
     to_interval("save_interval", saving.save_interval)
     if saving.save_num_checkpoints_to_keep != -1 or saving.save_keep is not None:
-        from composer_checkpoint.retention import combine_policies  # here, since not every run saves
+        from composer_checkpoint.retention import combine_policies  # a slow import that not every run needs
 
         combine_policies(saving.save_num_checkpoints_to_keep, saving.save_keep)
     names = {
@@ -147,7 +147,7 @@ def _warn_of_no_effect(given: str, missing: str) -> None:
 
 def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
     """Return the first saver among the callbacks."""
-    module: Any = sys.modules.get("composer_checkpoint.saver")  # whoever has made one has loaded it
+    module: Any = sys.modules.get("composer_checkpoint.saver")  # not imported, so no instance exists
     if module is None:
         return None
     saver: Any = next((callback for callback in callbacks if isinstance(callback, module.CheckpointSaver)), None)
@@ -157,7 +157,7 @@ def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
 def _make_saver(saving: Saving) -> CheckpointSaver | None:
     if saving.save_folder is None:
         return None
-    # Here, since it takes as long to load as the rest of the Trainer, and not every run saves.
+    # Here, because the import takes as long as the rest of the Trainer, and not every run saves.
     from composer_checkpoint.saver import CheckpointSaver
     from composer_checkpoint.stores.base import parse_uri
 
@@ -213,15 +213,15 @@ def _check_autoresume(saving: Saving, saver: CheckpointSaver | None, run_name: s
 
 
 def check_load_path(loading: Loading, state: State) -> None:
-    """Raise on all ranks if what is to be loaded from a disk is not there. Every rank must call this.
+    """Raise on all ranks if a local checkpoint to load does not exist. Every rank must call this.
 
-    What a run that goes on by itself loads is found out only when it looks for it.
+    With `autoresume`, the path is known only after the search for checkpoints, and is not checked here.
 
     Raises:
-        NoCheckpointError: Then.
+        NoCheckpointError: If it does not exist.
     """
     if loading.load_path is not None and loading.load_object_store is None and not loading.autoresume:
-        from composer_checkpoint.loader import check_local_path  # here, since not every run loads
+        from composer_checkpoint.loader import check_local_path  # a slow import that not every run needs
 
         check_local_path(os.fspath(loading.load_path), state)
 
@@ -229,16 +229,17 @@ def check_load_path(loading: Loading, state: State) -> None:
 def load_at_start(
     loading: Loading, saver: CheckpointSaver | None, state: State, logger: Logger, engine: Engine
 ) -> list[dict[str, Any]] | None:
-    """Load what was asked for, or what the run left when it was killed, and return the random numbers of the ranks.
+    """Load the checkpoint to start from or to resume, and return the random states of all ranks.
 
     Every rank must call this.
     """
     if not loading.autoresume or saver is None:
         return _load(loading, state, logger, engine)
-    from composer_checkpoint.resume import checkpoint_to_resume  # loaded already, with the saver
+    from composer_checkpoint.resume import checkpoint_to_resume  # cheap here: the saver has imported it
 
     with checkpoint_to_resume(saver, state, logger) as path:
         if path is not None:
+            # A resumed run continues completely, whatever parts of `load_path` its first start loaded.
             loading = replace(
                 loading,
                 load_path=path,
@@ -253,14 +254,14 @@ def load_at_start(
 def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> list[dict[str, Any]] | None:
     if loading.load_path is None:
         return None
-    from composer_checkpoint.stores.base import parse_uri  # here, since not every run loads
+    from composer_checkpoint.stores.base import parse_uri  # a slow import that not every run needs
 
     path, store = os.fspath(loading.load_path), loading.load_object_store
     if store is not None and parse_uri(path).backend:
         path = parse_uri(path).path
-    # Only where they say something: who puts a function of their own there may have Composer's arguments alone.
+    # Passed only if set: users' test suites patch this function with one that has Composer's arguments only.
     chosen = {"trusted": loading.load_trusted, "restart_epoch": loading.load_restart_epoch}
-    # Through the module, where users' suites put one of their own.
+    # Called through the module, where such patches apply.
     rng = checkpoint.load_checkpoint(
         state=state,
         logger=logger,
@@ -276,6 +277,6 @@ def _load(loading: Loading, state: State, logger: Logger, engine: Engine) -> lis
     )
     stamp = state.timestamp
     if not stamp.num_iterations and not int(stamp.epoch_in_iteration) and not int(stamp.token_in_iteration):
-        # A checkpoint of before there were iterations.
+        # A checkpoint from before there were iterations.
         state.timestamp = stamp.copy(epoch_in_iteration=stamp.num_epochs, token_in_iteration=stamp.num_tokens)
     return rng

@@ -41,7 +41,7 @@ from composer_models import ComposerModel, model_eval_mode
 from composer_time import Time, Timestamp
 
 if TYPE_CHECKING:
-    from composer.trainer._build import Workings
+    from composer.trainer._build import Runtime
 
 __all__ = ["EvaluationBatches", "evaluate_alone"]
 
@@ -49,9 +49,9 @@ _NO_BATCH: Any = object()
 
 
 class Evaluation:
-    """Runs evaluators: events, forward passes, metrics.
+    """Runs of evaluators: events, forward passes, metrics.
 
-    Every sample counts once, also where a DistributedSampler repeats some so that each rank has as many.
+    Every sample counts once, even where a DistributedSampler repeats some to give each rank equally many.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Evaluation:
     ) -> None:
         """Evaluate over one dataloader, log the metrics, and leave the state's dataloader and mode as they were.
 
-        A dataloader that yields no batch is warned about, and its metrics stay as they were.
+        A dataloader that yields no batch causes a warning, and its metrics keep their values.
 
         Args:
-            evaluator: Says over which.
-            metrics: Those of the evaluator, by name.
-            subset_num_batches: How many batches to read; -1 for all.
-            open_batches: Begins to read the dataloader, in place of `iter`.
+            evaluator: Provides the dataloader.
+            metrics: The evaluator's metrics, by name.
+            subset_num_batches: The number of batches to read; -1 for all.
+            open_batches: Replaces `iter` for reading the dataloader.
         """
         state, run_event = self._state, self._engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
@@ -98,7 +98,7 @@ class Evaluation:
             with torch.no_grad(), model_eval_mode(state.model):
                 state.set_dataloader(evaluator.dataloader.dataloader, evaluator.label, subset_num_batches)
                 run_event(Event.EVAL_START)
-                share_buffers(state.model)  # by now those of an average, if algorithms put one into the model
+                share_buffers(state.model)  # after EVAL_START, where algorithms may swap in averaged weights
                 for metric in metrics.values():
                     state.device.module_to_device(metric).reset()
                 ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)
@@ -126,6 +126,7 @@ class Evaluation:
         set_epoch(spec.dataloader, state.timestamp.num_batches)
         batches = iter(spec.dataloader) if open_batches is None else open_batches(evaluator)
         while True:
+            # Every rank must reach the collective below, even one without a batch.
             may_read = length is None or state.eval_timestamp.batch < length
             num_read = state.eval_timestamp.num_batches
             batch = next_batch(batches, spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
@@ -165,7 +166,7 @@ class Evaluation:
         if has_repeated:
             parts[-1] = without_last(microbatches[-1], spec)
         if self._strategy.meets_in_forward and not ranks.keep_step:
-            # The last one again, uncounted, for the ranks that have more of them.
+            # Repeat the last one uncounted, so that ranks with fewer microbatches still join every collective.
             parts += [(microbatches[-1], False)] * (ranks.most(len(parts)) - len(parts))
         if not evaluator.auto_microbatching:
             self._evaluate_parts(spec, parts, metrics)
@@ -174,7 +175,7 @@ class Evaluation:
             self._evaluate_parts(spec, parts, metrics)
 
     def _evaluate_parts(self, spec: DataSpec, parts: Sequence[tuple[Any, bool]], metrics: Mapping[str, Any]) -> None:
-        """Evaluate microbatches, of which some do not count."""
+        """Evaluate microbatches; those marked `False` do not count."""
         state, run_event = self._state, self._engine.run_event
         for microbatch, is_counted in parts:
             on_device = state.device.batch_to_device(microbatch)
@@ -189,7 +190,7 @@ class Evaluation:
     def _evaluate_until_it_fits(
         self, evaluator: Evaluator, metrics: Mapping[str, Any], evaluate: Callable[[], None]
     ) -> None:
-        """Evaluate a batch, with microbatches of half the size on all ranks whenever it does not fit on one of them."""
+        """Evaluate a batch; halve the microbatches on all ranks until it fits on every rank."""
         state, undo = self._state, MetricsUndo(metrics)
         batch = state.batch
         while not self._attempts.succeeds(evaluate, Stage.GRADIENTS):
@@ -225,15 +226,15 @@ class Evaluation:
 
 
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
-    """Put back the dataloader that a state had before, with the length it had there."""
+    """Restore a state's previous dataloader, label and length."""
     state.set_dataloader(dataloader, label, -1 if length is None else length)
 
 
 def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
-    """Give every rank as many tensors in each list of a metric as the others have, by adding empty ones.
+    """Pad the lists of each metric with empty tensors to the same length on every rank. Every rank must call this.
 
-    torchmetrics gathers lists element by element, and for a rank that has none, such as one without samples, it makes
-    up a flat one of float32, whatever the others have. Every rank must call this.
+    torchmetrics gathers lists element by element. For a rank with an empty list, such as one without samples, it would
+    use a flat float32 tensor, whatever shape and dtype the others have.
     """
     parts = [part for metric in metrics.values() for part in metric.modules()]
     lists = [[value for value in getattr(part, "metric_state", {}).values() if type(value) is list] for part in parts]
@@ -242,11 +243,11 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
     own = [[[_kind_of(element) for element in found] for found in of_part] for of_part in lists]
     for part, of_part, *of_ranks in zip(parts, lists, *dist.all_gather_object(own), strict=True):
         longest = [max(of_list, key=len) for of_list in zip(*of_ranks, strict=True)]
-        if any(None in kinds for kinds in longest):  # a metric with more than tensors gathers them its own way
+        if any(None in kinds for kinds in longest):  # a metric with other objects than tensors has its own gathering
             continue
         for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
             if min(map(len, lengths)) < len(kinds):
-                found[:] = map(torch.atleast_1d, found)  # a number has no empty form
+                found[:] = map(torch.atleast_1d, found)  # a 0-d tensor has no empty form to pad with
                 found += [torch.empty(0, *kind[1], dtype=kind[0], device=part.device) for kind in kinds[len(found) :]]
 
 
@@ -263,7 +264,7 @@ def _warn_of_nothing(evaluator: Evaluator) -> None:
 
 
 def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return `eval_forward` as a function of the batch alone, also where its author gave `outputs` no default."""
+    """Return `eval_forward` as a function of the batch alone, even if its `outputs` has no default."""
     outputs = inspect.signature(eval_forward).parameters.get("outputs")
     if outputs is not None and outputs.default is inspect.Parameter.empty:
         return functools.partial(eval_forward, outputs=None)
@@ -271,17 +272,17 @@ def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class EvaluationBatches:
-    """Opens the dataloaders of evaluators, so that what a DataLoader draws follows from the training's batch alone.
+    """Readers of evaluation dataloaders whose random draws depend on the training batch alone.
 
-    Otherwise it would matter to the rest of training whether persistent workers had been started before or not.
+    Without them, the rest of training would depend on whether persistent workers had been started before.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._seeded: dict[int, SeededBatches] = {}  # kept, since the workers may persist
+        self._seeded: dict[int, SeededBatches] = {}  # kept between evaluations, since workers may persist
 
     def open(self, evaluator: Evaluator) -> Iterator[Any]:
-        """Return the batches of an evaluation that is made now."""
+        """Start reading an evaluator's dataloader."""
         loader, batch = evaluator.dataloader.dataloader, self._state.timestamp.num_batches
         seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
         if isinstance(loader, DataLoader) and can_be_seeded(loader):
@@ -304,21 +305,21 @@ def make_evaluators(
     device: Device,
     present: Sequence[Evaluator] = (),
 ) -> list[Evaluator]:
-    """Wrap each dataloader into an Evaluator that computes all metrics of the model.
+    """Wrap each dataloader in an Evaluator that computes all metrics of the model.
 
     Args:
         given: One dataloader, DataSpec or Evaluator, several of one kind, or None.
-        model: Says which metrics there are.
-        eval_interval: For evaluators that have no interval.
-        subset_num_batches: For evaluators that say nothing about it; -1 for all batches.
-        device: Where they run.
-        present: Those that stay where none are given.
+        model: Provides the metrics.
+        eval_interval: Default for evaluators without an interval.
+        subset_num_batches: Default for evaluators without a number of batches; -1 for all.
+        device: The device of the evaluation.
+        present: Existing evaluators, which stay if `given` is empty.
 
     Raises:
         TypeError: If the model's metrics have no names.
-        ValueError: If Evaluators and other dataloaders are mixed, if none of the metrics that one names is there, if a
-            dataloader's end cannot be known and no subset limits it, if the size of microbatches is to be found out on
-            another device than a GPU, or if a metric has no values to begin with.
+        ValueError: If Evaluators and other dataloaders are mixed, if an evaluator names no metric of the model, if a
+            dataloader is endless and no subset limits it, if automatic microbatching is requested on another device
+            than a GPU, or if a metric is on the meta device.
     """
     items = _listed(given)
     if not items:
@@ -337,7 +338,7 @@ def make_evaluators(
     check_interval(eval_interval)
     for item in items:
         check_iterable("eval_dataloader", item)
-    # Copies, since what is filled in is this Trainer's business, and the user may give them to another one.
+    # Copies, because defaults are filled in and the user may pass the evaluators to another Trainer.
     evaluators = [copy.copy(ensure_evaluator(item, names)) for item in items]
     warn_of_known_labels(evaluators, [])
     for evaluator in evaluators:
@@ -379,7 +380,7 @@ def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence
 
 
 def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evaluator]) -> None:
-    """Say where two evaluators of one label will write over each other's results."""
+    """Warn if two evaluators share a label, under which each overwrites the other's results."""
     known = {evaluator.label for evaluator in others}
     for evaluator in evaluators:
         if evaluator.label in known and others:
@@ -401,7 +402,7 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def _is_batch(item: Any) -> bool:
-    """Say whether an item of a list is a batch, and the list a dataloader, or a dataloader, one of several."""
+    """Return whether an item of a list is a batch (the list is one dataloader), not a dataloader of its own."""
     return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
 
 
@@ -419,13 +420,13 @@ def _refuse_endless(evaluator: Evaluator) -> None:
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
-    """Return the model's own metrics of training or of evaluation.
+    """Return the model's metrics for training or evaluation.
 
     Raises:
-        TypeError: If `get_metrics` returns them without names.
+        TypeError: If `get_metrics` returns no dict.
     """
     metrics: Any = model.get_metrics(is_train=is_train)
-    # By what it has, since neither a ModuleDict nor a MetricCollection is a Mapping.
+    # By attribute, since neither ModuleDict nor MetricCollection is a Mapping.
     if hasattr(metrics, "keys") and hasattr(metrics, "items"):
         return metrics
     raise TypeError(
@@ -436,10 +437,10 @@ def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics that have nothing to count from.
+    """Reject metrics on the meta device, which have no values to start from.
 
     Raises:
-        ValueError: With the name of one that was made on the meta device.
+        ValueError: With the name of such a metric.
     """
     for name, metric in metrics.items():
         states = [value for part in metric.modules() for value in getattr(part, "metric_state", {}).values()]
@@ -452,17 +453,17 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
 
 def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Any]:
-    """Return own copies of the metrics that the evaluator names."""
+    """Return copies of the metrics that the evaluator selects."""
     return copy.deepcopy(evaluator.select_metrics(metrics_by_name(model, is_train=False)))
 
 
 class Padding:
-    """Finds the repeated samples of one pass over a dataloader.
+    """Counts of the repeated samples in one pass over a dataloader.
 
-    They are the last sample of each of the last ranks, in the batch with which the sampler comes to its end.
+    They are the last sample of each of the last ranks, in the last batch of the sampler.
 
     Args:
-        dataloader: Any; only one over a DistributedSampler that does not drop its tail repeats samples.
+        dataloader: Any dataloader; only a DistributedSampler that keeps its tail repeats samples.
     """
 
     def __init__(self, dataloader: Any) -> None:
@@ -471,16 +472,16 @@ class Padding:
         self._num_left = 0
         sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
         if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-            dataset: Any = sampler.dataset  # of a length, since the sampler was made
+            dataset: Any = sampler.dataset  # it has a length, which the sampler needed
             self._num_repeated = sampler.total_size - len(dataset)
             self._is_own = sampler.rank >= sampler.num_replicas - self._num_repeated
             self._num_left = sampler.num_samples
 
     def in_batch(self, num_samples: int | float) -> tuple[int, bool]:
-        """Return how many samples of the next batch are repeated on all ranks together, and whether this rank has one.
+        """Return the number of repeated samples in the next batch over all ranks, and whether this rank has one.
 
         Args:
-            num_samples: How many samples the batch has on this rank.
+            num_samples: The number of samples of the batch on this rank.
         """
         if self._num_repeated == 0:
             return 0, False
@@ -489,10 +490,10 @@ class Padding:
 
 
 def without_last(microbatch: Any, data_spec: DataSpec) -> tuple[Any, bool]:
-    """Return a microbatch without its last sample, and whether anything is left that counts.
+    """Return a microbatch without its last sample, and whether any counted sample is left.
 
-    A microbatch of one sample is returned as it is: it is computed all the same, because the other ranks may wait for
-    this rank's part of the model.
+    A microbatch of one sample is returned unchanged and computed anyway, because the other ranks may need this rank's
+    part of a collective.
     """
     num_samples = int(data_spec.get_num_samples_in_batch(microbatch))
     if num_samples <= 1:
@@ -500,29 +501,30 @@ def without_last(microbatch: Any, data_spec: DataSpec) -> tuple[Any, bool]:
     return data_spec.split_batch(microbatch, num_samples - 1)[0], True
 
 
-def evaluate_alone(workings: Workings, eval_dataloader: Any, subset_num_batches: int) -> None:
-    """Evaluate on a dataloader, or with all evaluators there are.
+def evaluate_alone(runtime: Runtime, eval_dataloader: Any, subset_num_batches: int) -> None:
+    """Evaluate on a dataloader, or with all evaluators of the state.
 
     Raises:
-        ValueError: If there is nothing to evaluate on.
+        ValueError: If there is neither a dataloader nor an evaluator.
     """
-    state = workings.state
-    workings.take_evaluators()
+    state = runtime.state
+    runtime.take_evaluators()
     evaluators: list[Evaluator] = list(state.evaluators)
     if eval_dataloader is not None:
-        evaluators = make_evaluators(eval_dataloader, workings.model, 1, subset_num_batches, state.device)
+        evaluators = make_evaluators(eval_dataloader, runtime.model, 1, subset_num_batches, state.device)
         warn_of_known_labels(evaluators, state.evaluators)
-        workings.add_metrics(evaluators)
+        runtime.add_metrics(evaluators)
     if not evaluators:
         raise ValueError("eval_dataloader must be provided to either Trainer init() or eval().")
-    workings.engine.run_event(Event.EVAL_STANDALONE_START)
+    runtime.engine.run_event(Event.EVAL_STANDALONE_START)
+    # Registered for the duration of the call, so that callbacks find them on the state.
     state.evaluators = [*state.evaluators, *(e for e in evaluators if e not in state.evaluators)]
     try:
-        evaluation = workings.make_evaluation()
+        evaluation = runtime.make_evaluation()
         for evaluator in evaluators:
             subset = evaluator.subset_num_batches if subset_num_batches == -1 else subset_num_batches
             evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
     finally:
         if eval_dataloader is not None:
             state.evaluators = [e for e in state.evaluators if e not in evaluators]
-    workings.engine.run_event(Event.EVAL_STANDALONE_END)
+    runtime.engine.run_event(Event.EVAL_STANDALONE_END)

@@ -7,10 +7,11 @@ asking, so they exchange nothing either, unless somebody reads the losses or the
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as tdist
@@ -19,7 +20,6 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from composer.trainer._arguments import check_dist_timeout
 from composer.trainer._error_context import name_dataset
 from composer_dist import RankDisagreementError, agreement, dist, get_global_rank, get_world_size
 from composer_dist.ddp import sum_counts
@@ -27,9 +27,6 @@ from composer_dist.devices import Device, get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
-
-if TYPE_CHECKING:
-    from composer.trainer._build import Given
 
 __all__ = [
     "begin_stage",
@@ -377,7 +374,7 @@ _MOST_SHOWN = 8
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which is another one in each process
 
 
-def share_refusal(refusal: Exception, given: Given) -> None:
+def share_refusal(refusal: Exception, device: Any, dist_timeout: Any) -> None:
     """Tell the other ranks that this one refuses its arguments. Every rank must call this, or `compare`.
 
     Raises:
@@ -386,7 +383,7 @@ def share_refusal(refusal: Exception, given: Given) -> None:
     try:
         if get_world_size() == 1:
             return
-        dist.initialize_dist(_device_of(given), _timeout_s_of(given))
+        dist.initialize_dist(_device_of(device), _timeout_s_of(dist_timeout))
         compare({}, refusal)
     except RankDisagreementError:
         raise
@@ -421,19 +418,19 @@ def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
         ) from refusal
 
 
-def _device_of(given: Given) -> Device:
+def _device_of(device: Any) -> Device:
     try:
-        return get_device(given.device)
+        return get_device(device)
     except Exception:
         return get_device(None)  # which is what the other ranks most likely have
 
 
-def _timeout_s_of(given: Given) -> float:
+def _timeout_s_of(dist_timeout: Any) -> float:
     try:
-        check_dist_timeout(given.dist_timeout)
+        check_dist_timeout(dist_timeout)
     except Exception:
         return DEFAULT_TIMEOUT_S
-    return given.dist_timeout
+    return dist_timeout
 
 
 def open_store(key: str) -> Any:
@@ -446,3 +443,16 @@ def open_store(key: str) -> Any:
     shared = distributed_c10d._get_default_store()
     # A client of its own, since the calls of one client wait for each other.
     return tdist.PrefixStore(key, shared.clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there
+
+
+def check_dist_timeout(timeout_s: Any) -> None:
+    """Refuse a time to wait for other ranks that is none.
+
+    Raises:
+        ValueError: If it is no finite number greater than 0.
+    """
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < math.inf:
+        raise ValueError(
+            f"dist_timeout={timeout_s!r} must be a finite number of seconds greater than 0. For a day write 86400."
+        )

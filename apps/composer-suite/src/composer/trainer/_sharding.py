@@ -1,4 +1,4 @@
-"""How a Trainer's model is sharded: from its arguments to a strategy, and what the state learns of it."""
+"""Sharding of a Trainer's model, from the arguments to the strategy and the state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from composer.trainer._arguments import level_of_user
 from composer_dist import get_global_rank, get_world_size
 
 if TYPE_CHECKING:
-    from composer.trainer._build import Given
+    from composer.trainer._arguments import TrainerArguments
     from composer_dist.ddp import DDPSyncStrategy
     from composer_dist.devices import Device, Precision
     from composer_dist.strategy import Strategy
@@ -32,16 +32,16 @@ __all__ = [
 ]
 
 
-def read_parallelism(given: Given) -> ParallelismConfig | None:
-    """Return how the model shall be sharded, whatever arguments say so, or `None`.
+def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
+    """Return the sharding settings from the arguments, or `None`.
 
     Raises:
-        ValueError, TypeError: If they contradict each other, or say what there is not.
+        ValueError, TypeError: If the arguments contradict each other, or one is invalid.
     """
     arguments = (given.parallelism_config, given.fsdp_config)
     if all(argument is None for argument in arguments):
         return None
-    from composer_fsdp.parse import parse_parallelism  # few shard
+    from composer_fsdp.parse import parse_parallelism  # a slow import that only sharded runs need
 
     return parse_parallelism(
         given.parallelism_config,
@@ -53,12 +53,12 @@ def read_parallelism(given: Given) -> ParallelismConfig | None:
 
 
 def plan_sharding(config: ParallelismConfig | None, precision: Precision, *, is_auto: bool) -> ShardingPlan | None:
-    """Return the plan that settings of parallelism make, or `None` without any.
+    """Return the sharding plan for parallelism settings, or `None` without any.
 
     Args:
         config: The settings.
-        precision: In which the run computes.
-        is_auto: Whether the size of a microbatch is found out.
+        precision: The precision of the run.
+        is_auto: Whether the microbatch size is `'auto'`.
 
     Raises:
         ValueError: If the settings contradict each other.
@@ -82,13 +82,13 @@ def make_strategy(
     sync_strategy: str | DDPSyncStrategy | None,
     comm_hook: str | None,
 ) -> Strategy:
-    """Return the strategy that shards by a plan.
+    """Return the strategy for a sharding plan.
 
     Raises:
-        ValueError: If an algorithm, or an argument that is about other strategies, does not go with it.
+        ValueError: If an algorithm or an argument of another strategy is incompatible with it.
     """
     _refuse_with_sharding(algorithms, sync_strategy, comm_hook)
-    from composer_fsdp.strategy import FSDP  # few shard, and it takes torch's sharding along
+    from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
 
     return FSDP(device, plan)
 
@@ -110,12 +110,12 @@ def _refuse_with_sharding(
 
 
 def facts_of(strategy: Strategy) -> dict[str, Any] | None:
-    """Return what the ranks must have alike of how the model is sharded."""
+    """Return the sharding settings that must agree on all ranks."""
     plan: ShardingPlan | None = getattr(strategy, "plan", None)
     if plan is None:
         return None
     facts = plan.to_dict()
-    # Ranks may belong to different parts of one mesh, and give different lists of ranks, which are compared later.
+    # Ranks may belong to different parts of a mesh. Their lists of ranks differ then, and are compared later.
     if plan.device_mesh is not None:
         facts["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
     if not isinstance(plan.process_group, str | None):
@@ -124,27 +124,27 @@ def facts_of(strategy: Strategy) -> dict[str, Any] | None:
 
 
 def batch_rank(strategy: Strategy) -> int:
-    """Return which part of a step's batch this rank reads, where ranks that hold one tensor together read the same."""
+    """Return the index of this rank's part of a step's batch; tensor parallel ranks read the same part."""
     return cast("FSDP", strategy).batch_rank if hasattr(strategy, "plan") else get_global_rank()
 
 
 def needs_group(strategy: Strategy) -> bool:
-    """Say whether a process that is alone needs a process group, too."""
+    """Return whether even a single process needs a process group."""
     return strategy.prepares_before_load
 
 
 def refuse_late_surgery(strategy: Strategy) -> None:
-    """Refuse a model that was given other layers once it was sharded.
+    """Reject a model whose layers were replaced after sharding.
 
     Raises:
-        ValueError: With the names of their weights.
+        ValueError: With the names of the affected weights.
     """
     if hasattr(strategy, "plan"):
         cast("FSDP", strategy).sharded.check_unchanged()
 
 
 def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
-    """Return what knows alike on every rank, without a message, whether sharded gradients are finite, if anything does.
+    """Return the watch that finds non-finite sharded gradients without an extra message, if there is one.
 
     Every rank must call this.
     """
@@ -152,17 +152,17 @@ def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
 
 
 def check_repeatable(strategy: Strategy) -> None:
-    """Refuse a sharded model whose steps cannot be repeated.
+    """Reject a sharded model whose steps cannot be repeated.
 
     Raises:
-        ValueError: If torch is too old for it.
+        ValueError: If the torch version cannot repeat them.
     """
     if hasattr(strategy, "plan"):
         cast("FSDP", strategy).check_repeatable()
 
 
 def share_mesh(strategy: Strategy, state: State) -> None:
-    """Let the strategy and the state have one mesh of the ranks, whichever of them made it."""
+    """Give the strategy and the state the same device mesh, whichever of them created it."""
     if not hasattr(strategy, "plan"):
         return
     fsdp = cast("FSDP", strategy)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torch.optim import Optimizer
 
-from composer.trainer._arguments import naming_unknown, to_plain
-from composer.trainer._attachments import record_failure, set_log_level
-from composer.trainer._build import Given, Workings, check, check_agreement, take_fit_arguments
-from composer.trainer._error_context import name_stage
+from composer.trainer._arguments import FitArguments, TrainerArguments, naming_unknown
+from composer.trainer._build import build
 from composer.trainer._evaluation import evaluate_alone
 from composer.trainer._prediction import check_prediction, export_model
-from composer.trainer._rank_sync import begin_stage
-from composer.trainer._sharding import needs_group
-from composer.trainer._shutdown import close_engine, postponed
-from composer.trainer._strategies import begin_fit, join_process_group
 from composer.trainer.divergence import OnDivergence
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import IgnoreKeys
-from composer_dist import dist
 from composer_dist.ddp import DDPSyncStrategy
 from composer_dist.devices import Device, Precision
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
@@ -238,28 +230,17 @@ class Trainer:
         on_divergence: str | OnDivergence | None = "raise",
         **older_names: Any,
     ) -> None:
-        given = Given(locals(), Trainer.__init__.__kwdefaults__ or {})
-        parts = check(given)
-        set_log_level(given.python_log_level)
-        join_process_group(parts.device, given.dist_timeout, is_needed=needs_group(parts.spread.strategy))
-        check_agreement(given, parts)
-
-        self._workings = Workings(given, parts)
-        self.state = self._workings.state
-        self.engine = self._workings.engine
-        self.logger = self._workings.logger
-        self.strategy = self._workings.strategy
-        self.divergences = self._workings.divergences
-        self.python_log_level = given.python_log_level
-        self.auto_log_hparams = given.auto_log_hparams
-        self._has_failed = False
-        try:
-            self._workings.begin(given, parts)
-        except BaseException:
-            close_engine(self.engine)  # nobody else can: there will be no Trainer to close
-            raise
-        if given.auto_log_hparams:
-            self.local_hparams = self._workings.local_hparams
+        arguments = TrainerArguments.of(locals(), Trainer.__init__.__kwdefaults__ or {})
+        self._runtime = build(arguments)
+        self.state = self._runtime.state
+        self.engine = self._runtime.engine
+        self.logger = self._runtime.logger
+        self.strategy = self._runtime.strategy
+        self.divergences = self._runtime.divergences
+        self.python_log_level = arguments.python_log_level
+        self.auto_log_hparams = arguments.auto_log_hparams
+        if arguments.auto_log_hparams:
+            self.local_hparams = self._runtime.local_hparams
 
     @naming_unknown(
         max_duration="It is for the constructor; fit(duration=...) trains so much longer, counted from now.",
@@ -313,15 +294,7 @@ class Trainer:
             ValueError: If something needed is missing (optimizer, data, duration), or no time is left to train.
             SystemExit: After a signal: with status 130 for SIGINT, else 143.
         """
-        asked = SimpleNamespace(**{name: to_plain(value) for name, value in locals().items() if name != "self"})
-        workings = self._workings
-        batches = take_fit_arguments(workings, asked)
-        # A failure is written down while a signal does not end the process: the launcher sends one when a rank fails.
-        with workings.preemption.watched(), self._failing_alone():
-            begin_fit(self.state, workings.ranks, batches.data_spec, self.strategy)
-            workings.make_loop(batches).fit()
-        for optimizer in self.state.optimizers:
-            self.strategy.zero_grad(optimizer)
+        self._runtime.fit(FitArguments.of(locals()))
 
     @naming_unknown()
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
@@ -335,8 +308,8 @@ class Trainer:
         Raises:
             ValueError: If there is nothing to evaluate on.
         """
-        with self._failing_alone():
-            evaluate_alone(self._workings, eval_dataloader, subset_num_batches)
+        with self._runtime.recording_failure():
+            evaluate_alone(self._runtime, eval_dataloader, subset_num_batches)
 
     @naming_unknown()
     def predict(
@@ -366,8 +339,8 @@ class Trainer:
             ValueError, TypeError: If an argument cannot be used.
         """
         data_spec = check_prediction(dataloader, subset_num_batches, device_predict_microbatch_size, return_outputs)
-        prediction = self._workings.make_prediction()
-        with self._failing_alone():
+        prediction = self._runtime.make_prediction()
+        with self._runtime.recording_failure():
             return prediction.run(data_spec, subset_num_batches, device_predict_microbatch_size, return_outputs)
 
     def export_for_inference(
@@ -412,22 +385,22 @@ class Trainer:
     @property
     def cumulative_alloc_retries(self) -> int:
         """How often the GPU's memory had to be tidied up for room, with microbatches of a size that is found out."""
-        return self._workings.until_it_fits.cumulative_alloc_retries
+        return self._runtime.until_it_fits.cumulative_alloc_retries
 
     @property
     def num_consecutive_thrashes(self) -> int:
         """In how many of the latest batches in a row it had to be, on any rank."""
-        return self._workings.until_it_fits.num_consecutive_thrashes
+        return self._runtime.until_it_fits.num_consecutive_thrashes
 
     @property
     def num_consecutive_non_OOM_batches(self) -> int:  # Composer's name
         """How many batches have fitted into memory since the latest that did not."""
-        return self._workings.until_it_fits.num_consecutive_non_oom_batches
+        return self._runtime.until_it_fits.num_consecutive_non_oom_batches
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """The paths of the checkpoints that this run has saved and not deleted, oldest first."""
-        return [] if self._workings.saver is None else self._workings.saver.saved_checkpoints
+        return [] if self._runtime.saver is None else self._runtime.saver.saved_checkpoints
 
     def save_checkpoint(
         self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False
@@ -449,24 +422,19 @@ class Trainer:
         Raises:
             ValueError: If there is no `save_folder` and no `CheckpointSaver`.
         """
-        if self._workings.saver is None:
+        if self._runtime.saver is None:
             raise ValueError(
                 "There is no folder to save to: the Trainer has neither a save_folder nor a CheckpointSaver. Give "
                 "save_folder, or call save_checkpoint(name)."
             )
-        self._workings.saver.save(self.state, self.logger)
+        self._runtime.saver.save(self.state, self.logger)
 
     def close(self) -> None:
         """Let every callback and logger finish; afterwards the Trainer cannot be used.
 
         The ranks wait for each other, unless this one has failed and leaves the others behind.
         """
-        try:
-            close_engine(self.engine)
-        finally:
-            self._workings.plan.close()
-        if not self._has_failed:
-            dist.barrier()
+        self._runtime.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -474,18 +442,5 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._has_failed |= error is not None
+        self._runtime.has_failed |= error is not None
         self.close()
-
-    @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
-        """Say where this rank has failed, and remember it: it must not wait for others that may wait for it."""
-        begin_stage()
-        try:
-            yield
-        except BaseException as error:
-            with postponed():
-                self._has_failed = True
-                name_stage(error, self.state)
-                record_failure(error, self.state)
-            raise

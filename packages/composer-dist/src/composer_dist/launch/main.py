@@ -10,7 +10,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from composer_dist.launch.args import Options, parse_options
-from composer_dist.launch.output import named_file, open_console, release_console, say
+from composer_dist.launch.console import open_console, release_console, say
+from composer_dist.launch.output import named_file
 from composer_dist.launch.preflight import (
     CannotStartError,
     Rendezvous,

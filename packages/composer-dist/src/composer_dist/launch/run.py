@@ -22,9 +22,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from composer_dist.launch.args import FAILURE_TIMEOUT_S, SIGNAL_TIMEOUT_S, Options
+from composer_dist.launch.console import say
 from composer_dist.launch.failures import WITNESS_S, brief, crash_report, is_on_console, root_cause, witness
 from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
-from composer_dist.launch.output import Logs, new_run_id, say
+from composer_dist.launch.output import Logs, new_run_id
 from composer_dist.launch.preflight import CannotStartError, Rendezvous
 from composer_dist.launch.topology import FREE_PORT, Topology
 from composer_dist.launch.workers import (
