@@ -48,7 +48,7 @@ def write_folder(path, **files):
 def test_a_file_where_a_folder_must_be_is_named(tmp_path, name, folder):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    with pytest.raises(StorageError, match=rf"{name.partition('/')[0]} is no folder") as caught:
+    with pytest.raises(StorageError, match=rf"{name.partition('/')[0]} is not a folder") as caught:
         write_file(tmp_path / name, "new", folder=folder)
     assert caught.value.errno == errno.ENOTDIR
     assert contents(tmp_path) == {"file": "mine", "dangling": str(tmp_path / "nothing")}

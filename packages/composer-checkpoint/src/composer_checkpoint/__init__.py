@@ -1,23 +1,22 @@
-"""How training state is saved, moved and restored.
+"""Saving, moving and restoring of training state.
 
-- `saver`, `loader`, `autoresume`: a training `State`, saved at intervals, loaded, and found again. `load_callback`,
-  `state_io`, `ignore_keys`, `data_position`: their parts.
-- `files`: one file, `.pt` or `.safetensors` or packed, safe to open and verified. `inspection`: what is in it.
-- `verify`: whether a checkpoint, a file or a folder, is what was written.
-- `sharded`: a folder that several ranks write together. `async_save`: while training goes on.
-- `local_state`, `local_files`: a file for each rank.
-- `commit`, `pointers`, `lock`: a file or folder that is there whole or not at all, and who may write.
-- `discover`, `retention`, `conflicts`, `names`: which checkpoint is the newest, which may go, what they are called.
-- `stores`, `uris`, `upload`, `transfer`: object stores.
-- `tensors`: a checkpoint of any format, read and written tensor by tensor.
-- `modular`: a model and an optimizer, each saved to a place of its own. `bridges`: for other trainers.
-- `manifest`, `hashing`, `unpickler`, `errors`: what the others stand on.
+- `saver`, `loader`, `resume`: save a training `State` at intervals, load it, and find the checkpoint to resume from.
+  `state`, `ignore_keys` and `data_position` are parts of these.
+- `files`: single files, `.pt`, `.safetensors` or compressed, safe to open and verified. `inspection`: their contents.
+- `verify`: check a file or a folder against what was written.
+- `sharded`: folders that several ranks write together. `async_save`: saves in the background of training.
+- `commit`, `lock`: atomic writes of files and folders, and exclusive use of a save folder.
+- `save_folder`, `retention`, `names`: the newest checkpoint, checkpoints to delete, file names.
+- `stores`, `remote`: object stores, uploads and downloads.
+- `tensors`: checkpoints of any format, read and written tensor by tensor.
+- `modular`: a model and an optimizer saved separately. `bridges`: checkpoints of other trainers.
+- `manifest`, `file_io`, `pickles`, `errors`: foundations of the other modules.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# At once, and not on first use: the module has the name of its function, and whatever loads it would hide that.
+# Imported eagerly: the submodule has its function's name, so any later import of it would replace the function here.
 from composer_checkpoint.verify import verify
 
 if TYPE_CHECKING:
@@ -219,13 +218,16 @@ __version__: str
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version  # reading the metadata costs more than all the rest of this file
+        from importlib.metadata import (
+            version,
+        )  # imported late: reading the metadata takes longer than the rest of this file
 
         value: object = version("composer-checkpoint")
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Stored, so that the next access does not come here.
     globals()[name] = value
     return value
 

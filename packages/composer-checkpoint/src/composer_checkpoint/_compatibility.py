@@ -1,4 +1,4 @@
-"""Whether saved weights fit a model, found out before any weight is changed."""
+"""Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,35 +39,35 @@ __all__ = [
 log = getLogger(__name__)
 
 _MAX_NAMES = 10
-_PREFIX = "module."  # what DistributedDataParallel puts before names, and a ComposerModel that has its network there
+_PREFIX = "module."  # put before names by DistributedDataParallel, and by a ComposerModel around its network
 
 
 def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
     """Refuse weights that do not fit the model, unless algorithms will change the model.
 
-    Messages have the names of the checkpoint, by which they can be ignored.
-
-    What modules load in their own way is left to them.
+    Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules that
+    load in a way of their own are not compared.
 
     Args:
-        state: Has the model.
+        state: Holds the model.
         saved: The checkpoint's `state`. Weights that are left out are removed from it.
         path: The checkpoint, for the message.
-        strict: Whether names that are missing or too many are an error.
-        leaves_out: Whether weights of another shape are left out, rather than an error.
+        strict: Whether missing and unexpected names are an error.
+        leaves_out: Whether weights of another shape are left out instead of raising an error.
 
     Raises:
-        IncompatibleCheckpointError: If there are no names with weights.
-        UnfittingWeightsError: If not one weight is the model's, or not all fit.
+        IncompatibleCheckpointError: If the weights are not a dict.
+        UnfittingWeightsError: If no weight is the model's, or not all fit.
     """
     weights = saved.get("model")
     if state.deepspeed_enabled:
-        return  # its engine compares them
+        return  # DeepSpeed's engine compares them itself
     if weights and not isinstance(weights, dict):
         raise IncompatibleCheckpointError(
-            f"{path} is no training state: its state/model is {shown(weights)}, and should be a dict of weights. Load "
-            f"another checkpoint."
+            f"{path} is not a training state: its state/model is {shown(weights)}, and should be a dict of weights. "
+            f"Load another checkpoint."
         )
+    # Algorithms of the checkpoint may change the model before the weights are loaded, so it cannot be compared yet.
     if not weights or saved.get("algorithms") or not isinstance(state.model, nn.Module):
         return
     values = unwrap_model(state.model).state_dict()
@@ -102,8 +102,6 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """What does not fit: names that only the model has, those that only the checkpoint has, and what differs."""
-
     missing: list[str]
     unexpected: list[str]
     differing: Mapping[str, str]
@@ -123,7 +121,7 @@ class _Fit:
 
 
 def _refuse_another_prefix(own: Iterable[str], theirs: Mapping[str, Any], path: str, model: str) -> None:
-    """Refuse names of which none is the model's, and would be with the prefix `module.`, or without it."""
+    """Refuse names that differ from the model's only by the prefix `module.`."""
     own = {*own}
     if not own.isdisjoint(theirs):
         return
@@ -149,9 +147,9 @@ def _refuse_another_prefix(own: Iterable[str], theirs: Mapping[str, Any], path: 
 
 
 def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]]) -> _Fit:
-    """Compare weights by name; those of the checkpoint have the name there beside them, for the message."""
+    """Compare weights by name. Values of `theirs` hold the name in the checkpoint too, for the message."""
     return _Fit(
-        # Torch before 0.4.1 did not count a batch norm's batches, and torch of today does not ask for it.
+        # Torch before 0.4.1 did not save `num_batches_tracked`, and current torch does not require it.
         missing=[name for name in own if name not in theirs and not name.endswith("num_batches_tracked")],
         unexpected=[name_there for name, (name_there, _) in theirs.items() if name not in own],
         differing={
@@ -167,10 +165,10 @@ def _difference(theirs: Any, own: Any) -> str | None:
         return None
     if not isinstance(theirs, torch.Tensor):
         return f"{type(theirs).__name__} in the checkpoint, a tensor in the model"
-    shape = () if own.dim() == 0 and theirs.shape == (1,) else tuple(theirs.shape)  # as torch before 0.4 had scalars
+    shape = () if own.dim() == 0 and theirs.shape == (1,) else tuple(theirs.shape)  # torch before 0.4 saved scalars so
     if shape != tuple(own.shape):
         return f"{tuple(theirs.shape)} in the checkpoint, {tuple(own.shape)} in the model"
-    if _kind(theirs.dtype) != _kind(own.dtype):  # between floating point types, weights are converted
+    if _kind(theirs.dtype) != _kind(own.dtype):  # weights are converted between floating point dtypes
         return f"{theirs.dtype} in the checkpoint, {own.dtype} in the model"
     return None
 
@@ -180,17 +178,14 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _loading_in_their_own_way(model: nn.Module) -> tuple[str, ...]:
-    """Return what the names in modules begin with that rename or convert what they are given.
-
-    Only loading shows whether that fits.
-    """
+    """Return the name prefixes of modules that rename or convert weights when they load, which cannot be compared."""
     model = unwrap_model(model)
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return ("",)
     return tuple(
         canonical_name(f"{name}.") if name else ""
         for name, part in model.named_modules()
-        # Torch has no public way to ask for the hooks, which `register_load_state_dict_pre_hook` adds to.
+        # Torch has no public accessor for the hooks that `register_load_state_dict_pre_hook` adds.
         if part._load_state_dict_pre_hooks
         or not _defining_module(type(part), "_load_from_state_dict").startswith("torch.nn.")
     )
@@ -201,7 +196,7 @@ def _defining_module(kind: type, method: str) -> str:
 
 
 def _as_loaded(name: str, saved: Mapping[str, Any], state: "State") -> str:
-    """Return the name under which a weight is loaded: what DDP put before it goes where there is no DDP any more."""
+    """Return the name under which a weight is loaded: without DDP's prefix if the model is no longer wrapped in DDP."""
     was_ddp = any(saved.get(key) for key in ("is_model_ddp", "_is_model_ddp", "_is_model_ddp_wrapped"))
     return canonical_name(_without_prefix(name) if was_ddp and not state.is_model_ddp else name)
 
@@ -223,11 +218,11 @@ _WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 _ENDS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-_HUGGING_FACE_PREFIX = "model."  # what a HuggingFaceModel puts before the names of the model inside it
+_HUGGING_FACE_PREFIX = "model."  # put before the names of the model inside a HuggingFaceModel
 
 
 def refuse_hugging_face_folder(path: str) -> None:
-    """Raise if a path is a folder that is a Hugging Face model's, and no sharded checkpoint.
+    """Raise if a path is the folder of a Hugging Face model instead of a sharded checkpoint.
 
     Raises:
         IncompatibleCheckpointError: If it is.
@@ -241,12 +236,12 @@ def refuse_hugging_face_folder(path: str) -> None:
 
 
 def hint_for_file(path: str, names: Iterable[str] = (), own: Iterable[str] = ()) -> str:
-    """Return a sentence, with a blank before it, if a file seems to be the weights of a Hugging Face model.
+    """Return advice, with a leading space, if a file seems to hold the weights of a Hugging Face model, else "".
 
     Args:
         path: The file.
-        names: Its weights.
-        own: The weights of the model that they do not fit.
+        names: The names of its weights.
+        own: The names of the weights in the model.
     """
     if not path.endswith(_ENDS):
         return ""
@@ -269,14 +264,16 @@ T = TypeVar("T")
 
 @contextmanager
 def shared_check(check: Callable[[str], T]) -> Iterator[Callable[[str], list[T]]]:
-    """Give rank 0 a function that asks all ranks to check a path. The others serve it first. Every rank must call this.
+    """Provide rank 0 with a function that makes all ranks check a path; the other ranks serve its calls on entry.
+
+    Every rank must call this.
 
     Args:
-        check: What each rank does with the path, in its own way.
+        check: Called on each rank with the path.
 
     Yields:
-        On rank 0 the function: it returns what the ranks have found, and raises what the first of those that failed has
-        raised. On others, where rank 0 has left the context by then, nobody must call it.
+        A function to call on rank 0 only. It returns the results of all ranks, and raises the error of the first rank
+        that failed. On other ranks the context is entered after rank 0 has left it, so there they must not call it.
     """
     ranks = Ranks()
 
@@ -291,12 +288,13 @@ def shared_check(check: Callable[[str], T]) -> Iterator[Callable[[str], list[T]]
         try:
             yield ask
         finally:
+            # `None` ends the loop of the other ranks, also after an exception on rank 0.
             dist.broadcast_object_list([None], src=0)
         return
     asked: list[Any] = [None]
     dist.broadcast_object_list(asked, src=0)
     while asked[0] is not None:
-        with suppress(Exception):  # rank 0 has it too, and decides what follows
+        with suppress(Exception):  # rank 0 raises it too, and decides what follows
             answer(asked[0])
         dist.broadcast_object_list(asked, src=0)
     yield ask
@@ -306,7 +304,7 @@ _DICTS = ("optimizers", "timestamp", "dataset_state")
 
 
 def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
-    """Refuse a training state of which a part could not be loaded when the weights would be changed already.
+    """Refuse a training state with a part that would fail to load only after the weights were changed.
 
     Args:
         state: The training state, not yet changed.
@@ -314,8 +312,8 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
         path: The checkpoint, for the message.
 
     Raises:
-        IncompatibleCheckpointError: If a part is not of the kind that training states have.
-        UnfittingOptimizerError: If an optimizer has other parameters now.
+        IncompatibleCheckpointError: If a part has the wrong type.
+        UnfittingOptimizerError: If an optimizer was saved with other parameters.
     """
     for name in _DICTS:
         if saved.get(name) and not isinstance(saved[name], Mapping):
@@ -324,7 +322,7 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
     if not isinstance(algorithms, Mapping) and not (_is_list(algorithms) and all(map(_is_pair, algorithms))):
         raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
     _refuse_impossible_time(saved.get("timestamp") or {}, path)
-    # An engine compares on its own, and algorithms that are applied first may change what is optimized.
+    # DeepSpeed compares its own optimizer state, and algorithms that are applied first may change the parameter groups.
     if not state.deepspeed_enabled and not algorithms and isinstance(state.model, nn.Module):
         for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
             theirs = (saved.get("optimizers") or {}).get(name)
@@ -334,7 +332,7 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
 
 def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
     if "Timestamp" not in timestamps:
-        return  # which is warned about
+        return  # the loader warns about that
     timestamp = Timestamp()
     try:
         timestamp.load_state_dict(dict(timestamps["Timestamp"]))
@@ -354,7 +352,7 @@ def _refuse_another_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, name: str, saved: Any, path: str
 ) -> None:
     if isinstance(saved, Mapping) and "param_groups" not in saved:
-        return  # an optimizer with a layout of its own
+        return  # an optimizer with its own layout
     where = f"state/optimizers/{name}"
     groups: Any = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not _is_list(groups) or not all(isinstance(each, Mapping) and _is_list(each.get("params")) for each in groups):
@@ -369,7 +367,7 @@ def _refuse_another_optimizer(
     if any(isinstance(parameter, int) for parameter in saved_names):
         if sizes != saved_sizes:
             raise _of_other_parameters(path, name, f"has groups of {saved_sizes} parameters, and now of {sizes}")
-    # What is sharded, torch loads by rules of its own.
+    # Torch has its own rules for loading sharded parameters.
     elif not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         _compare_names(model, optimizer, name, {canonical_name(str(saved_name)) for saved_name in saved_names}, path)
 
@@ -377,7 +375,7 @@ def _refuse_another_optimizer(
 def _compare_names(
     model: nn.Module, optimizer: torch.optim.Optimizer, name: str, saved_names: set[str], path: str
 ) -> None:
-    # The checkpoint may know a tied weight by any of its names.
+    # A tied weight may be saved under any of its names.
     aliases: dict[int, set[str]] = {}
     for alias, parameter in parameters_by_name(model).items():
         aliases.setdefault(id(parameter), set()).add(alias)
@@ -406,13 +404,13 @@ def _of_other_parameters(path: str, name: str, told: str) -> UnfittingOptimizerE
 
 def _misshapen(path: str, where: str, value: object, expected: str) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(
-        f"{path} is no training state: its {where} is {shown(value)}, and should be {expected}. Nothing was changed. "
-        f"Load another checkpoint, or leave that out with load_ignore_keys=[{where!r}]."
+        f"{path} is not a training state: its {where} is {shown(value)}, and should be {expected}. Nothing was "
+        f"changed. Load another checkpoint, or leave that out with load_ignore_keys=[{where!r}]."
     )
 
 
 def named_optimizers(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Name each optimizer as checkpoints do: by its class; the second of one class is `Name#1`."""
+    """Yield each optimizer with its name in checkpoints: its class, and `Name#1` for the second of one class."""
     names: list[str] = []
     for optimizer in optimizers:
         count = names.count(name := type(optimizer).__qualname__)

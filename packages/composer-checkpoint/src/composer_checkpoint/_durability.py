@@ -1,4 +1,4 @@
-"""Flushing files and folders to the disk, so that they outlast a power cut."""
+"""Durable writes: flush and rename files and folders so that they survive a power failure."""
 
 import ctypes
 import errno
@@ -25,14 +25,13 @@ __all__ = [
     "rename_without_replacing",
 ]
 
-_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some network file systems do not flush folders
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some network file systems cannot flush folders
 
 
 def sync_tree(path: Path) -> None:
-    """Flush a file, or all files and folders of a folder, to the disk.
+    """Flush a file, or all files and folders inside a folder, to disk.
 
-    Ranks on several nodes that write into one folder must each do this with their own files: a node flushes only what
-    went through it.
+    Each rank that writes into a shared folder must flush its own files: a node can only flush what was written on it.
     """
     if not path.is_dir():
         sync_path(path)
@@ -44,11 +43,11 @@ def sync_tree(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush one file, or one folder's list of names."""
+    """Flush one file, or the entries of one folder, to disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link: its text is flushed with its folder
+        if error.errno == errno.ELOOP:  # a symbolic link, whose target is flushed with its folder
             return
         raise
     try:
@@ -61,16 +60,16 @@ def sync_path(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and those above it, durably.
+    """Create a folder and its parents durably.
 
     Raises:
-        StorageError: If one of them is a file, or the file system refuses.
+            StorageError: If one of them is a file, or the file system refuses.
     """
     existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise StorageError(
             errno.ENOTDIR,
-            f"{folder} cannot be made: {existing} is no folder. Save to another folder, or move that file away",
+            f"{folder} cannot be made: {existing} is not a folder. Save to another folder, or move that file away",
         )
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
@@ -82,6 +81,7 @@ def make_folders(folder: Path) -> None:
             f"folders. Save to another folder",
         ) from error
     for made in reversed(missing):
+        # An entry is durable only once the folder that holds it is flushed.
         sync_path(made.parent)
 
 
@@ -89,22 +89,22 @@ log = logging.getLogger(__name__)
 
 
 def describe_set(finals: Mapping[Path, Path], folder: Path) -> str:
-    """Return the content of the record: each file's name and its temporary one, both counted from the folder."""
+    """Return the content of the record: each file and its temporary name, relative to the folder, as JSON."""
     return json.dumps({os.path.relpath(final, folder): temporary.name for final, temporary in finals.items()})
 
 
 def finals_of(record: Path) -> set[Path]:
-    """Return the files whose names a record gives."""
+    """Return the final paths that a record lists."""
     return {record.parent / name for name in _read(record)}
 
 
 def temporaries_of(record: Path) -> set[Path]:
-    """Return the temporary files that a record names."""
+    """Return the temporary files that a record lists."""
     return {(record.parent / name).with_name(temporary) for name, temporary in _read(record).items()}
 
 
 def complete_set(record: Path) -> None:
-    """Give the files of a record their names, as far as they do not have them, and delete the record.
+    """Rename the temporary files of a record to their final names, and delete the record.
 
     Raises:
         OSError: If the file system refuses; the record stays for the next attempt.
@@ -113,16 +113,18 @@ def complete_set(record: Path) -> None:
     for name, temporary in _read(record).items():
         final = folder / name
         unfinished = final.with_name(temporary)
+        # A missing temporary file was renamed before the writer died.
         if unfinished.is_file():
             os.replace(unfinished, final)
             sync_path(final.parent)
-            log.warning("Gave %s its name: a writer that is gone had written it, and not come to renaming it.", final)
+            log.warning("Renamed a finished file to %s: its writer had stopped before it could do so.", final)
+    # Only now: until all files have their names, the record is what another attempt needs.
     record.unlink()
     sync_path(folder)
 
 
 def _read(record: Path) -> dict[str, str]:
-    """Return what a record says, or nothing if it is none: it must not rename what is elsewhere or no temporary."""
+    """Return the entries of a record, or an empty dict if any would rename other files than temporaries below it."""
     try:
         names: Any = json.loads(record.read_bytes())
         sound = all(_is_sound(name, temporary) for name, temporary in names.items())
@@ -139,18 +141,18 @@ def _is_sound(name: str, temporary: str) -> bool:
 
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
-# What kernels and file systems answer that do not know the call or the flag.
+# Returned by kernels and file systems that do not support the call or the flag.
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two names change places in one step, so that neither is ever missing.
+    """Swap two names in one step, so that neither is ever missing.
 
     Returns:
-        Whether that was done. `False` where the system or the file system cannot.
+        Whether they were swapped. `False` if the system or the file system does not support it.
 
     Raises:
-        OSError: If it can and something else is wrong, such as a missing file.
+        OSError: If it is supported and fails for another reason, such as a missing file.
     """
     return _renameat2(one, other, _EXCHANGE)
 
@@ -165,14 +167,14 @@ def rename_without_replacing(source: Path, target: Path) -> None:
         return
     if not source.is_dir():
         try:
-            os.link(source, target)  # fails where the target exists, in one step
+            os.link(source, target)  # atomic: fails if the target exists
         except OSError as error:
-            if error.errno not in {errno.EPERM, *_UNSUPPORTED}:  # EPERM: a file system without hard links
+            if error.errno not in {errno.EPERM, *_UNSUPPORTED}:  # EPERM: the file system has no hard links
                 raise
         else:
             os.unlink(source)
             return
-    # Two steps, so that a second writer could come between them; this file system offers nothing better.
+    # Not atomic, so a second writer could come in between; this file system offers nothing better.
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     os.rename(source, target)
@@ -192,7 +194,7 @@ def _renameat2(one: Path, other: Path, flag: int) -> bool:
 
 @cache
 def _find_renameat2() -> Any:
-    """Return the C library's function, or None where it has none (macOS, musl, glibc before 2.28)."""
+    """Return the C library's function, or `None` if it has none (macOS, musl, glibc before 2.28)."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]

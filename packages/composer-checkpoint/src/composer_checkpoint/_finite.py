@@ -1,4 +1,4 @@
-"""Which weights are NaN or infinite, by looking at the bits of their exponents."""
+"""Search for NaN and infinite weights by their exponent bits."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -15,8 +15,9 @@ __all__ = ["PassingWeights", "non_finite_weights", "weight_names"]
 
 _WEIGHTS = re.compile("(state/)?model/")
 
-# Integers of each dtype's size, and the smallest that is NaN or an infinity: all exponent bits set, except for the
-# 8-bit format that has no infinity and one NaN. With the sign bit they are the largest of the unsigned integers.
+# The integer types of each dtype's size, and the smallest bit pattern that is NaN or infinite: all exponent bits set,
+# except for float8_e4m3fn, which has no infinity and one NaN. With the sign bit set, the same patterns are the largest
+# unsigned integers, so two maxima decide and no value is converted.
 _BITS: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
     "float64": (np.int64, np.uint64, 0x7FF << 52),
     "float32": (np.int32, np.uint32, 0xFF << 23),
@@ -25,12 +26,12 @@ _BITS: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]
     "float8_e5m2": (np.int8, np.uint8, 0x1F << 2),
     "float8_e4m3fn": (np.int8, np.uint8, 0x7F),
 }
-_ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # which has neither, and with which torch does not compute
-_PIECE = 1 << 16  # elements; they stay in the core's cache between the two looks at them
+_ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # has neither, and torch does not compute with it
+_PIECE = 1 << 16  # elements; small enough to stay in the core's cache between the two maxima
 
 
 def non_finite_weights(obj: Any, known_finite: Collection[str] = ()) -> list[str]:
-    """Return the names of weights that hold NaN or an infinity, without looking at those that are known not to."""
+    """Return the names of weights that hold NaN or an infinity, skipping those that are known to be finite."""
     tensors = {name: leaf for name, leaf in named_leaves(obj) if isinstance(leaf, torch.Tensor)}
     weights = {name: tensors[name].detach() for name in weight_names(tensors) if name not in known_finite}
     if not weights:
@@ -41,16 +42,16 @@ def non_finite_weights(obj: Any, known_finite: Collection[str] = ()) -> list[str
 
 
 def weight_names(names: Iterable[str]) -> list[str]:
-    """Return which names are the model's, or all where there is no model."""
+    """Return the names that are a model's weights, or all names if there are none."""
     names = list(names)
     return [name for name in names if _WEIGHTS.match(name)] or names
 
 
 class PassingWeights:
-    """Looks at weights while their bytes pass by for another reason, so that they need not be read again.
+    """Check weights for NaN and infinities while their bytes pass by for another reason, to avoid a second read.
 
     Args:
-        weights: The number of the stretch of bytes in which each weight lies, and the dtype's name.
+        weights: For each weight, the index of its byte range and the name of its dtype.
     """
 
     def __init__(self, weights: Mapping[str, tuple[int, str]]) -> None:
@@ -59,13 +60,13 @@ class PassingWeights:
         self._not_finite: set[int] = set()
 
     def look(self, index: int, elements: memoryview) -> None:
-        """Look at a piece of a stretch; several threads may."""
+        """Check a piece of a byte range. May be called from several threads."""
         dtype = self._dtypes.get(index)
         if dtype is not None and index not in self._not_finite and not _are_finite(elements, dtype):
             self._not_finite.add(index)
 
     def finite(self) -> set[str]:
-        """Return the names of those that hold no NaN and no infinity."""
+        """Return the names of the weights in which no NaN and no infinity was found."""
         return {
             name
             for name, (index, dtype) in self._weights.items()

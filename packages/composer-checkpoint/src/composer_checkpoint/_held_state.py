@@ -1,8 +1,8 @@
-"""What the parts of a dataloader hold that changes from epoch to epoch, or while they are read.
+"""State inside a dataloader that changes from epoch to epoch, or as it is read.
 
-Parts are all objects that a dataloader leads to by attributes, items, arguments, closures and the globals that its
-methods name. Of these, a checkpoint keeps generators of random numbers, what `state_dict` gives, and the numbers and
-orders that samplers hold.
+The parts of a dataloader are all objects that can be reached from it through attributes, items, arguments, closures and
+the globals that its methods name. A checkpoint keeps their random number generators, the results of their `state_dict`,
+and the counters and orders of samplers.
 """
 
 import copy
@@ -33,14 +33,14 @@ __all__ = ["HeldState", "holds_generators", "holds_state", "set_epoch_everywhere
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _LEAVES = (str, bytes, int, float, bool, type(None), type, ModuleType, BuiltinFunctionType, np.ndarray, torch.Tensor)
 _NOT_DATA = (logging.Logger, torch.optim.Optimizer, random.SystemRandom)
-_NUMBERS = (int, float)  # and not bool
+_NUMBERS = (int, float)  # exact types, so that bool is excluded
 _PLAIN = (int, float, bool, str)
 _UNSET = (int, bool, type(None))
-_FOREIGN = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"__main__"})  # whose classes hold no generators
+_FOREIGN = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"__main__"})  # their classes hold no generators
 _MAX_OBJECTS = 5_000
-_MAX_ITEMS = 1_000  # a dataset may list millions of samples, which are all alike, and has few transforms
+_MAX_ITEMS = 1_000  # a dataset may list millions of similar samples, but has few transforms
 _MISSING = object()
-_refusing = set[type]()  # whose `set_epoch` has raised
+_refusing = set[type]()  # types whose `set_epoch` has raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Part:
     """An object of a dataloader.
 
     Attributes:
-        name: How it is reached.
+        name: The path to it from the dataloader.
         value: The object.
         role: `"loads"` for parts of the dataset and of `collate_fn`, `"chooses"` for parts of the samplers.
     """
@@ -59,11 +59,11 @@ class _Part:
 
 
 class HeldState:
-    """Keeps and puts back what the parts of one dataloader hold.
+    """Capture and restore what the parts of one dataloader hold.
 
     Args:
-        loader: As the run begins with it, before any listener acts on it.
-        only_generators: Whether the dataloader takes care of all else, since it knows its place.
+        loader: The dataloader at the start of the run, before any listener changes it.
+        only_generators: Whether to keep generators only, for a dataloader that saves everything else itself.
     """
 
     def __init__(self, loader: Any, only_generators: bool = False) -> None:
@@ -74,9 +74,9 @@ class HeldState:
         self._listened = set[str]()
 
     def capture(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; nothing where there is nothing.
+        """Return what a checkpoint keeps, without empty entries.
 
-        Settings are not kept, but only numbers and orders that have changed since the run began.
+        Of numbers and orders, only those are kept that have changed since the run began; settings are not kept.
         """
         found: dict[str, dict[str, Any]] = {"generators": {}, "objects": {}, "numbers": {}}
         for part in _parts(self.loader):
@@ -89,21 +89,22 @@ class HeldState:
         settings = self.settings() if self._listened else {}
         found["listened"] = {name: settings[name] for name in self._listened if name in settings}
         numbers = {} if self._only_generators else self.numbers()
-        # A number in the place of `None`, such as a file descriptor, counts nothing.
+        # A number that replaced `None`, such as a file descriptor, is not a counter.
         changed = {name: now for name, now in numbers.items() if self._has_changed(name, now)}
         if changed:
             found["numbers"] = {"changed": changed, "rest": self._rest()}
         return {kind: entries for kind, entries in found.items() if entries}
 
     def restore(self, saved: Mapping[str, Any], *, role: str | None = None) -> None:
-        """Put back what `capture` returned.
+        """Restore what `capture` returned.
 
         Args:
-            saved: What to put back, as far as the dataloader has these parts.
-            role: Of the parts to do so for; all when `None`.
+            saved: The captured state. Entries of parts that the dataloader lacks are ignored.
+            role: Restore the parts with this role only; all parts when `None`.
         """
         parts = [part for part in _parts(self.loader) if role in (None, part.role)]
         objects = {} if self._only_generators else saved.get("objects", {})
+        # States first: loading one may change the settings and numbers that are set below.
         for part in parts:
             if part.name in objects:
                 _load(part.value, **objects[part.name])
@@ -118,20 +119,21 @@ class HeldState:
         if numbers and role != "loads":
             changed = numbers["changed"]
             self.set_numbers({name: value for name, value in changed.items() if isinstance(value, bytes)})
-            # Next to a flag, or to an order of another length, that is not as it was then, a number may be wrong: a
-            # sampler that has sorted in its first epoch would look for what it has not kept.
+            # Next to a flag that differs, or an order of another length, a number may be wrong: a sampler that sorted
+            # its samples in the first epoch would look for an order that it has not kept.
             if numbers["rest"] == self._rest():
                 self.set_numbers(changed)
         for part in parts:
+            # Last, since loading a state may draw from a generator.
             if isinstance(part.value, _KINDS) and part.name in saved.get("generators", {}):
                 _set_generator_state(part.value, saved["generators"][part.name])
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers that samplers and their parts hold as attributes, and orders as bytes."""
+        """Return the numbers that samplers and their parts hold as attributes, and their orders as bytes."""
         return {name: kept for name, inner in self._of_samplers() if (kept := _kept(inner)) is not None}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set attributes of samplers and their parts, unless they hold something of another kind or length now."""
+        """Set attributes of samplers and their parts, except those that now have another type or length."""
         parts = {part.name: part.value for part in _parts(self.loader)}
         for name, number in numbers.items():
             owner, _, key = name.rpartition(".")
@@ -140,11 +142,12 @@ class HeldState:
             now = _attributes(parts[owner]).get(key, number)
             if isinstance(number, bytes):
                 _set_order(now, np.frombuffer(number, np.int64))
+            # Bypasses the `__setattr__` of frozen dataclasses and of properties with side effects.
             elif type(now) in _NUMBERS:
                 object.__setattr__(parts[owner], key, number)
 
     def settings(self) -> dict[str, Any]:
-        """Return the numbers, flags and texts that datasets, `collate_fn` and their parts hold as attributes."""
+        """Return the numbers, flags and strings that datasets, `collate_fn` and their parts hold as attributes."""
         if self._only_generators:
             return {}
         held = (
@@ -156,13 +159,13 @@ class HeldState:
         return {f"{part.name}.{key}": inner for part, key, inner in held if type(inner) in _PLAIN}
 
     def note_listeners(self, before: Mapping[str, Any]) -> None:
-        """Note which settings listeners have changed: a run that is resumed inside the epoch does not call them."""
+        """Record the settings that listeners have changed: they are not called again on a resume inside the epoch."""
         now = self.settings()
         self._listened |= {name for name in now.keys() & before.keys() if now[name] != before[name]}
 
     def _has_changed(self, name: str, now: Any) -> bool:
         first = self._first.get(name, _MISSING)
-        if isinstance(now, bytes):  # an order that there was not, or of another length, is made from something else
+        if isinstance(now, bytes):  # an order that is new or has another length is derived from something else
             return isinstance(first, tuple) and first[0] == len(now) and first != _mark(now)
         return first not in (None, now)
 
@@ -171,18 +174,18 @@ class HeldState:
         return [(f"{part.name}.{key}", inner) for part in parts for key, inner in _attributes(part.value).items()]
 
     def _rest(self) -> int:
-        """Return a hash of what samplers and their parts hold as attributes besides numbers."""
+        """Return a hash of everything but numbers that samplers and their parts hold as attributes."""
         rest = ((name, inner) for name, inner in self._of_samplers() if type(inner) not in _NUMBERS)
         contents = sorted((name, zlib.crc32(_content_of(inner))) for name, inner in rest)
         return zlib.crc32(repr(contents).encode())
 
     def missing(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of generators and of objects with a state that the dataloader does not have, or not yet."""
+        """Return the names of saved generators and stateful objects that the dataloader does not have."""
         kinds = {part.name: type(part.value) for part in _parts(self.loader)}
         return [name for kind in ("generators", "objects") for name in saved.get(kind, ()) if name not in kinds]
 
     def warn_of_copies(self) -> None:
-        """Warn once if the dataset or `collate_fn`, which worker processes have copies of, defines `set_epoch`."""
+        """Warn once if `set_epoch` would not reach the copies of the dataset or `collate_fn` in worker processes."""
         names = [part.name for part in _parts(self.loader) if part.role == "loads" and _takes_epoch(part.value)]
         if names and not self._warned.issuperset(names):
             self._warned.update(names)
@@ -194,7 +197,7 @@ class HeldState:
             )
 
     def shares_generators(self) -> bool:
-        """Return whether what chooses samples draws from a generator that what loads them draws from, too."""
+        """Return whether a sampler and the dataset or `collate_fn` draw from the same generator."""
         parts = _parts(self.loader)
         loading = {id(part.value) for part in parts if part.role == "loads" and isinstance(part.value, _KINDS)}
         others = [part.value for part in parts if part.role != "loads"]
@@ -221,9 +224,9 @@ def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -
     """Call `set_epoch` on every part of a dataloader that defines it, the innermost first.
 
     Args:
-        holder: The dataloader, or what holds parts of it.
+        holder: The dataloader, or a container of its parts.
         epoch: The number of the epoch.
-        done: Those of the parts that have the number already.
+        done: Parts to skip, because they have the number already.
 
     Returns:
         The parts that define it.
@@ -234,12 +237,12 @@ def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -
         if id(part) not in has_it:
             try:
                 part.set_epoch(epoch)
-            except Exception as error:  # such as for want of more arguments: it may serve something else
+            except Exception as error:  # it may need more arguments and serve another purpose
                 if type(part) not in _refusing:
                     _refusing.add(type(part))
                     warnings.warn(
                         f"{type(part).__name__}.set_epoch({epoch}) raised {type(error).__name__}: {error} Training "
-                        "goes on, and may read the same in each epoch. Let it take the number of an epoch alone.",
+                        "continues, and may read the same in each epoch. Let it take the number of an epoch alone.",
                         stacklevel=2,
                     )
     return found
@@ -250,9 +253,9 @@ def _takes_epoch(value: object) -> bool:
 
 
 def holds_generators(*holders: object) -> bool:
-    """Return whether objects hold random number generators, in attributes, arguments, closures, or what those hold.
+    """Return whether objects hold random number generators in attributes, arguments, closures, or nested objects.
 
-    The generators of the process do not count. The search is cut short where there is very much to look at.
+    The global generators do not count. The search stops after a fixed number of objects.
 
     Example:
         >>> holds_generators({"transforms": [random.Random(3)]}), holds_generators([torch.rand(2), random.uniform])
@@ -267,8 +270,9 @@ def holds_state(*holders: object) -> bool:
 
 
 def _parts(loader: Any) -> list[_Part]:
-    """Return the parts of a dataloader, what loads samples first, and each of them before what it holds."""
+    """Return the parts of a dataloader, those that load samples first, and each part before what it holds."""
     found: list[_Part] = []
+    # The global generators, which checkpoints keep elsewhere.
     seen = {id(_owner(random.random)), id(_owner(np.random.rand)), id(torch.default_generator)}
     starts: dict[str, tuple[str, ...]] = {"": ()}
     if isinstance(loader, DataLoader):
@@ -288,6 +292,7 @@ def _parts(loader: Any) -> list[_Part]:
 
 
 def _is_data(value: Any) -> bool:
+    # These would lead to the whole training state.
     if isinstance(value, _NOT_DATA) or type(value).__module__.startswith(("composer_events.", "composer.trainer.")):
         return False
     return not isinstance(value, torch.nn.Module) or next(value.parameters(), None) is None
@@ -305,14 +310,14 @@ def _inside(value: Any) -> Iterable[tuple[object, Any]]:
             return [*_attributes(value).items(), *_outside(value)]
         case MethodType():
             return [("__self__", value.__self__), ("__func__", value.__func__)]
-        case DataLoader():  # `_iterator` are its workers
+        case DataLoader():  # `_iterator` holds its workers
             return [(key, inner) for key, inner in _attributes(value).items() if key != "_iterator"]
         case _:
             return [*_attributes(value).items(), *_of_class(type(value))]
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an object has in its dict, its slots or, as the cell of a closure, in it."""
+    """Return an object's attributes from its dict and its slots, or the content of a closure's cell."""
     if isinstance(value, CellType):
         return {"cell_contents": content} if (content := _content(value)) is not _MISSING else {}
     found = dict(getattr(value, "__dict__", {}))
@@ -325,7 +330,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _outside(function: FunctionType, seen: frozenset[FunctionType] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Yield a function's closure, its defaults, and the generators that it and the functions it calls name."""
+    """Yield a function's closure and defaults, and the generators that it and the functions it calls name."""
     yield from zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((f"default {number}", default) for number, default in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
@@ -355,7 +360,8 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
         if _is_foreign(owner):
             continue
         for name, value in vars(owner).items():
-            value = getattr(value, "__func__", getattr(value, "fget", value))  # of a static method, of a property
+            # The function of a static method or property.
+            value = getattr(value, "__func__", getattr(value, "fget", value))
             if isinstance(value, _KINDS):
                 found.setdefault(name, value)
             elif isinstance(value, FunctionType):
@@ -364,7 +370,7 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
 
 
 def _kept(value: Any) -> Any:
-    """Return a number, or the integers of a list, an array or a tensor as bytes; `None` for other values."""
+    """Return a number, or the integers of a list, array or tensor as bytes; `None` for other values."""
     if type(value) in _NUMBERS:
         return value
     if not isinstance(value, list | np.ndarray | torch.Tensor):
@@ -373,7 +379,7 @@ def _kept(value: Any) -> Any:
         return None
     try:
         order: Any = np.asarray(value)
-    except Exception:  # whatever it raises for lists of lists, and tensors elsewhere
+    except Exception:  # nested lists and tensors on devices raise various errors
         return None
     return order.astype(np.int64).tobytes() if order.ndim == 1 and order.dtype.kind == "i" else None
 
@@ -383,7 +389,7 @@ def _mark(kept: Any) -> Any:
 
 
 def _set_order(value: Any, order: Any) -> None:
-    """Put an order into a list, an array or a tensor of the same length, in place: another part may hold it, too."""
+    """Copy an order into a list, array or tensor of the same length, in place since another part may share it."""
     if not isinstance(value, list | np.ndarray | torch.Tensor) or len(value) != len(order):
         return
     if isinstance(value, list):
@@ -395,11 +401,11 @@ def _set_order(value: Any, order: Any) -> None:
 
 
 def _content_of(value: Any) -> bytes:
-    """Return what equal values have in common in each process: all of plain data and arrays, the type of others."""
+    """Return bytes that are equal for equal values in every process: the data of plain values, the type of others."""
     try:
         value = value.numpy(force=True) if isinstance(value, torch.Tensor) else value
-        return marshal.dumps(value, 2)  # a version that does not tell what is the same from what is equal
-    except Exception:  # whatever it raises for what is not plain
+        return marshal.dumps(value, 2)  # version 2 does not encode object identity
+    except Exception:  # marshal supports plain data only
         return type(value).__name__.encode()
 
 
@@ -409,7 +415,7 @@ def _has_own_state(value: Any) -> bool:
         return False
     try:
         inspect.signature(value.state_dict).bind()
-    except TypeError:  # a StreamingDataset's is asked for elsewhere
+    except TypeError:  # a StreamingDataset's takes arguments, and is called elsewhere
         return False
     return True
 
@@ -419,9 +425,10 @@ def _unset(value: Any) -> dict[str, Any]:
 
 
 def _load(value: Any, state: Any, unset: Mapping[str, Any]) -> None:
-    """Load a state of the start of an epoch, and set what was not set then to what it was.
+    """Load a state from the start of an epoch, and reset attributes that were unset at that time.
 
-    That may be a place to go on from in the next iteration, where that of the epoch before has ended.
+    A loaded state may set a position at which the next iteration continues, although the saved epoch began at its
+    start.
     """
     before = _attributes(value)
     value.load_state_dict(copy.deepcopy(state))
@@ -461,10 +468,10 @@ def _set_generator_state(generator: Any, state: Any) -> None:
 def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # the cell is still empty
         return _MISSING
 
 
 def _owner(function: Any) -> object:
-    """Return the generator of the process that a function of a module draws from."""
+    """Return the global generator behind a function such as `random.random`."""
     return getattr(function, "__self__", None)

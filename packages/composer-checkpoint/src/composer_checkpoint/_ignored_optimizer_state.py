@@ -1,4 +1,4 @@
-"""Parts of an optimizer that `load_ignore_keys` leaves out of a checkpoint: the optimizer keeps its own."""
+"""Optimizer state that `load_ignore_keys` leaves out of a checkpoint, of which the optimizer keeps its own."""
 
 from collections.abc import Collection, Mapping, Sequence
 from logging import getLogger
@@ -20,22 +20,22 @@ __all__ = ["KeptOptimizers", "leave_out_their_state"]
 
 log = getLogger(__name__)
 
-_Path = tuple[Any, ...]  # in an optimizer's state: () for all of it, (parameter,), or (parameter, name of a value)
+_Path = tuple[Any, ...]  # within an optimizer's state: () for all of it, (parameter,), or (parameter, name of a value)
 
 
 class KeptOptimizers:
-    """Completes a checkpoint's optimizers so that they can be loaded, and puts back what they had themselves.
+    """Complete a checkpoint's optimizers so that they can be loaded, and restore their own values after that.
 
     Every rank must make one.
 
     Args:
-        state: Has the optimizers.
+        state: Holds the optimizers.
         before: The checkpoint's `state`.
-        after: The same without what was left out. Changed in place.
+        after: The same without the parts that were left out. Changed in place.
     """
 
     def __init__(self, state: "State", before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        strategy: Any = owner_of(state)  # DeepSpeed's, which leaves alone what a state does not have
+        strategy: Any = owner_of(state)  # DeepSpeed's, which ignores missing entries
         named = named_optimizers(ensure_tuple(state.optimizers))
         if strategy is not None:
             named = ((name_of_optimizer(state, each), each) for each in state.optimizers)
@@ -45,7 +45,8 @@ class KeptOptimizers:
             mine: Any = (after.get("optimizers") or {}).get(name)
             is_given = isinstance(theirs, dict) and isinstance(mine, dict) and "param_groups" in theirs
             lost = _lost_state(theirs.get("state"), mine) if is_given else []
-            lost = [path for of_rank in dist.all_gather_object(lost) for path in of_rank]  # one rank may have read it
+            # One rank alone may have read the file.
+            lost = [path for of_rank in dist.all_gather_object(lost) for path in of_rank]
             if not is_given and not lost:
                 continue
             keys = strategy.parameter_names(state.model) if strategy else group_names(state.model, optimizer)
@@ -64,9 +65,9 @@ class KeptOptimizers:
                 _complete_state(theirs, mine, lost, own, is_whole=strategy is not None)
 
     def put_back(self) -> None:
-        """Give the optimizers their own state again where the checkpoint's was left out."""
+        """Restore the optimizers' own state where the checkpoint's was left out."""
         for optimizer, parameters, lost, own in self._kept:
-            state = optimizer.state  # another dict than before
+            state = optimizer.state  # loading has replaced the dict
             for path in lost:
                 for key in path[:1] or [key for key in own if isinstance(key, int)]:
                     parameter = parameters.get(_canonical(key))
@@ -82,8 +83,9 @@ class KeptOptimizers:
 def _complete_groups(
     theirs: Mapping[str, Any], mine: dict[str, Any], keys: Sequence[Sequence[str]], own_groups: Sequence[Any]
 ) -> None:
-    """Fill in the settings that were left out. Without `own_groups`, missing ones stay as they are in any case."""
+    """Fill in settings that were left out, from the optimizer's own groups if they are given."""
     own_settings = [{key: value for key, value in group.items() if key != "params"} for group in own_groups]
+    # Checkpoints identify parameters either by number or by name.
     if "param_groups" not in mine:
         if any(isinstance(key, int) for key in theirs.get("state") or ()):
             counts = iter(range(sum(map(len, keys))))
@@ -96,7 +98,7 @@ def _complete_groups(
     saved: Any = theirs["param_groups"]
     left: Any = mine["param_groups"]
     if not isinstance(left, list) or not all(isinstance(group, Mapping) for group in [*saved, *left]):
-        return  # which is refused later
+        return  # refused later, with an error about the group
     if len(left) < len(saved):
         by_params = [next((each for each in left if each.get("params") == one.get("params")), {}) for one in saved]
         left[:] = by_params
@@ -112,7 +114,7 @@ def _complete_groups(
 
 
 def _lost_state(saved: Any, mine: Mapping[str, Any]) -> list[_Path]:
-    """Return what was left out of an optimizer's state."""
+    """Return the paths that were left out of an optimizer's state."""
     left = mine.get("state")
     if left is None:
         return [()]
@@ -128,7 +130,7 @@ def _lost_state(saved: Any, mine: Mapping[str, Any]) -> list[_Path]:
 def _complete_state(
     theirs: Mapping[str, Any], mine: dict[str, Any], lost: Sequence[_Path], own: Mapping[Any, Any], *, is_whole: bool
 ) -> None:
-    """Let the state that is left be loaded: of a parameter with all of its values, or without any."""
+    """Complete the remaining state, so that each parameter has all of its values or none."""
     state: dict[Any, Any] = mine.setdefault("state", {})
     begun_again: list[Any] = []
     for key, name in (path for path in lost if len(path) == 2):
@@ -140,7 +142,7 @@ def _complete_state(
     if begun_again:
         log.warning(
             "load_ignore_keys leaves out a part of the optimizer's state of %d parameters, and the optimizer has none "
-            "of its own yet, so all of it begins as for new ones: %s",
+            "of its own yet, so all of their state is reinitialized: %s",
             len(begun_again),
             ", ".join(map(str, begun_again[:10])),
         )
@@ -154,12 +156,12 @@ _MAX_NAMES = 10
 
 
 def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mapping[str, Any]) -> None:
-    """Remove from a checkpoint what optimizers and algorithms keep of weights that are no longer in it, in place.
+    """Remove the state that optimizers and algorithms keep for weights that were left out of a checkpoint, in place.
 
     Args:
-        state: Has the optimizers, for checkpoints in which parameters have numbers.
+        state: Holds the optimizers, which give names to numbered parameters.
         weights: The names of all weights that the checkpoint had.
-        saved: The checkpoint's `state`, of which some are left out.
+        saved: The checkpoint's `state`, from which some weights were left out.
     """
     left_out = {*map(_plain, weights)} - {*map(_plain, saved.get("model") or ())}
     if not left_out:
@@ -174,6 +176,7 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
                 del saved_optimizer["state"][key]
                 removed.add(name)
     pending, seen = [saved.get("algorithms")], set[int]()
+    # Algorithm states are nested freely and come from a file, so the search is iterative and remembers containers.
     while pending:
         container = pending.pop()
         if not isinstance(container, dict | list | tuple) or id(container) in seen:
@@ -195,21 +198,21 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
 
 
 def _names_of_numbers(state: "State", optimizer_name: str, saved: Mapping[str, Any]) -> dict[Any, str]:
-    """Return the names of an optimizer's parameters by their places in its groups, as old checkpoints number them."""
+    """Return the names of parameters that old checkpoints number by their position in an optimizer's groups."""
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     if not any(isinstance(number, int) for number in numbers):
         return {}
-    strategy: Any = owner_of(state)  # DeepSpeed's, which alone has an order of its own
+    strategy: Any = owner_of(state)  # DeepSpeed's, which has an order of its own
     if strategy is not None:
         named = {name_of_optimizer(state, each): strategy.parameter_names(state.model) for each in state.optimizers}
     else:
         named = {name: group_names(state.model, each) for name, each in named_optimizers(state.optimizers)}
     names = [name for group in named.get(optimizer_name, ()) for name in group]
-    return dict(zip(numbers, names, strict=False))  # other numbers of them are refused later
+    return dict(zip(numbers, names, strict=False))  # a different number of parameters is refused later
 
 
 def _plain(name: object) -> str:
-    """Return a weight's name without what wrappers and averages put before it."""
+    """Return a weight's name without the prefixes of wrappers and weight averages."""
     plain = canonical_name(str(name))
     while plain.startswith("module."):
         plain = plain.removeprefix("module.")

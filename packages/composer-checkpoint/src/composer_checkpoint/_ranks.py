@@ -1,4 +1,4 @@
-"""Steps that ranks take together, and that fail on all of them alike."""
+"""Collective steps that succeed or fail on all ranks alike."""
 
 import contextvars
 import pickle
@@ -26,24 +26,23 @@ __all__ = ["PATIENCE", "in_thread", "meet_within", "work_within", "Ranks"]
 A = TypeVar("A")
 
 PATIENCE = 3
-"""How many times as long as one rank may work the others wait for it: it may come late, and rank 0 works after it."""
+"""Factor on one rank's timeout for the wait of the others: a rank may start late, and rank 0 works after it."""
 
-_SOON_S = 5.0  # the store's answer
+_SOON_S = 5.0  # for an answer of the store
 
-# How often the ranks of a group have met. All of them count alike, since they meet in the same order.
+# Number of meetings of each group, which makes their keys unique. All ranks count alike: they meet in the same order.
 _meetings: "defaultdict[str, int]" = defaultdict(int)
 
 
 def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
-    """Return what a function returns, or raise if it takes longer.
+    """Return the result of a function, or raise if it takes too long.
 
-    What hangs goes on in its thread, which ends with the process: a write that the system does not answer cannot be
-    taken back.
+    A call that hangs stays in its daemon thread until the process ends, since a blocked write cannot be canceled.
 
     Args:
         work: The function.
-        timeout_s: How long it may take.
-        rank: This process's, for the error.
+        timeout_s: The longest time that it may take.
+        rank: The rank of this process, for the error.
 
     Raises:
         StorageError: If it takes longer.
@@ -60,20 +59,19 @@ def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
 
 
 def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
-    """Return what the ranks of a group tell each other, or raise on all that are here if others do not come.
+    """Return the result of a collective, or raise on all ranks that came if others do not. Every rank must call this.
 
-    A dead rank is noticed by the collective, at once. Of those that only hang nothing is heard, so each rank leaves a
-    note at the group's store when it comes. The store may hang as well, since some process keeps it, and is not waited
-    for any longer. Every rank must call this.
+    A dead rank makes the collective fail at once. A rank that hangs does not, so each rank sets a key in the group's
+    store when it arrives. The store's process may hang too, so the wait for it is short.
 
     Args:
         talk: The collective.
-        group: Who takes part.
-        timeout_s: How long it may take.
-        rank: This process's.
+        group: The ranks that take part.
+        timeout_s: The longest time that it may take.
+        rank: The rank of this process.
 
     Raises:
-        StorageError: If a rank does not come in time, with the numbers of those that have not.
+        StorageError: If a rank does not arrive in time, with the numbers of the missing ranks.
     """
     store = group.get_group_store()
     number = _meetings[group.group_name] = _meetings[group.group_name] + 1
@@ -81,13 +79,14 @@ def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, 
 
     def come() -> A:
         store.set(f"{name}-{rank}", "here")
+        # A late rank must not start a collective that the others have abandoned.
         if store.check([f"{name}-over"]):
             raise StorageError(
                 f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and given "
                 f"up. Look into the log for what held it up."
             )
         reply = talk()
-        with suppress(RuntimeError):  # all have come, and who keeps the store may be gone already
+        with suppress(RuntimeError):  # all have arrived, and the process of the store may have exited
             store.delete_key(f"{name}-{rank}")
         return reply
 
@@ -95,10 +94,10 @@ def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, 
 
 
 def in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
-    """Return what a function returns, or raise a `StorageError` with the text of `overdue` if it takes longer."""
+    """Return the result of a function, or raise a `StorageError` with the text of `overdue` if it takes too long."""
     outcome: Future[A] = Future()
     context = contextvars.copy_context()
-    # The thread's copies from a device must come after what was computed here, in whichever stream.
+    # Device copies made in the thread must come after the work that was queued here, so it uses the same stream.
     stream = torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_initialized() else nullcontext()
 
     def run() -> None:
@@ -113,7 +112,7 @@ def in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str
         return outcome.result(timeout_s)
     except TimeoutError as error:
         if outcome.done():
-            raise  # the work's own
+            raise  # raised by the work itself
         raise StorageError(overdue()) from error
 
 
@@ -126,9 +125,9 @@ def _who_is_missing(store: Any, name: str, timeout_s: float, world_size: int) ->
     silence = f"the ranks have not met within {timeout_s!r} s to save a checkpoint, and their store is silent"
     try:
         missing = in_thread(ask, _SOON_S, lambda: f"{silence}: no answer in {_SOON_S} s")
-    except StorageError as error:  # who keeps the store hangs
+    except StorageError as error:  # the process of the store hangs
         return f"{error}. Look after the process that keeps it: rank 0, or the launcher of its node."
-    except RuntimeError as error:  # it is gone
+    except RuntimeError as error:  # the process of the store is gone
         return f"{silence}: {error}"
     return (
         f"ranks {missing} of {world_size} have not come to save a checkpoint, while others waited for {timeout_s!r} s, "
@@ -143,13 +142,13 @@ class Ranks:
     """The ranks of a group, or this process alone.
 
     Args:
-        group: Who takes part. All ranks when `None`. Messages go through the CPU: through a gloo companion where the
-            group has no backend for that.
-        timeout_s: How long each rank may work; who does not come is given up after three times that. `None` for the
-            group's own patience, and any length of work.
+        group: The ranks that take part; all ranks when `None`. Messages go through the CPU: through a companion gloo
+            group if the group has no CPU backend.
+        timeout_s: The longest time that each rank may work; ranks are given up after three times that. `None` for the
+            group's own timeout, and work of any length.
 
     Raises:
-        RuntimeError: If several processes were started and there is no process group.
+        RuntimeError: If several processes were started without a process group.
         ValueError: If this rank is not in the group.
     """
 
@@ -169,11 +168,15 @@ class Ranks:
         self._group = group if self.world_size == 1 else cpu_group(group)
 
     def exchange(self, work: Callable[[], A], combine: Callable[[list[A]], Sequence[B]]) -> B:
-        """Work on each rank, combine what they got on rank 0, and return this rank's part. Every rank must call this.
+        """Call `work` on each rank, `combine` on rank 0, and return this rank's item. Every rank must call this.
+
+        Args:
+            work: Called on each rank.
+            combine: Called on rank 0 with the results of all ranks; returns an item for each rank.
 
         Raises:
-            Exception: What the first of the failing ranks raised, on every rank.
-            StorageError: If a rank is given up, with its number, on every rank that came.
+            Exception: The error of the first rank that failed, on every rank.
+            StorageError: If a rank is given up, with its number, on every rank that arrived.
         """
         if self.world_size == 1:
             return self._within_time(lambda: combine([work()]))[0]
@@ -193,19 +196,19 @@ class Ranks:
         return reply
 
     def together(self, work: Callable[[], object]) -> None:
-        """Work on each rank, and go on when all of them are done. Every rank must call this.
+        """Call `work` on each rank and return when all are done. Every rank must call this.
 
         Raises:
-            Exception: What the first of the failing ranks raised, on every rank.
+            Exception: The error of the first rank that failed, on every rank.
         """
         self.exchange(lambda: (work(), None)[1], lambda done: done)
 
     def all(self, statement: bool) -> bool:
-        """Return whether this is true on every rank. Every rank must call this."""
+        """Return whether `statement` is true on every rank. Every rank must call this."""
         return bool(self.least(int(statement)))
 
     def least(self, number: int) -> int:
-        """Return the least of all ranks' numbers. Every rank must call this."""
+        """Return the smallest `number` of all ranks. Every rank must call this."""
         if self.world_size == 1:
             return number
         numbers = torch.tensor([number])
@@ -216,7 +219,7 @@ class Ranks:
         if self._timeout_s is None:
             return talk()
         group = self._group or tdist.group.WORLD
-        assert group is not None  # there are several ranks
+        assert group is not None  # since there are several ranks
         return meet_within(talk, group, PATIENCE * self._timeout_s, self.rank)
 
     def _within_time(self, work: Callable[[], A]) -> A:
@@ -231,17 +234,17 @@ class Ranks:
             failures = [outcome]
         return failures[:1] * self.world_size
 
+    # Every rank gets the same error.
+
     def _as_raised(self, failure: "_Failure", mine: object) -> Exception:
         if isinstance(mine, _Failure) and mine.rank == failure.rank:
-            return mine.error  # with its traceback and its cause
+            return mine.error  # the original, with its traceback and cause
         failure.error.add_note(f"(raised on rank {failure.rank})")
         return failure.error
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What a rank raised."""
-
     rank: int
     error: Exception
 
@@ -257,10 +260,10 @@ def _attempt(work: Callable[[], A], rank: int) -> "A | _Failure":
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error itself if it survives the journey to another rank, else its text."""
+    """Return the error itself if it survives pickling, else a `CheckpointError` with its text."""
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error
-    except Exception:  # whatever a foreign class's constructor objects to
+    except Exception:  # the constructor of a foreign class may raise anything
         pass
     return CheckpointError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory that is kept from one snapshot to the next."""
+"""Snapshots of tensors in reusable host memory."""
 
 import os
 import threading
@@ -11,15 +11,15 @@ from composer_checkpoint.errors import CheckpointError
 
 __all__ = ["Snapshot", "StagingArea", "storage_key"]
 
-# Copies in threads of ours, two or more at a time, reach the memory's speed; torch's own threads, which wait for each
-# other after every tensor, took four to eight times as long on two busy cores.
+# Two or more threads that each copy a tensor reach the memory's bandwidth. Torch's own threads, which synchronize after
+# every tensor, took four to eight times as long on two busy cores.
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 class StagingArea:
-    """Host memory for snapshots. Making it costs more than filling it, so it is reused while shapes stay the same.
+    """Host memory for snapshots, reused while shapes stay the same, since allocating it takes longer than filling it.
 
-    What lies on a CUDA device is copied through a stream of its own into page-locked memory.
+    Tensors on CUDA devices are copied through a side stream into page-locked memory.
     """
 
     def __init__(self) -> None:
@@ -28,17 +28,17 @@ class StagingArea:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="staging")
 
     def snapshot(self, sources: Mapping[str, torch.Tensor], may_wait: Callable[[torch.Tensor], bool]) -> "Snapshot":
-        """Begin a snapshot. The one before must not be in use any more.
+        """Begin a snapshot. The previous one must no longer be in use.
 
         Args:
             sources: The tensors, by names that stay the same from snapshot to snapshot.
-            may_wait: Whether a tensor may still be read after this has returned, until the snapshot is complete.
+            may_wait: Returns whether a tensor may be read later, until the snapshot is complete.
         """
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in sources.items()}
         return Snapshot(sources, self._buffers, may_wait, self._pool, self._streams)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._pool.shutdown()
         self._buffers = {}
 
@@ -46,15 +46,15 @@ class StagingArea:
         known = self._buffers.get(name)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
-        with torch.inference_mode(False):  # another thread, which is not in that mode, copies into it
+        with torch.inference_mode(False):  # another thread, not in that mode, copies into it
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class Snapshot:
-    """Copies of tensors as they were when this was made.
+    """Copies of tensors as they were when the snapshot was made.
 
-    Tensors that may wait are copied by `complete`, in another thread, or by the device while it goes on working. Until
-    `wait` has returned nothing may change them.
+    Tensors that may wait are copied later, by `complete` in another thread or by the device in the background. Nothing
+    may change them until `wait` has returned.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Snapshot:
             self._completed.set()
 
     def complete(self) -> None:
-        """Copy what is left. Called by the thread that writes."""
+        """Copy the remaining tensors. Called by the thread that writes."""
         try:
             self._copy(self._later)
             self._on_cuda.finish()
@@ -87,10 +87,10 @@ class Snapshot:
             self.release()
 
     def confirm(self) -> None:
-        """Check that nothing was changed too early, as far as autograd counts it. Called before the copies are used up.
+        """Raise if a tensor was changed too early, as far as autograd's version counter shows.
 
-        The count rises only at the end of an operation, and one may still be running that began before the copy's end.
-        So this is asked as late as can be, when the copies are on the disk and only the rename is missing.
+        The counter rises only at the end of an operation, so one that began before the end of the copy may still be
+        running. Call this as late as possible: when the copies are on disk, before the rename.
 
         Raises:
             CheckpointError: If a tensor was changed before `wait` had returned.
@@ -104,12 +104,12 @@ class Snapshot:
             )
 
     def release(self) -> None:
-        """Give up what is not copied yet, so that nobody waits for it."""
+        """Discard tensors that are not copied yet, and unblock `wait`."""
         self._later = {}
         self._completed.set()
 
     def wait(self) -> None:
-        """Return when the tensors may be changed. CUDA is told to wait; the CPU does not."""
+        """Return when the tensors may be changed. CUDA streams wait for the copies; the CPU does not."""
         self._completed.wait()
         self._on_cuda.hold_back()
         self._may_change = True
@@ -120,7 +120,7 @@ class Snapshot:
 
 
 class _CudaCopies:
-    """Copies that CUDA devices make while they go on working."""
+    """Copies that CUDA devices make in the background."""
 
     def __init__(
         self,
@@ -129,11 +129,12 @@ class _CudaCopies:
         may_wait: Callable[[torch.Tensor], bool],
         streams: dict[torch.device, torch.cuda.Stream],
     ) -> None:
-        self._sources = dict(sources)  # their memory must not be given to others before they are copied
+        self._sources = dict(sources)  # keeps their memory from being reused before they are copied
         self._done: list[tuple[torch.device, torch.cuda.Event]] = []
         for device in {tensor.device for tensor in sources.values()}:
             if device not in streams:
                 streams[device] = torch.cuda.Stream(device)
+            # The copies must see the work that is already queued.
             side, current = streams[device], torch.cuda.current_stream(device)
             side.wait_stream(current)
             here = [name for name, tensor in sources.items() if tensor.device == device]
@@ -142,6 +143,7 @@ class _CudaCopies:
                     for name in here:
                         if may_wait(sources[name]) == waits:
                             copies[name].copy_(sources[name].detach(), non_blocking=True)
+                    # Tensors that may not wait are copied first, and only those hold up the current stream.
                     event = torch.cuda.Event()
                     event.record(side)
                     if not waits:
@@ -149,25 +151,26 @@ class _CudaCopies:
             self._done.append((device, event))
 
     def hold_back(self) -> None:
-        """Let work that is given to the devices from now on begin after the copies."""
+        """Make later work on the devices wait for the copies."""
         for device, event in self._done:
             torch.cuda.current_stream(device).wait_event(event)
 
     def finish(self) -> None:
-        """Return when the copies are there."""
+        """Wait until the copies are made."""
         for _, event in self._done:
             event.synchronize()
         self._sources = {}
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Return what two tensors share that are the same elements of the same memory."""
+    """Return a key that is equal for tensors with the same elements of the same memory."""
     if tensor.layout != torch.strided:
         return id(tensor)
-    kind = tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg()  # one memory may be read in several ways
+    # One memory may be interpreted in several ways.
+    kind = tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return *kind, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place, as autograd counts it; tensors of inference mode do not."""
+    """Return autograd's count of in-place changes, or 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state is copied at once, and the copy is written by another thread."""
+"""Background saves: the state is copied at once, and another thread writes the copy while training continues."""
 
 import copy
 import io
@@ -37,18 +37,18 @@ Job = Callable[[], object]
 
 
 class AsyncSaver:
-    """Saves one checkpoint at a time, in the background.
+    """Save one checkpoint at a time in the background.
 
-    `save` copies the state and returns; what training does afterwards is not in the checkpoint. The copy is written,
-    hashed and flushed by a thread, which talks to the other ranks through a gloo group of its own. Until all of it is
-    on the disk the checkpoint does not exist.
+    `save` copies the state and returns; later training steps do not change the checkpoint. A thread writes, hashes and
+    flushes the copy, and talks to the other ranks through a gloo group of its own. The checkpoint does not exist until
+    all of it is on disk.
 
     In the training loop:
 
         saver.save(state_dict, "runs/ep1", sharded=True, stable_until_step=parameters_and_optimizer_state)
         ...                         # forward and backward
         saver.wait_for_staging()    # right before the optimizer's step
-        saver.check()               # once a step: raises what went wrong in the background, on all ranks
+            saver.check()               # once a step: raises errors of the background thread, on all ranks
         ...
         saver.wait()                # at the end of training, and after an exception in it
 
@@ -56,12 +56,12 @@ class AsyncSaver:
 
     Args:
         process_group: The ranks that save. All of them when `None`.
-        policy: What a `save` does while the one before is being written: `'wait'` for it, or `'skip'` this one.
-        timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
-            `None` waits for a disk as long as it takes.
+        policy: What `save` does while the previous checkpoint is being written: `'wait'` for it, or `'skip'` this one.
+        timeout_s: The longest time that the write of any rank may take; ranks are given up after three times that.
+            `None` waits without limit.
 
     Raises:
-        ValueError: If there is no such policy.
+        ValueError: If `policy` is not one of these.
 
     Example:
         >>> import tempfile
@@ -84,8 +84,8 @@ class AsyncSaver:
         if policy not in ("wait", "skip"):
             raise ValueError(f"policy={policy!r} is not known. Use 'wait' or 'skip'.")
         self._policy = policy
-        # Two groups: while the background thread waits for the other ranks in one, training asks in the other whether
-        # it is done. Collectives of two threads in one group would be taken for each other.
+        # Two groups: while the background thread waits for other ranks in one, training polls in the other. Collectives
+        # of two threads in one group would be mixed up.
         self._groups = _two_groups(process_group)
         ours, its = self._groups or (None, None)
         self._ranks, self._background_ranks = Ranks(ours), Ranks(its, timeout_s=timeout_s)
@@ -96,7 +96,7 @@ class AsyncSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save was begun whose end `check` or `wait` has not seen yet. The same on all ranks."""
+        """Return whether a save has begun that `check` or `wait` has not yet seen end; the same on all ranks."""
         return self._writing is not None
 
     def save(
@@ -116,27 +116,29 @@ class AsyncSaver:
         """Copy the state and begin to write it. Every rank must call this.
 
         Args:
-            state_dict: What to save. If it is of one file, rank 0's is written, and the others' should be empty.
-            path: The file; if sharded, the folder; if local, with `{rank}` in it.
+            state_dict: The state to save. For a single file, rank 0's is written, and those of other ranks should be
+                empty.
+            path: The file; the folder if `sharded`; a path with `{rank}` in it if `local`.
             sharded: Whether each rank writes its own shards into one folder, as `save_sharded` does.
             local: Whether each rank writes its own shards to a file of its own, as `save_local` does.
-            info: What the manifest shall say about the run.
+            info: Facts about the run for the manifest.
             overwrite: Whether a checkpoint of this name may be replaced.
             storage_options: For fsspec, if the folder of a sharded checkpoint is a URI.
-            stable_until_step: Tensors that nothing changes before `wait_for_staging`, such as parameters and the
-                optimizer's state, but not what the forward pass changes. They are copied while training goes on. All
-                others are copied before this returns. A change that comes too early fails the save if autograd
-                counts it; `.data` goes past it.
-            then: Called by each rank's background thread once the checkpoint is there, to move a pointer to it, say.
-            planner: If sharded, who says what is written, and by which rank, as for `save_sharded`.
+            stable_until_step: Tensors that nothing changes before `wait_for_staging`, such as parameters and optimizer
+                state, but not buffers that the forward pass changes. They are copied in the background of training; all
+                others are copied before this returns. A change that comes too early fails the save if autograd counts
+                it; changes through `.data` go unnoticed.
+            then: Called by each rank's background thread once the checkpoint exists, for example to move a pointer to
+                it.
+            planner: If sharded, decides what each rank writes, as in `save_sharded`.
 
         Returns:
             Whether the save was begun; false if it was skipped.
 
         Raises:
-            CheckpointError: If the save before failed, or this one cannot be begun.
+            CheckpointError: If the previous save failed, or this one cannot be begun.
             TypeError: If a tensor is on the meta device, where it has no elements, or a DTensor in a single file.
-            ValueError: If a single file is to be written to a URI; if `local` is asked for several ranks without
+            ValueError: If a single file is to be written to a URI; or if `local` is set for several ranks without
                 `{rank}` in the path, or together with `sharded`.
         """
         if sharded and local:
@@ -160,15 +162,15 @@ class AsyncSaver:
         return True
 
     def wait_for_staging(self) -> None:
-        """Return when parameters and optimizer state may be changed. To be called right before each step."""
+        """Wait until parameters and optimizer state may be changed. Call this right before each optimizer step."""
         if self._snapshot is not None:
             self._snapshot.wait()
             self._snapshot = None
 
     def check(self) -> None:
-        """Take note of a save that has ended on all ranks. Every rank must call this; it does not wait for the save.
+        """Finish a save that has ended on all ranks, without waiting for one that has not. Every rank must call this.
 
-        The ranks talk to each other only while there is a save.
+        The ranks communicate only while a save is in progress.
 
         Raises:
             CheckpointError: On all ranks, if it failed on any.
@@ -177,7 +179,7 @@ class AsyncSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Return when there is no save any more. Every rank must call this.
+        """Wait until the save has ended. Every rank must call this.
 
         Raises:
             CheckpointError: On all ranks, if it failed on any.
@@ -188,16 +190,16 @@ class AsyncSaver:
             self._ranks.together(writing.result)
 
     def drain(self) -> None:
-        """Return when this rank's part of the save has ended, however it did; no other rank needs to call this.
+        """Wait until this rank's part of the save has ended, without other ranks. A failure is logged.
 
-        For the way out after an exception on this rank, when the others are elsewhere. A failure is logged.
+        Meant for the cleanup after an exception on this rank, when the others do not take part.
         """
         writing, self._writing, self._snapshot = self._writing, None, None
         if writing is not None and (error := writing.exception()):
             log.error("The checkpoint that was being written when training stopped failed: %s", error)
 
     def close(self) -> None:
-        """Wait for the save, and give up memory, thread and groups. Every rank must call this.
+        """Wait for the save, and release memory, thread and groups. Every rank must call this.
 
         Raises:
             CheckpointError: On all ranks, if the save failed on any.
@@ -215,6 +217,7 @@ class AsyncSaver:
             self.close()
         else:
             self.drain()
+            # Other ranks may not have left, so nothing here may need them.
             self._release()
 
     def _release(self) -> None:
@@ -225,7 +228,11 @@ class AsyncSaver:
             tdist.destroy_process_group(group)
 
     def _prepare_sharded(
-        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+        self,
+        state_dict: Mapping[str, Any],
+        destination: "_Destination",
+        may_wait: Callable[[torch.Tensor], bool],
+        # Every rank plans in this thread, so that training cannot change the tensors before they are staged.
     ) -> Job:
         writer = VerifiedWriter(
             destination.path,
@@ -248,7 +255,7 @@ class AsyncSaver:
             writer.abort(error)
             raise
         snapshot = self._snapshot
-        assert snapshot is not None  # staged
+        assert snapshot is not None  # set by `stage`
         data = _SnapshotPlanner(snapshot, pickled)
         return lambda: write_planned(planned, data, writer, self._background_ranks, snapshot.confirm)
 
@@ -285,17 +292,17 @@ class AsyncSaver:
     def _stage_content(
         self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
     ) -> Callable[[Path], None]:
-        """Copy what a file shall hold, and return what writes the copy."""
-        refuse_what_is_elsewhere(state_dict)  # now, as save_file() would later, in the background
+        """Copy the content of a file, and return a function that writes the copy."""
+        refuse_what_is_elsewhere(state_dict)  # `save_file` checks this too, but only later in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
         tensors = {name: leaf for name, leaf in leaves.items() if _has_room(leaf)}
-        # Tensors of the same elements, such as tied weights, are copied once and stay one in the file.
+        # Tensors that share their elements, such as tied weights, are copied once and stay shared in the file.
         first_names: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
             first_names.setdefault(storage_key(tensor), name)
         snapshot = self._staging.snapshot({name: tensors[name] for name in first_names.values()}, may_wait)
         copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
-        # Of the others, as sparse ones, there are no buffers, and not all can be copied deeply.
+        # Others, such as sparse tensors, have no buffers, and not all of them support deepcopy.
         copies |= {id(t): t.detach().clone() for name, t in leaves.items() if name not in tensors}
         copied = copy.deepcopy(dict(state_dict), copies)
         self._snapshot = snapshot
@@ -310,8 +317,6 @@ class AsyncSaver:
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """What a save is to become."""
-
     path: str | os.PathLike[str]
     info: Mapping[str, Any] | None
     overwrite: bool
@@ -320,7 +325,7 @@ class _Destination:
 
 
 class _SnapshotPlanner(DefaultSavePlanner):
-    """Gives a writer the copies instead of the tensors, once all of them are made."""
+    """Planner that gives a writer the copies instead of the tensors, once all of them are made."""
 
     def __init__(self, snapshot: Snapshot, pickled: Mapping[str, io.BytesIO]) -> None:
         super().__init__()
@@ -334,12 +339,11 @@ class _SnapshotPlanner(DefaultSavePlanner):
 
 
 def _has_room(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor of its shape and dtype is room for a copy."""
+    """Return whether an ordinary tensor of the same shape and dtype can hold a copy."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:
-    """Do what the background thread does."""
     try:
         write()
     finally:
@@ -362,6 +366,8 @@ def _two_groups(group: "ProcessGroup | None") -> tuple["ProcessGroup", ...]:
     """Return two new gloo groups of the same ranks; none where there is only this one."""
     if not is_initialized() or tdist.get_world_size(group) < 2:
         return ()
+    # `use_local_synchronization`: only the ranks of a subgroup call this, and the others must not be waited for.
     ranks = tdist.get_process_group_ranks(group)
     made = [tdist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None) for _ in range(2)]
-    return tuple(group for group in made if not isinstance(group, int))  # a number stands for groups of other ranks
+    # Torch returns a number for groups of other ranks.
+    return tuple(group for group in made if not isinstance(group, int))
