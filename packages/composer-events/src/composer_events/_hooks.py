@@ -168,7 +168,7 @@ def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
     hint = f"an object of a class that derives from {kind.capitalize()}"
     if isinstance(hook, type):
         hint = f"an object of that class: {hook.__name__}(...)"
-    raise TypeError(f"state.{kind}s holds {hook!r}, which is not a valid {kind} and has no {method}(). Use {hint}.")
+    raise TypeError(f"state.{kind}s holds {hook!r}, not a valid {kind}: it has no {method}(). Put in {hint}.")
 
 
 def blame(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
@@ -265,7 +265,7 @@ def _log_prefix(event: Event, state: State) -> str:
     return f"[ep={int(state.timestamp.epoch)}][ba={int(state.timestamp.batch)}]{stage}[event={event.name}]"
 
 
-# By id, because a callback need not be hashable; weakly, because a deleted callback is no longer in use.
+# By id, because a callback need not be hashable; weakly, because a deleted callback must not count as in use.
 _OPEN: Final[weakref.WeakValueDictionary[int, Callback]] = weakref.WeakValueDictionary()
 
 

@@ -138,7 +138,7 @@ def _integrations(state: State) -> dict[str, Any]:
 
 
 def _metadata(state: State) -> dict[str, Any]:
-    # Without torch there are no weights to save, and its version must not be the reason to import it.
+    # If torch is not imported, the state has no weights, and its version alone is not worth the import.
     torch: Any = sys.modules.get("torch")
     metadata: dict[str, Any] = {
         "composer_env_info": get_composer_env_dict(),

@@ -74,7 +74,7 @@ def set_optimizer_state(
     if broadcast:
         has_state = any_rank(has_state)  # collective, so that all ranks take the same branch below
         if not has_state and not saved:
-            return  # rank 0 has only the settings of an optimizer that had not stepped, so there is no state to send
+            return  # rank 0 has only the settings of an optimizer that had not stepped, so it sends nothing
     if is_sharded(model) and has_state:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 

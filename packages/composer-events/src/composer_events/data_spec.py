@@ -89,13 +89,13 @@ class DataSpec:
 
     @property
     def counts_by_default(self) -> bool:
-        """Whether batches are transformed, split and counted by the default functions only."""
+        """Return whether batches are transformed, split and counted by the default functions only."""
         given = (self.batch_transforms, self.microbatch_transforms, self.split_batch, self.get_num_samples_in_batch)
         return given == (_unchanged, _unchanged, default_split_batch, count_samples)
 
     @property
     def counts_tokens_by_default(self) -> bool:
-        """Whether tokens are counted by the default function, which includes padding."""
+        """Return whether tokens are counted by the default function, which includes padding."""
         return self._count_tokens == self._default_get_num_tokens_in_batch
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = "total") -> int:

@@ -240,7 +240,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine is closed and runs no more events."""
+        """Return whether the engine is closed and runs no more events."""
         return self._closer.is_closed
 
     def close(self) -> None:

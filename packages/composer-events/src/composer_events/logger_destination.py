@@ -100,7 +100,7 @@ class LoggerDestination(Callback, ABC):
         """
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Log records of the run's behavior, such as which algorithms acted on which event.
+        """Log records of the run's behavior, such as the algorithms that acted on an event.
 
         Args:
             traces: By name.

@@ -78,7 +78,7 @@ def make_device_mesh(fsdp_config: Any, tp_config: Any, device: Any) -> Any:
 
     Args:
         fsdp_config: See `parallelism_degrees`. Its `device_mesh`, if any, is returned unchanged. If a `process_group`
-            or a strategy determines the groups of ranks instead of degrees, there is no mesh.
+            or a strategy determines the groups of ranks instead of degrees, no mesh is created.
         tp_config: See `parallelism_degrees`.
         device: The device of the model: a device object, its name, or `None` for the CPU.
 
@@ -98,7 +98,7 @@ def make_device_mesh(fsdp_config: Any, tp_config: Any, device: Any) -> Any:
         return None
     # Before the process group is checked, so that wrong degrees are an error in a single process too.
     degrees = parallelism_degrees(fsdp_config, tp_config, get_world_size())
-    distributed: Any = sys.modules.get("torch.distributed")  # without the import there is no process group
+    distributed: Any = sys.modules.get("torch.distributed")  # a process group requires this import
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.init_device_mesh(_device_type(device), tuple(degrees.values()), mesh_dim_names=tuple(degrees))
@@ -175,7 +175,7 @@ def usable_tp_config(tp_config: Any, fsdp_config: Any) -> Any:
     """Return the tensor parallelism settings, or `None` if their degree is 1.
 
     Raises:
-        ValueError: If there are no compatible FSDP settings.
+        ValueError: If the FSDP settings are missing or incompatible.
     """
     if tp_config is None:
         return None
@@ -296,7 +296,7 @@ class ParallelismSettings:
         return cls(**{part: _as_object(part, given.get(part)) for part in _PARTS})
 
     def is_none(self) -> bool:
-        """Return whether there are no settings."""
+        """Return whether all settings are `None`."""
         return self.fsdp is None and self.fsdp2 is None and self.tp is None
 
     def check_all_ranks_agree(self, save_metrics: bool) -> None:
@@ -489,7 +489,7 @@ class ShardingAnswers:
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether any part of the model is sharded now."""
+        """Return whether any part of the model is sharded now."""
         return is_sharded(self.model)
 
     @property
@@ -506,12 +506,12 @@ class ShardingAnswers:
 
     @property
     def fsdp_sharded_state_dict_enabled(self) -> bool:
-        """Whether every rank saves its own shard."""
+        """Return whether every rank saves its own shard."""
         return self.fsdp_config is not None and self.fsdp_state_dict_type == "sharded"
 
     @property
     def load_monolith_rank0_only(self) -> bool:
-        """Whether only rank 0 reads a checkpoint and the other ranks receive it."""
+        """Return whether only rank 0 reads a checkpoint and the other ranks receive it."""
         config = self.fsdp_config
         if config is None or (getattr(config, "state_dict_type", None) or "full") != "full":
             return False
@@ -521,5 +521,5 @@ class ShardingAnswers:
 
     @property
     def is_model_ddp(self) -> bool:
-        """Whether the model is wrapped in `DistributedDataParallel`."""
+        """Return whether the model is wrapped in `DistributedDataParallel`."""
         return is_ddp(self.model)

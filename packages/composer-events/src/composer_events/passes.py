@@ -123,7 +123,7 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: 
     if len(blending) > 1:
         warnings.warn(
             f"{' and '.join(blending)} all have interpolate_loss=True on {event}. Each blends the loss as if it were "
-            f"the only one, so the result is none of their losses. Set it on one of them at most.",
+            f"the only one, so the result equals none of their losses. Set it on one of them at most.",
             NotIntendedUseWarning,
             stacklevel=2,
         )

@@ -72,7 +72,7 @@ class BatchInParts:
     """The part of `State` that holds `inputs` and `targets`.
 
     A loop such as `for state.inputs, state.targets in dataloader:` does not set `state.batch`, which algorithms read
-    and replace. So when a loop assigns both parts while there is no batch, the batch becomes the pair of them:
+    and replace. So when a loop assigns both parts while `batch` is `None`, it becomes the pair of them:
     assigning a part replaces it in the batch, and reading a part reads it from the batch. If an algorithm or another
     loop replaces the batch, the next pair becomes the batch again.
 
@@ -264,7 +264,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
 
     @property
     def max_duration(self) -> Time[Any] | None:
-        """How long to train. A bare number counts epochs. Assigning it resets `stopped_duration`.
+        """Length of training. A bare number counts epochs. Assigning it resets `stopped_duration`.
 
         Raises:
             ValueError: If a fraction of training is assigned, such as `'0.5dur'`.
@@ -352,7 +352,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
 
     @property
     def deepspeed_enabled(self) -> bool:
-        """Whether DeepSpeed trains the model."""
+        """Return whether DeepSpeed trains the model."""
         return self.deepspeed_config is not None
 
     @property

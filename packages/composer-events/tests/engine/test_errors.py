@@ -227,13 +227,13 @@ def test_a_pass_that_returns_no_algorithms_is_named(state, make_engine, make_alg
         (
             "callbacks",
             "speed",
-            r"state\.callbacks holds 'speed', which is not a valid callback and has no run_event\(\)",
+            r"state\.callbacks holds 'speed', not a valid callback: it has no run_event\(\)",
         ),
         ("callbacks", Fail, r"state\.callbacks holds <class .*Fail'>.*Put in an object of that class: Fail\(\.\.\.\)"),
         (
             "algorithms",
             "mixup",
-            r"state\.algorithms holds 'mixup', which is not a valid algorithm and has no match\(\)",
+            r"state\.algorithms holds 'mixup', not a valid algorithm: it has no match\(\)",
         ),
         ("algorithms", FailToApply, r"holds <class .*Put in an object of that class: FailToApply\(\.\.\.\)"),
     ],
