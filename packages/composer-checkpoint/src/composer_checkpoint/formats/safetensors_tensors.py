@@ -104,7 +104,7 @@ def plan_shards(
         dict_keys(['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
     """
     if max_shard_bytes < 1:
-        raise ValueError(f"`max_shard_bytes={max_shard_bytes!r}` must be 1 or more, such as 5_000_000_000.")
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
     groups = list(_groups(tensors, max_shard_bytes))
     if len(groups) == 1:
         return {f"{name}.safetensors": groups[0]}

@@ -1,7 +1,7 @@
-"""Checkpoints of state that is spread over ranks, in the format of `torch.distributed.checkpoint`.
+"""Checkpoints of state that is sharded over ranks, in the format of `torch.distributed.checkpoint`.
 
-- `save_sharded`, `load_sharded`: all ranks save into, and load from, one folder, however they are spread.
-- `verify_folder`, `read_folder_metadata`: what is in a folder, and whether every byte of it is as it was written.
+- `save_sharded`, `load_sharded`: save into one folder from all ranks, and load it on any number of ranks.
+- `verify_folder`, `read_folder_metadata`: verify every byte of a folder, and read its metadata.
 - `VerifiedWriter`, `VerifyingReader`, `ComparingLoadPlanner`: the same for `torch.distributed.checkpoint.save` and
   `load`.
 """

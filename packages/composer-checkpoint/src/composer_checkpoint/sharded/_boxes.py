@@ -1,4 +1,4 @@
-"""Copying a box of a stored tensor into a box of one in memory, a few megabytes at a time."""
+"""Copies of boxes of stored tensors into tensors in memory, a few megabytes at a time, and checks of tilings."""
 
 import math
 import os
@@ -13,13 +13,13 @@ from composer_checkpoint.errors import CorruptCheckpointError
 
 __all__ = ["covers_exactly", "BLOCK_BYTES", "StoredElements", "copy_region", "read_exactly"]
 
-# Large enough that a system call costs nothing beside it, small enough to stay in a core's cache.
+# Large enough to make the cost of a system call negligible, small enough to stay in a core's cache.
 BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class StoredElements:
-    """A tensor whose elements lie in row-major order in an open file."""
+    """Tensor whose elements lie in row-major order in an open file."""
 
     descriptor: int
     path: str
@@ -31,24 +31,25 @@ class StoredElements:
 def copy_region(
     stored: StoredElements, start: Sequence[int], lengths: Sequence[int], target: torch.Tensor, block: bytearray
 ) -> None:
-    """Copy the box of `lengths` that begins at `start` into the whole of `target`.
+    """Copy the box of sizes `lengths` that begins at `start` into `target`.
 
     Args:
-        stored: Where the elements are.
-        start: The box's first index in each dim of the stored tensor.
-        lengths: The box's sizes.
-        target: Of the shape `lengths`, on any device.
-        block: Memory to read through; at least one element long.
+        stored: Location of the elements.
+        start: First index of the box in each dim of the stored tensor.
+        lengths: Sizes of the box.
+        target: Tensor of shape `lengths`, on any device.
+        block: Buffer for reads, at least one element long.
     """
     if not math.prod(lengths):
         return
-    if not stored.shape:  # a single element
+    if not stored.shape:  # a scalar is treated as a tensor of one element
         one = StoredElements(stored.descriptor, stored.path, stored.offset, stored.dtype, (1,))
         copy_region(one, (0,), (1,), target.reshape(1), block)
         return
     row_shape = stored.shape[1:]
     row_bytes = math.prod(row_shape) * stored.dtype.itemsize
     first = stored.offset + start[0] * row_bytes
+    # A row that does not fit into the buffer is copied as a tensor with one dim less.
     if row_bytes > len(block):
         for i in range(lengths[0]):
             row = StoredElements(stored.descriptor, stored.path, first + i * row_bytes, stored.dtype, row_shape)
@@ -60,20 +61,21 @@ def copy_region(
         read_exactly(stored.descriptor, stored.path, memoryview(block)[: rows * row_bytes], first + i * row_bytes)
         source = torch.frombuffer(block, dtype=stored.dtype, count=rows * math.prod(row_shape))
         source = source.view(rows, *row_shape)
+        # Whole rows are read and then narrowed, which takes fewer system calls than reading each run of elements.
         for dim, (begin, length) in enumerate(zip(start[1:], lengths[1:], strict=True), 1):
             source = source.narrow(dim, begin, length)
         target[i : i + rows].copy_(source)
 
 
 def read_exactly(descriptor: int, path: str, buffer: memoryview, offset: int) -> None:
-    """Fill the buffer from a place in a file.
+    """Fill the buffer from an offset in a file.
 
     Raises:
-        CorruptCheckpointError: If the file ends before.
+        CorruptCheckpointError: If the file ends before the buffer is full.
     """
     done = 0
     while done < buffer.nbytes:
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)  # may return fewer bytes than the buffer holds
         if not count:
             raise CorruptCheckpointError(
                 f"{path} ends at byte {offset + done}, while it is read, {buffer.nbytes - done} bytes too early. "
@@ -82,13 +84,13 @@ def read_exactly(descriptor: int, path: str, buffer: memoryview, offset: int) ->
         done += count
 
 
-# Of a grid, as meshes make them, a part is compared with those of its row; of parts that were laid out to be a burden,
-# with all.
+# The limit of comparisons per chunk. In a grid, as meshes produce it, a chunk is compared with those of its row; in
+# an arrangement made to be slow, it would be compared with all.
 _MOST_NEIGHBOURS = 128
 
 
 def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
-    """Return what is wrong with the parts of a tensor, `None` if they cover each element once.
+    """Return what is wrong with the chunks of a tensor; `None` if they cover each element once.
 
     Example:
         >>> import torch
@@ -106,19 +108,20 @@ def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) 
     if pair:
         first, second = (f"{tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)}" for chunk in pair)
         return f"has overlapping parts, at {first} and at {second}"
+    # Chunks inside the tensor that do not overlap cover it exactly if their sizes add up.
     covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(size)
     return None if covered == whole else f"is covered by its parts in {covered} of {whole} elements"
 
 
 class _TooManyNeighboursError(Exception):
-    """To compare all parts that lie beside each other would take too long."""
+    """Raised when comparing all neighboring chunks would take too long."""
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Return two parts that share an element: a sweep along the dim that separates most of them."""
+    """Return two chunks that share an element, found by a sweep along the dim that separates most of them."""
     if len(chunks) < 2:
         return None
-    # As plain tuples, whose numbers are at hand.
+    # As plain tuples, whose items are faster to access than those of torch.Size.
     boxes = [
         (tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))), chunk) for chunk in chunks
     ]

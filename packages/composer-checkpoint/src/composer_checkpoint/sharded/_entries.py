@@ -1,4 +1,4 @@
-"""The entries into which torch takes a nested state dict apart, and which of them it cannot save."""
+"""Entries into which torch flattens a nested state dict, and checks for those that it cannot save."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,15 +22,15 @@ Kinds = tuple[type, ...]
 
 
 def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: Kinds = (torch.Tensor,)) -> None:
-    """Refuse two entries of one name, made of the keys on the way to each, joined by dots, and names too long to read.
+    """Raise if two entries have the same name, which is their path joined by dots, or a name is too long to be read.
 
     Args:
         state_dict: Nested dicts and lists.
-        tensor_kinds: What stands for tensors in it. Lists without any are one entry.
+        tensor_kinds: Types that stand for tensors. A list without any of them is one entry.
 
     Raises:
-        IncompatibleCheckpointError: If there are two, also if one of them is an empty dict, or a name is longer, or
-            lies deeper, than any that is read.
+        IncompatibleCheckpointError: If two entries have the same name, even if one is an empty dict, or a name is
+            longer or deeper than the reader accepts.
 
     Example:
         >>> refuse_unfit_entries({"a": {"c": 1}, "a.c": 2})
@@ -52,15 +52,15 @@ def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: Kinds = (t
 
 
 def refuse_sparse_entries(entries: Mapping[str, Any], paths: Mapping[str, Path], verb: str = "saves") -> None:
-    """Refuse tensors that are not dense, or quantized, of which torch's format has no description.
+    """Raise if a tensor is sparse or quantized, for which torch's format has no description.
 
     Args:
-        entries: By name.
-        paths: The keys on the way to each, where they are known.
-        verb: What is done with dense ones, for the message.
+        entries: Entries by name.
+        paths: Keys of the path to each, where known.
+        verb: Verb of the message, for what happens to dense tensors.
 
     Raises:
-        IncompatibleCheckpointError: If there is one.
+        IncompatibleCheckpointError: If there is such a tensor.
     """
     for name, value in entries.items():
         path = "/".join(map(str, paths.get(name, (name,))))
@@ -80,13 +80,13 @@ def refuse_sparse_entries(entries: Mapping[str, Any], paths: Mapping[str, Path],
 
 
 def refuse_unmeasured(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Refuse tensors of bits, such as `torch.bits8`, of which torch's format does not know how long an element is.
+    """Raise if a tensor has a dtype of bits, such as `torch.bits8`, whose size torch's format does not know.
 
     Args:
-        dtypes: With the name of a tensor of each.
+        dtypes: Pairs of a tensor's name and its dtype.
 
     Raises:
-        IncompatibleCheckpointError: If there is one.
+        IncompatibleCheckpointError: If there is such a dtype.
     """
     for name, dtype in dtypes:
         if str(dtype).startswith("torch.bits"):
@@ -97,14 +97,14 @@ def refuse_unmeasured(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
 
 
 def refuse_without_elements(entries: Mapping[str, Any], paths: Mapping[str, Path]) -> None:
-    """Refuse tensors on the meta device, which have nothing that could be saved.
+    """Raise if a tensor is on the meta device, where it has no elements to save.
 
     Args:
-        entries: By name.
-        paths: The keys on the way to each, where they are known.
+        entries: Entries by name.
+        paths: Keys of the path to each, where known.
 
     Raises:
-        TypeError: If there is one.
+        TypeError: If there is such a tensor.
     """
     for name, value in entries.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
@@ -115,10 +115,11 @@ def refuse_without_elements(entries: Mapping[str, Any], paths: Mapping[str, Path
 
 
 def _entries(value: Any, tensor_kinds: Kinds, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of entries. It recurses, as torch does before and after it."""
-    if len(path) > MAX_STEPS:  # too deep, and in a circle perhaps
+    """Yield the paths of entries, recursively like torch itself."""
+    if len(path) > MAX_STEPS:  # refused by the caller; the nesting may even be circular
         yield path
     elif isinstance(value, Mapping):
+        # An empty dict is an entry, since WholeSavePlanner saves it.
         if not value and path:
             yield path
         for key, item in value.items():
@@ -137,10 +138,10 @@ def _is_taken_apart(value: Any, tensor_kinds: Kinds) -> bool:
 
 
 def flatten_as_torch_2_3(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return the entries by name, and where each belongs.
+    """Return the entries by name and their paths, flattened as torch 2.3 and earlier did.
 
-    Since torch 2.4 every dict is taken apart. Before, one that held neither tensors nor such containers was one entry,
-    as the groups of an optimizer were.
+    torch 2.4 and later flatten every dict. Earlier releases kept a dict without tensors or nested containers of
+    tensors as one entry, such as the groups of an optimizer.
 
     Example:
         >>> flat, paths = flatten_as_torch_2_3({"optim": {"groups": [{"lr": 0.1}]}, "w": torch.ones(1)})
@@ -149,6 +150,7 @@ def flatten_as_torch_2_3(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any],
     """
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
+    # Reversed, since the last item is popped first.
     pending: list[tuple[Path, Any]] = [((str(key),), value) for key, value in reversed([*state_dict.items()])]
     while pending:
         path, value = pending.pop()

@@ -1,8 +1,8 @@
-"""DCP's `.metadata`, opened without running what it might ask for, and checked before anyone relies on it.
+"""Safe reader of DCP's `.metadata`, which runs nothing from the file and checks all of it.
 
-Torch reads this file with plain pickle. Here only the classes that a real one needs are made, and what they hold is
-taken apart and built anew: types, sizes, that the parts of a tensor lie inside it, cover it and do not overlap, and
-that the files have the bytes that are promised.
+torch reads this file with plain pickle. Here only the classes of a real `.metadata` are created, and their content is
+validated and rebuilt: types and sizes, that the chunks of a tensor lie inside it, cover it and do not overlap, and
+that the files have the bytes they should have.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
-    # The only entries that torch's own reader understands, so there is no public way to write what it can read.
+    # torch's own reader understands only these entries, so there is no public way to write a readable file.
     _StorageInfo as StorageInfo,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.distributed.checkpoint.metadata import (
@@ -31,25 +31,25 @@ from composer_checkpoint.sharded._boxes import covers_exactly
 
 __all__ = ["MAX_NAME_CHARS", "MAX_STEPS", "StorageInfo", "parse_metadata", "part_name"]
 
-_MAX_DIMS = 64  # torch has no tensors of more
+_MAX_DIMS = 64  # torch's own limit
 _MAX_COUNT = 1 << 63
-MAX_NAME_CHARS = 1024  # names are repeated for each part
+MAX_NAME_CHARS = 1024  # a name is repeated for each chunk
 MAX_STEPS = 128
-_MAX_EMPTY = 1024  # items of lists that hold nothing, and so have no entries
+_MAX_EMPTY = 1024  # empty containers in lists, which have no entries
 
 
 def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | None]) -> Metadata:
-    """Return what a `.metadata` file says, once all of it has been found to be possible.
+    """Return the content of a `.metadata` file after validating all of it.
 
     Args:
         data: The file's bytes.
-        folder: Its folder, for messages.
-        size_bytes: Returns how long a file of the folder is, `None` if there is none.
+        folder: Path of its folder, for messages.
+        size_bytes: Function that returns the size of a file in the folder, or `None` if there is no such file.
 
     Raises:
-        UnsafeCheckpointError: If it asks for anything that a `.metadata` does not need.
-        CorruptCheckpointError: If what it says cannot be, or a file is missing or too short.
-        IncompatibleCheckpointError: If the data was transformed in a way that only a plug-in could undo.
+        UnsafeCheckpointError: If the pickle has anything that a `.metadata` does not need.
+        CorruptCheckpointError: If the content is inconsistent, or a file is missing or too short.
+        IncompatibleCheckpointError: If the data was transformed by an extension, which reading would have to undo.
     """
     where = os.path.join(folder, ".metadata")
     try:
@@ -60,7 +60,7 @@ def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | N
 
 
 def part_name(fqn: str, chunk: ChunkStorageMetadata | None, size: torch.Size) -> str:
-    """Return how a stored part of a tensor is called in manifests and messages.
+    """Return the name of a stored chunk of a tensor in manifests and messages.
 
     Example:
         >>> chunk = ChunkStorageMetadata(offsets=torch.Size([4, 0]), sizes=torch.Size([4, 8]))
@@ -76,7 +76,7 @@ def part_name(fqn: str, chunk: ChunkStorageMetadata | None, size: torch.Size) ->
 
 
 class _Checker:
-    """Takes a raw `Metadata` apart and builds a new one from what passed."""
+    """Validator that takes a raw `Metadata` apart and builds a new one from valid parts."""
 
     def __init__(self, folder: str, size_bytes: Callable[[str], int | None]) -> None:
         self._folder = folder
@@ -157,7 +157,7 @@ class _Checker:
         if _get(info, "transform_descriptors"):
             raise IncompatibleCheckpointError(
                 f"{self._folder}: {name!r} was written through {shown(_get(info, 'transform_descriptors'))}, and only "
-                f"plain files can be read. Write the checkpoint anew without extensions."
+                f"plain files can be read. Write the checkpoint again without extensions."
             )
         counts = all(type(value) is int and 0 <= value < _MAX_COUNT for value in (offset, length))
         if not counts or length < need_bytes:
@@ -186,7 +186,7 @@ class _Checker:
         return self._sizes[file]
 
     def _paths(self, raw: object, entries: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]] | None:
-        """Return where in a nested state dict each entry belongs."""
+        """Return the path of each entry in the nested state dict."""
         if raw is None:
             return None
         if not isinstance(raw, dict):
@@ -194,7 +194,7 @@ class _Checker:
         paths: dict[str, tuple[str | int, ...]] = {}
         for fqn in entries:
             path = raw.get(fqn)
-            # Lists are filled up to an index, so that one may not be larger than there are entries.
+            # torch fills lists up to an index, so a huge index would exhaust memory.
             if (
                 not isinstance(path, tuple)
                 or not 0 < len(path) <= MAX_STEPS
@@ -211,7 +211,7 @@ class _Checker:
 
 
 class _Record:
-    """What a pickle makes instead of one of DCP's objects: the state that the object would have got."""
+    """Inert object in place of one of DCP's, with the state that the real object would have received."""
 
     state: object = None
 
@@ -226,7 +226,10 @@ class _Record:
 
 
 def _stand_ins() -> dict[str, Any]:
-    """Return what a `.metadata` of torch from 2.1 on may name. Made anew each time: a pickle may change classes."""
+    """Return the globals that a `.metadata` of torch 2.1 or later may name.
+
+    The classes are created on each call, since a pickle can modify them.
+    """
     records = {f"{_DCP}.{name}": type(name, (_Record,), {}) for name in _RECORDS}
     records["torch.distributed._shard.sharded_tensor.metadata.TensorProperties"] = type(
         "TensorProperties", (_Record,), {}
@@ -257,12 +260,12 @@ _IGNORED = (
 
 
 def _is(value: object, name: str) -> bool:
-    """Say whether the pickle meant an object of this class."""
+    """Return whether the object stands for one of the named class."""
     return isinstance(value, _Record) and type(value).__name__.rpartition(".")[2] == name
 
 
 def _get(value: object, name: str) -> Any:
-    """Return a field, which a hostile pickle may have left out."""
+    """Return a field, which may be missing from a hostile pickle; `None` if it is."""
     state = value.state if isinstance(value, _Record) else None
     return state.get(name) if isinstance(state, dict) else None
 
@@ -278,7 +281,7 @@ def _dtype(properties: object) -> object:
 
 
 def _key(index: _Record) -> tuple[str, str | None]:
-    """Return what tells an index from others."""
+    """Return the key that identifies an index."""
     fqn, offset = _get(index, "fqn"), _get(index, "offset")
     offsets = () if offset is None else offset
     if not _is_name(fqn) or not isinstance(offsets, tuple) or len(offsets) > _MAX_DIMS:
@@ -289,7 +292,7 @@ def _key(index: _Record) -> tuple[str, str | None]:
 
 
 def _place(fqn: str, offset: tuple[int, ...] | None) -> tuple[str, str | None]:
-    """Return a key of text only: numbers of one hash can be looked for, so that a dict of them takes endless time."""
+    """Return a key made of text: the hashes of numbers are predictable, so colliding keys could stall a dict."""
     return fqn, None if offset is None else ",".join(map(str, offset))
 
 
@@ -298,7 +301,7 @@ def _is_name(value: object) -> TypeGuard[str]:
 
 
 def _told(value: object) -> str:
-    """Return how a message tells a name, which is longer than other things may be."""
+    """Return a name for a message; it may be longer than other values."""
     return repr(value) if _is_name(value) else shown(value)
 
 

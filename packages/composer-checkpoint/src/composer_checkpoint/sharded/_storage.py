@@ -1,4 +1,4 @@
-"""Where the files of a sharded checkpoint are written: aside first, and seen only when all of them are there."""
+"""Folders of sharded checkpoints in local and remote storage, written under a temporary name or without a manifest."""
 
 import fcntl
 import os
@@ -43,10 +43,10 @@ METADATA_NAME = ".metadata"
 
 
 class Target(Protocol):
-    """A folder in the making. Rank 0 begins and ends it; every rank writes files into the place it was told."""
+    """Folder that is being written. Rank 0 begins and ends it; every rank writes files to the place from rank 0."""
 
     def begin(self, need_bytes: int) -> str:
-        """Refuse what must not be overwritten or cannot fit, and return the place where files go for now."""
+        """Raise if the folder must not be overwritten or does not fit; return the place for files until the commit."""
         ...
 
     def open(self, place: str, name: str) -> BinaryIO:
@@ -54,7 +54,7 @@ class Target(Protocol):
         ...
 
     def commit(self) -> None:
-        """Let what was written be seen under the folder's own name."""
+        """Make the files visible under the folder's own name."""
         ...
 
     def abort(self, error: BaseException) -> None:
@@ -63,19 +63,19 @@ class Target(Protocol):
 
 
 def is_remote(folder: str | os.PathLike[str]) -> bool:
-    """Return whether this is a URI and not a local path."""
+    """Return whether the folder is a URI rather than a local path."""
     return isinstance(folder, str) and "://" in folder
 
 
 def open_target(folder: str | os.PathLike[str], overwrite: bool, storage_options: dict[str, Any]) -> Target:
-    """Return the target for a local path or a URI that fsspec knows."""
+    """Return the target for a local path or a URI that fsspec supports."""
     if is_remote(folder):
         return RemoteTarget(cast(str, folder), overwrite, storage_options)
     return LocalTarget(Path(folder), overwrite)
 
 
 class LocalTarget:
-    """A folder that gets its name by one rename."""
+    """Folder that gets its final name by one rename."""
 
     def __init__(self, folder: Path, overwrite: bool) -> None:
         self._folder = folder
@@ -83,18 +83,18 @@ class LocalTarget:
         self._unfinished = ExitStack()
 
     def begin(self, need_bytes: int) -> str:
-        """Make a temporary folder beside the real one."""
+        """Create a temporary folder next to the final one."""
         _refuse_other_folder(self._folder)
         settings = {"overwrite": self._overwrite, "folder": True, "keep_others": True}
         unfinished = write_atomically(self._folder, need_bytes=need_bytes, **settings)
         return str(self._unfinished.enter_context(unfinished))
 
     def open(self, place: str, name: str) -> BinaryIO:
-        """Open a file of the temporary folder."""
-        return Path(place, name).open("xb")
+        """Open a file in the temporary folder."""
+        return Path(place, name).open("xb")  # fails if the file exists
 
     def commit(self) -> None:
-        """Flush and rename."""
+        """Flush the folder and rename it."""
         self._unfinished.close()
 
     def abort(self, error: BaseException) -> None:
@@ -102,13 +102,13 @@ class LocalTarget:
         unfinished, self._unfinished = self._unfinished, ExitStack()
         try:
             unfinished.__exit__(type(error), error, error.__traceback__)
-        except BaseException as same:
+        except BaseException as same:  # the context manager raises what it was given, or an error caused by it
             if same is not error and same.__cause__ is not error:
                 raise
 
 
 def _refuse_other_folder(folder: Path) -> None:
-    """Raise if a folder would be replaced that holds something, and no sharded checkpoint."""
+    """Raise if the folder to be replaced has files but is not a sharded checkpoint."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     is_sharded = any(name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(".distcp") for name in names)
     if names and not is_sharded:
@@ -119,10 +119,10 @@ def _refuse_other_folder(folder: Path) -> None:
 
 
 class RemoteTarget:
-    """A folder of a remote store, where nothing can be renamed: the manifest, which makes it whole, comes last."""
+    """Folder of a remote store. Since there is no rename, the manifest is written last and makes it whole."""
 
     def __init__(self, folder: str, overwrite: bool, storage_options: dict[str, Any]) -> None:
-        # Here, so that local checkpoints do not load the stores.
+        # Imported here so that local checkpoints do not load the stores.
         from composer_checkpoint.stores.fsspec import FsspecObjectStore
 
         store, name = store_of(folder, storage_options)
@@ -133,12 +133,12 @@ class RemoteTarget:
                 f"state_dict_type='full'."
             )
         self._store, self._root = store.filesystem, store.filesystem_path(name)
-        self._store.invalidate_cache()  # stores remember listings, and others write
+        self._store.invalidate_cache()  # fsspec caches listings, and other processes write
         self._folder = folder.rstrip("/")
         self._overwrite = overwrite
 
     def begin(self, need_bytes: int) -> str:
-        """Take away what made an older checkpoint of this name whole, if it may be overwritten."""
+        """Delete the files that make an earlier checkpoint of this name whole, if it may be overwritten."""
         for name in (MANIFEST_NAME, METADATA_NAME):
             if not self._store.exists(f"{self._root}/{name}"):
                 continue
@@ -156,15 +156,15 @@ class RemoteTarget:
         return cast(BinaryIO, self._store.open(f"{place}/{name}", "wb"))
 
     def commit(self) -> None:
-        """Do nothing more: the manifest was written last."""
+        """Do nothing: the manifest was written last."""
 
     def abort(self, error: BaseException) -> None:
-        """Leave what was written; without a manifest and `.metadata` nobody takes it for a checkpoint."""
+        """Do nothing: without a manifest and `.metadata` the files are not a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedFolder:
-    """A folder of a store, and where on this machine its files go."""
+    """Folder of a store, and the local folder for its files."""
 
     store: ObjectStore
     name: str
@@ -175,7 +175,7 @@ _shared: ContextVar[Mapping[str, FetchedFolder]] = ContextVar("_shared", default
 
 
 def store_of(folder: str, storage_options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
-    """Return the store of an address, and the folder's name in it.
+    """Return the store of a URI, and the folder's name in it.
 
     Credentials, servers and known hosts are those of the store's class, unless there are options for fsspec.
     """
@@ -185,30 +185,30 @@ def store_of(folder: str, storage_options: Mapping[str, Any]) -> tuple[ObjectSto
         return FsspecObjectStore(parent, **storage_options), name
     try:
         store = maybe_create_object_store_from_uri(folder)
-    except NotImplementedError:  # nothing is saved there; fsspec may read it all the same
+    except NotImplementedError:  # not a store for saving, but fsspec may read from it
         store = None
     if store is None:
         parent, _, name = folder.rpartition("/")
         return FsspecObjectStore(parent), name
-    reach(store, folder)
+    reach(store, folder)  # fails early if the store cannot be reached
     return store, parse_uri(folder).path
 
 
 def fetched_folder(folder: str) -> FetchedFolder | None:
-    """Return where the ranks of this node share what they fetch of a folder, if they do."""
+    """Return the local folder that the ranks of this node share for a remote folder, if any."""
     return _shared.get().get(folder.rstrip("/"))
 
 
 @contextmanager
 def fetch_once_per_node(store: ObjectStore, name: str) -> Iterator[str]:
-    """Let the ranks of each node share what any of them fetches of a folder. Every rank must call this.
+    """Download each file of a folder once per node, for all of its ranks. Every rank must call this.
 
     Args:
-        store: Where the folder is.
-        name: What the names of its objects begin with.
+        store: The store with the folder.
+        name: Prefix of the names of its objects.
 
     Yields:
-        The folder's address; those who open it find the files that are there already.
+        The folder's URI; opening it uses the files that were already downloaded.
     """
     address = store.get_uri(name).rstrip("/")
     with tempfile.TemporaryDirectory(prefix="composer-fetch-") as own:
@@ -219,12 +219,12 @@ def fetch_once_per_node(store: ObjectStore, name: str) -> Iterator[str]:
             yield address
         finally:
             _shared.reset(token)
-        dist.barrier()  # others may still read what this rank deletes
+        dist.barrier()  # other ranks may still read the files that this rank deletes
 
 
 @contextmanager
 def only_one_process(path: Path) -> Iterator[None]:
-    """Let one process of this machine at a time bring a file into being."""
+    """Hold a lock, among the processes of this machine, on the creation of a file."""
     with path.with_name(f".{path.name}.lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
         yield
@@ -234,31 +234,31 @@ _ATTEMPTS = 5
 
 
 class Source(Protocol):
-    """A folder of files."""
+    """Folder of files to read."""
 
     folder: str
 
     def size_bytes(self, name: str) -> int | None:
-        """Return how long a file is, `None` if there is none."""
+        """Return the size of a file; `None` if it does not exist."""
         ...
 
     def local_path(self, name: str) -> Path:
-        """Return where on this machine the file can be read."""
+        """Return a local path of the file."""
         ...
 
 
 def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> Source:
-    """Return the source for a local path or a URI that fsspec knows."""
+    """Return the source for a local path or a URI that fsspec supports."""
     if is_remote(folder):
         return RemoteSource(cast(str, folder), storage_options)
     return LocalSource(Path(folder))
 
 
 class LocalSource:
-    """A folder of this machine, or a link to one.
+    """Folder on this machine, or a link to one.
 
     Raises:
-        NoCheckpointError: If there is none.
+        NoCheckpointError: If the folder does not exist.
         NotADirectoryError: If it is a file.
     """
 
@@ -271,30 +271,28 @@ class LocalSource:
                 f"{folder} is a file, and a sharded checkpoint is a folder. Load it as a single file, or name the "
                 f"folder that holds `.metadata`."
             )
-        # A link may be moved to a newer checkpoint while this one is read.
+        # Resolved, since a link may be moved to a newer checkpoint while this one is read.
         self._root = folder.resolve()
 
     def size_bytes(self, name: str) -> int | None:
-        """Return how long a file is, `None` if there is none."""
+        """Return the size of a file; `None` if it does not exist."""
         try:
             return (self._root / name).stat().st_size
         except FileNotFoundError:
             return None
 
     def local_path(self, name: str) -> Path:
-        """Return the file's path."""
+        """Return the path of the file."""
         return self._root / name
 
 
 class RemoteSource:
-    """A folder of a remote store. Files are fetched at their first use, and deleted with this object.
+    """Folder of a remote store. Files are downloaded on first use, and deleted together with this object.
 
-    Within `fetch_once_per_node` each file is fetched by one rank of the node, and deleted at its end.
+    Inside `fetch_once_per_node`, one rank of the node downloads each file, and the files are deleted at its end.
     """
 
     def __init__(self, folder: str, storage_options: Mapping[str, Any]) -> None:
-        # Here, so that local checkpoints do not load the stores.
-
         self.folder = folder.rstrip("/")
         shared = fetched_folder(self.folder)
         if shared is None:
@@ -305,7 +303,7 @@ class RemoteSource:
         self._lock = threading.Lock()
 
     def size_bytes(self, name: str) -> int | None:
-        """Return how long an object is, `None` if there is none."""
+        """Return the size of an object; `None` if it does not exist."""
         look_up = retry(ObjectStoreTransientError, _ATTEMPTS)(self._fetched.store.get_object_size)
         try:
             return look_up(f"{self._fetched.name}/{name}")
@@ -313,7 +311,7 @@ class RemoteSource:
             return None
 
     def local_path(self, name: str) -> Path:
-        """Return the path of the fetched object."""
+        """Return the local path of an object, after downloading it if necessary."""
 
         path = self._fetched.place / name
         with self._lock, only_one_process(path):

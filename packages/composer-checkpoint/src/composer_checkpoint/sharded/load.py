@@ -1,4 +1,4 @@
-"""Loading a sharded checkpoint into a state dict that may be spread otherwise."""
+"""Loading of a sharded checkpoint into a state dict that may be sharded differently."""
 
 import io
 import os
@@ -40,24 +40,24 @@ def load_sharded(
 ) -> None:
     """Load a folder into a state dict, in place. Every rank of the group must call this.
 
-    Each rank reads what its shards need, however many ranks saved it and however they were spread. Nothing is changed
-    on any rank unless all of them have found everything that they need to be whole and fitting.
+    Each rank reads what its shards need, regardless of the number of ranks that saved and of the sharding. No rank
+    changes anything before all ranks have found everything they need to be whole and of the right shape.
 
     Args:
-        state_dict: Tensors and DTensors of the right shapes, and plain data that will be replaced, in nested dicts and
-            lists. It may leave out parts of the checkpoint, such as the optimizer's.
-        folder: Written by `save_sharded`, by torch, or by Composer: a local path, or a URI that fsspec knows.
-        verify: Whether the hashes of what is read are compared. Sizes always are.
-        strict: Whether the entries, shapes and dtypes must be those of the checkpoint. If not, what fits is loaded.
+        state_dict: Tensors and DTensors of the right shapes, and plain data to be replaced, in nested dicts and lists.
+            It may lack parts of the checkpoint, such as the optimizer's.
+        folder: A local path, or a URI that fsspec supports, of a folder that `save_sharded`, torch or Composer wrote.
+        verify: Whether to compare the hashes of what is read. Sizes are always compared.
+        strict: Whether entries, shapes and dtypes must equal those of the checkpoint. If not, what fits is loaded.
         process_group: The ranks that hold the state dict. All of them when `None`.
-        storage_options: For fsspec.
-        planner: Who says what is read into what, in place of one that is as `strict` as was asked for. What it asks
-            for is compared with the hashes; whether that fits is its own affair.
+        storage_options: Options for fsspec.
+        planner: Planner that maps reads to tensors, in place of the one for `strict`. Its reads are compared with the
+            hashes, but their entries and shapes are not checked.
 
     Raises:
-        NoCheckpointError: If there is no such checkpoint.
-        UnsafeCheckpointError: If it asks for anything that a checkpoint does not need.
-        CorruptCheckpointError: If it is not what was written; the message names the shard and the tensor.
+        NoCheckpointError: If the checkpoint does not exist.
+        UnsafeCheckpointError: If it has more than data.
+        CorruptCheckpointError: If it differs from what was written, with the shard and the tensor.
         IncompatibleCheckpointError: If it is of another model.
 
     Example:
@@ -76,27 +76,27 @@ def load_sharded(
 
 
 def load_with_reader(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlanner, ranks: Ranks) -> None:
-    """Load as `load_sharded` does, with a reader and a planner of one's own. Every rank must call this."""
+    """Load as `load_sharded` does, with a custom reader and planner. Every rank must call this."""
     plan = _plan(state_dict, reader, planner, ranks)
     ranks.together(lambda: reader.read_data(planner.finish_plan(plan), planner).wait())
 
 
 def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Compare what each rank would load with its hashes, and load nothing. Every rank must call this.
+    """Compare what each rank would load with its hashes, without loading it. Every rank must call this.
 
     Args:
-        state_dict: As for `load_sharded`; its tensors' contents do not matter.
-        folder: As for `load_sharded`. What is needed of a remote one is fetched.
+        state_dict: As for `load_sharded`; the tensors' contents do not matter.
+        folder: As for `load_sharded`. The needed files of a remote folder are downloaded.
 
     Raises:
-        CheckpointError: On all ranks, as `load_sharded` does.
+        CheckpointError: On all ranks, as for `load_sharded`.
     """
     ranks = Ranks()
     _plan(state_dict, VerifyingReader(folder), ComparingLoadPlanner(strict=True), ranks)
 
 
 def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlanner, ranks: Ranks) -> LoadPlan:
-    """Return what this rank will read, once every rank has found its part whole and fitting."""
+    """Return this rank's reads, once every rank has found its part whole and of the right shape."""
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
@@ -104,7 +104,7 @@ def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlan
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
         return reader.prepare_local_plan(planner.create_local_plan())
 
-    if not isinstance(planner, ComparingLoadPlanner):  # which needs to know nothing of the other ranks
+    if not isinstance(planner, ComparingLoadPlanner):  # that one plans without the other ranks
         return ranks.exchange(plan_locally, lambda plans: reader.prepare_global_plan(planner.create_global_plan(plans)))
     plans: list[LoadPlan] = []
     ranks.together(lambda: plans.append(plan_locally()))
@@ -117,11 +117,11 @@ _MAX_LISTED = 10
 
 
 class WholeSavePlanner(DefaultSavePlanner):
-    """Saves dicts in which there is nothing, too, of which DCP leaves no trace: who wrote them looks for them later.
+    """Planner that also saves empty dicts, of which DCP leaves no trace and which loading would then miss.
 
     Args:
-        first_rank_decides: Whether of a tensor that is whole on several ranks the first rank's is written. Otherwise
-            they are taken for equal, and each is written by the rank that has least to write.
+        first_rank_decides: Whether a tensor that is replicated on several ranks is taken from the first of them. If
+            not, replicas are assumed equal, and the rank with the least to write writes each.
     """
 
     def __init__(self, *, first_rank_decides: bool = False) -> None:
@@ -131,7 +131,7 @@ class WholeSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state dict."""
+        """Set the state dict."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         for path in _empty_dicts(state_dict, ()):
             name = ".".join(map(str, path))
@@ -139,35 +139,36 @@ class WholeSavePlanner(DefaultSavePlanner):
                 self.state_dict[name], self.mappings[name] = {}, path
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the first rank: return who writes what.
+        """Return the writes of each rank. Rank 0 calls this.
 
         Raises:
-            IncompatibleCheckpointError: If ranks have entries of one name in different places of their state dicts.
+            IncompatibleCheckpointError: If ranks have entries of the same name at different paths.
         """
         _refuse_doubled_among_ranks(all_plans)
         return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
 
 class ComparingLoadPlanner(DefaultLoadPlanner):
-    """Refuses the checkpoint of another model, with lists of what differs, before anything is read.
+    """Planner that refuses the checkpoint of another model before anything is read, and lists the differences.
 
-    Entries of parts of the checkpoint that the state dict does not have at all, such as the optimizer's while only
-    weights are loaded, are left alone. Items that are no tensors are read as plain data.
+    Entries of parts of the checkpoint that the state dict lacks entirely, such as the optimizer's when only weights are
+    loaded, are ignored. Entries other than tensors are read as plain data.
 
     Args:
         strict: Whether missing, unexpected and differing entries are refused. If not, what fits is loaded, dtypes are
             converted, and the number of the others is logged.
-        may_lack: Last parts of the names of entries that are no tensors and that the checkpoint need not have.
+        may_lack: Last parts of the names of non-tensor entries that the checkpoint may lack.
     """
 
     def __init__(self, strict: bool = True, may_lack: Collection[str] = ()) -> None:
+        # This class compares both sides itself, so that its error lists all differences at once.
         super().__init__(allow_partial_load=True)
         self._strict, self._may_lack = strict, frozenset(may_lack)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state dict.
+        """Set the state dict.
 
         Raises:
             IncompatibleCheckpointError: If it has two entries of one name, or a sparse tensor.
@@ -185,6 +186,7 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None  # set_up_planner comes first
         saved = self.metadata.state_dict_metadata
         old_names, old_paths = flatten_as_torch_2_3(self.original_state_dict)
+        # Names that only the old flattening produces mean that torch 2.3 or earlier wrote the checkpoint.
         if (set(saved) - set(self.state_dict)) & set(old_names):
             self.state_dict, self.mappings = old_names, old_paths
         asked = self.state_dict
@@ -195,9 +197,9 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         return create_default_local_load_plan(fitting, self.metadata)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an item that is no tensor into the state dict."""
+        """Put an entry other than a tensor into the state dict."""
         checked = decode_object(value.getvalue())
-        super().load_bytes(read_item, encode_object(checked))  # runs a pickle, so it gets one that is ours
+        super().load_bytes(read_item, encode_object(checked))  # it unpickles, so it gets our own pickle of checked data
 
     def _need_not_be_there(self, name: str) -> bool:
         return self.mappings[name][-1] in self._may_lack and not isinstance(self.state_dict[name], torch.Tensor)
@@ -229,7 +231,7 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
 
 
 def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths of empty dicts below the outermost one, as DCP writes paths."""
+    """Yield the paths of empty dicts below the outermost one, in the form of DCP's paths."""
     if isinstance(value, Mapping):
         if not value and path:
             yield path
@@ -251,7 +253,7 @@ def _refuse_doubled_among_ranks(plans: list[SavePlan]) -> None:
 
 
 def _first_copies(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leave out the tensors that are whole on an earlier rank, too."""
+    """Remove the writes of tensors that an earlier rank also holds whole."""
     seen: set[MetadataIndex] = set()
     left: list[SavePlan] = []
     for plan in plans:
@@ -269,7 +271,7 @@ def _listed(what: str, names: Sequence[str]) -> str:
 
 
 def _differing(asked: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> dict[str, str]:
-    """Return how the entries that both have differ."""
+    """Return how the entries that both sides have differ."""
     differences = {name: _difference(value, saved[name], strict) for name, value in asked.items() if name in saved}
     return {name: how for name, how in differences.items() if how is not None}
 
@@ -287,7 +289,7 @@ def _difference(value: object, entry: object, strict: bool) -> str | None:
 
 
 def _unexpected(asked: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], metadata: Metadata) -> list[str]:
-    """Return the saved tensors that lie in a dict of which other entries are asked for."""
+    """Return the saved tensors that are missing from dicts of which other entries are loaded."""
     parents = {paths[name][:-1] for name in asked}
     saved_paths = metadata.planner_data or {}
     return [

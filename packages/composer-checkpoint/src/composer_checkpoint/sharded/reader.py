@@ -1,4 +1,4 @@
-"""A DCP `StorageReader` that trusts nothing it reads, and checks everything before anything is changed."""
+"""DCP `StorageReader` that trusts no file, and checks everything before any tensor is changed."""
 
 import io
 import os
@@ -37,7 +37,7 @@ __all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest"]
 
 @dataclass(slots=True)
 class FileSlice:
-    """A part of an open file, read by position as if it were a file of its own."""
+    """Part of an open file, read by position like a file of its own."""
 
     descriptor: int
     path: str
@@ -45,10 +45,10 @@ class FileSlice:
     size_bytes: int
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return exactly that many bytes.
+        """Return exactly `size_bytes` bytes.
 
         Raises:
-            CorruptCheckpointError: If the part does not have them.
+            CorruptCheckpointError: If the part is too short.
         """
         if offset < 0 or size_bytes < 0 or offset + size_bytes > self.size_bytes:
             raise CorruptCheckpointError(
@@ -61,15 +61,15 @@ class FileSlice:
 
 
 def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> int | None:
-    """Return where in an archive the elements begin, if they lie in row-major order, one after the other.
+    """Return the offset of a tensor's elements in an archive, if they are contiguous and in row-major order.
 
     Returns:
-        The offset, or `None` if the archive holds anything else, such as a transposed or a sparse tensor, or one of
-        another dtype or shape.
+        The offset, or `None` if the archive has anything else, such as a transposed or a sparse tensor, or another
+        dtype or shape.
 
     Raises:
-        CorruptCheckpointError: If this is no archive of `torch.save`'s.
-        UnsafeCheckpointError: If its pickle asks for what checkpoints do not need.
+        CorruptCheckpointError: If this is not an archive of `torch.save`.
+        UnsafeCheckpointError: If its pickle has more than data.
     """
     members = read_zip_layout(archive).members
     if "data.pkl" not in members:
@@ -96,7 +96,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stored item: a box of a tensor, or, with no dtype, the pickle of something else."""
+    """One stored item: a box of a tensor, or, without a dtype, the pickle of another object."""
 
     name: str
     file: str
@@ -107,7 +107,7 @@ class Part:
 
 
 def list_parts(metadata: Metadata) -> dict[MetadataIndex, Part]:
-    """Return all parts that a checked `.metadata` lists."""
+    """Return all parts that a validated `.metadata` lists."""
     parts: dict[MetadataIndex, Part] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -123,13 +123,13 @@ def list_parts(metadata: Metadata) -> dict[MetadataIndex, Part]:
 
 
 class OpenShards:
-    """The files of a checkpoint, opened at their first use and closed at the end of a `with`."""
+    """Files of a checkpoint, opened on first use and closed at the end of a `with` statement."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._blocks = threading.local()
+        self._blocks = threading.local()  # one buffer for each thread
 
     def __enter__(self) -> "OpenShards":
         return self
@@ -140,16 +140,16 @@ class OpenShards:
         self._descriptors.clear()
 
     def check(self, part: Part, manifest: Manifest | None, *, checksums: bool = False) -> Any:
-        """Check one part, and return the object that it holds, or nothing for a tensor.
+        """Check one part, and return its object, or `None` for a tensor.
 
         Args:
-            part: Which.
-            manifest: Its hashes are compared, if there is one.
-            checksums: Whether to compare the checksums that the archives have themselves, for want of hashes.
+            part: The part.
+            manifest: The manifest whose hashes are compared, if any.
+            checksums: Whether to compare the checksums in the archives, for folders without hashes.
 
         Raises:
-            CorruptCheckpointError: If it is not what was written, or not what `.metadata` says.
-            UnsafeCheckpointError: If it is no tensor and asks for anything but plain data.
+            CorruptCheckpointError: If it differs from what was written, or from `.metadata`.
+            UnsafeCheckpointError: If it is not a tensor and has more than plain data.
         """
         if manifest is not None:
             self._check_hash(part, manifest.tensors.get(part.name), manifest.hash_name)
@@ -165,7 +165,7 @@ class OpenShards:
         return None
 
     def read(self, part: Part, start: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> None:
-        """Copy a box of a checked tensor part into a tensor of the box's shape."""
+        """Copy a box of a checked tensor into a tensor of the box's shape."""
         elements = self._elements(part)
         if elements is not None:
             copy_region(elements, start, lengths, target, self._block())
@@ -176,7 +176,7 @@ class OpenShards:
         target.copy_(whole)
 
     def for_each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return the results in order; several items are worked on at a time."""
+        """Call a function for each item in several threads, and return the results in order."""
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shards") as pool:
             return list(pool.map(work, items))
 
@@ -201,7 +201,7 @@ class OpenShards:
 
     def _check_checksums(self, archive: FileSlice) -> None:
         for member in read_zip_layout(archive).members.values():
-            if member.crc32 == 0:  # torch can be told to leave them out
+            if member.crc32 == 0:  # torch has an option to leave checksums out
                 continue
             block, done, found = self._block(), 0, 0
             while done < member.size_bytes:
@@ -224,7 +224,7 @@ class OpenShards:
         return StoredElements(descriptor, path, part.offset + begin, part.dtype, part.shape)
 
     def _load_unusual(self, part: Part) -> torch.Tensor:
-        """Load a part that is not simply its elements in a row, such as a transposed tensor."""
+        """Load a part whose elements are not contiguous, such as a transposed tensor."""
         tensor = decode_object(self._slice(part).read(0, part.length))
         if not isinstance(tensor, torch.Tensor) or tensor.shape != part.shape or tensor.dtype != part.dtype:
             found = (
@@ -260,40 +260,40 @@ log = getLogger(__name__)
 def read_folder_metadata(
     folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Metadata:
-    """Return what a sharded checkpoint says about itself, after checking that it can be so.
+    """Return the validated metadata of a sharded checkpoint.
 
     The data is not read; `verify_folder` does that.
 
     Args:
-        folder: A folder that DCP wrote: a local path, or a URI that fsspec knows.
-        storage_options: For fsspec.
+        folder: A local path, or a URI that fsspec supports, of a folder that DCP wrote.
+        storage_options: Options for fsspec.
 
     Raises:
-        NoCheckpointError: If there is no such folder, or no `.metadata` in it.
-        UnsafeCheckpointError: If `.metadata` asks for anything that a checkpoint does not need.
-        CorruptCheckpointError: If it describes what cannot be, or files are missing, cut short or of another save.
+        NoCheckpointError: If the folder does not exist, or has no `.metadata`.
+        UnsafeCheckpointError: If `.metadata` has more than data.
+        CorruptCheckpointError: If it is inconsistent, or files are missing, cut short or of another save.
     """
     return VerifyingReader(folder, verify=False, storage_options=storage_options).read_metadata()
 
 
 class VerifyingReader(StorageReader):
-    """Reads the folders of `VerifiedWriter`, and those of torch's own writer and of Composer.
+    """Reader of the folders of `VerifiedWriter`, of torch's own writer and of Composer.
 
-    All that this rank needs is checked while ranks plan, so that all of them refuse a bad checkpoint before a tensor
-    is changed: `.metadata` makes no objects but its own, its shapes fit the files, each part has the hash that the
-    manifest has, and items that are no tensors are plain data. Data goes through buffers of a few megabytes.
+    Everything that this rank needs is checked while the ranks plan, so that all of them refuse a bad checkpoint before
+    any tensor is changed: `.metadata` creates only its own classes, its shapes fit the files, the hash of each part is
+    that of the manifest, and items other than tensors are plain data. Data is read in pieces of a few megabytes.
 
-    A folder without a manifest, which another program wrote, is read with a warning that it was not verified.
+    A folder without a manifest, from another program, is read with a warning that it was not verified.
 
-    Through `torch.distributed.checkpoint.load` the errors below arrive inside torch's `CheckpointException`, which is
-    no `Exception`; `load_sharded` raises them as they are, on all ranks.
+    `torch.distributed.checkpoint.load` wraps the errors below into its `CheckpointException`, which is not an
+    `Exception`; `load_sharded` raises them unchanged, on all ranks.
 
     Args:
-        folder: A local path, or a URI that fsspec knows. What is needed of a remote folder is fetched to temporary
-            files.
-        verify: Whether hashes are compared. Sizes always are.
-        storage_options: For fsspec, such as `endpoint_url`.
-        validation_function: As in `composer_checkpoint.files.validate_file`, which is asked before a file is read.
+        folder: A local path, or a URI that fsspec supports. The needed files of a remote folder are downloaded to
+            temporary files.
+        verify: Whether to compare hashes. Sizes are always compared.
+        storage_options: Options for fsspec, such as `endpoint_url`.
+        validation_function: As for `composer_checkpoint.files.validate_file`; called before a file is read.
 
     Example:
         >>> import tempfile
@@ -325,22 +325,22 @@ class VerifyingReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder."""
+        """Return the path of the folder."""
         return self._folder
 
     def open_source(self) -> Source:
-        """Return where the files are."""
+        """Return the source of the files."""
         return open_source(self._folder, self._storage_options)
 
     @property
     def source(self) -> Source:
-        """The opened folder."""
+        """Return the opened source."""
         if self._source is None:
             raise RuntimeError("read_metadata() comes first: it opens the folder.")
         return self._source
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Get ready for another load."""
+        """Prepare for another load."""
         if checkpoint_id is not None:
             self._folder = os.fspath(checkpoint_id)
         self._source: Source | None = None
@@ -348,17 +348,17 @@ class VerifyingReader(StorageReader):
         self._objects: dict[MetadataIndex, Any] = {}
 
     def read_metadata(self) -> Metadata:
-        """Return the checked `.metadata`.
+        """Return the validated `.metadata`.
 
         Raises:
-            NoCheckpointError: If there is no such folder, or no `.metadata` in it.
-            UnsafeCheckpointError: If `.metadata` asks for anything that a checkpoint does not need.
-            CorruptCheckpointError: If it describes what cannot be, or files are missing, cut short or of another save.
+            NoCheckpointError: If the folder does not exist, or has no `.metadata`.
+            UnsafeCheckpointError: If `.metadata` has more than data.
+            CorruptCheckpointError: If it is inconsistent, or files are missing, cut short or of another save.
         """
         source = self._source = self.open_source()
         if source.size_bytes(METADATA_NAME) is None:
             raise NoCheckpointError(
-                f"{self._folder} has no {METADATA_NAME}, so it is no sharded checkpoint, or its save did not finish. "
+                f"{self._folder} has no {METADATA_NAME}, so it is not a sharded checkpoint, or its save is unfinished. "
                 f"Load another checkpoint."
             )
         self.manifest = read_manifest(source)
@@ -371,18 +371,19 @@ class VerifyingReader(StorageReader):
                 f"{os.path.join(self._folder, METADATA_NAME)} is not what was written: its hash differs from the "
                 f"manifest's. Load another checkpoint."
             )
+        # Parsed only now: the hash has shown that these are the bytes that were written.
         return parse_metadata(data, self._folder, source.size_bytes)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Take in what the checkpoint holds."""
+        """Record the parts that the checkpoint consists of."""
         self._parts = list_parts(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check all parts that the plan needs.
 
         Raises:
-            CorruptCheckpointError: If a part is not what was written.
-            UnsafeCheckpointError: If an item that is no tensor asks for anything but plain data.
+            CorruptCheckpointError: If a part differs from what was written.
+            UnsafeCheckpointError: If an item other than a tensor has more than plain data.
             ValueError: If the validation function refuses a file.
         """
         parts = {index: self._parts[index] for index in in_file_order(self._parts, plan)}
@@ -391,19 +392,19 @@ class VerifyingReader(StorageReader):
         with OpenShards(self.source) as shards:
             checksums = self._verify and manifest is None
             objects = shards.for_each(lambda part: shards.check(part, manifest, checksums=checksums), parts.values())
-        self._objects = dict(zip(parts, objects, strict=True))
+        self._objects = dict(zip(parts, objects, strict=True))  # so that objects are decoded once
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan asks for, which has been checked, into the planner's tensors."""
+        """Copy the checked data of the plan into the planner's tensors."""
         reads: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                # Written anew from the checked object: torch's planner would run whatever the stored bytes ask for.
+                # Pickled again from the checked object, since torch's planner would run anything in the stored bytes.
                 planner.load_bytes(item, encode_object(self._objects[item.storage_index]))
             else:
                 reads.append((item, planner.resolve_tensor(item).detach()))
@@ -417,7 +418,7 @@ class VerifyingReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return true: whether a folder can be read is seen when it is."""
+        """Return true; errors are raised on reading."""
         return True
 
     def _validate_files(self, parts: Iterable[Part]) -> None:
@@ -435,13 +436,13 @@ class VerifyingReader(StorageReader):
 
 
 def in_file_order(parts: Mapping[MetadataIndex, Part], plan: LoadPlan) -> list[MetadataIndex]:
-    """Return what a plan reads, once each, in the order in which it lies on the disk."""
+    """Return the indices that a plan reads, once each, in the order of their bytes on the disk."""
     needed = {item.storage_index for item in plan.items}
     return sorted(needed, key=lambda index: (parts[index].file, parts[index].offset))
 
 
 def read_manifest(source: Source) -> Manifest | None:
-    """Return a folder's manifest, if it has one and all its files have the sizes that it lists.
+    """Return the manifest of a folder, if any, after comparing the files' sizes with it.
 
     Raises:
         CorruptCheckpointError: If a file is missing or has another size.
@@ -474,18 +475,18 @@ def read_manifest(source: Source) -> Manifest | None:
 
 
 def decode_object(data: bytes) -> Any:
-    """Return what `torch.save` made these bytes of, if that was plain data.
+    """Return the object that `torch.save` wrote as these bytes, which must be plain data.
 
     Raises:
-        UnsafeCheckpointError: If the bytes ask for anything else.
-        CorruptCheckpointError: If they are not what `torch.save` writes.
+        UnsafeCheckpointError: If the bytes have more than plain data.
+        CorruptCheckpointError: If the bytes are not from `torch.save`.
     """
-    open_pt(cast("FileReader", _InMemory(data)))  # it asks for no more than size and reading
-    return load_checked(cast(str, io.BytesIO(data)), map_location="cpu", mmap=False)  # torch.load takes either
+    open_pt(cast("FileReader", _InMemory(data)))  # it uses only `size_bytes` and `read`
+    return load_checked(cast(str, io.BytesIO(data)), map_location="cpu", mmap=False)  # torch.load takes files too
 
 
 def encode_object(value: object) -> io.BytesIO:
-    """Return what `torch.save` makes of an object."""
+    """Return the bytes that `torch.save` writes for an object."""
     encoded = io.BytesIO()
     torch.save(value, encoded)
     encoded.seek(0)
@@ -494,7 +495,7 @@ def encode_object(value: object) -> io.BytesIO:
 
 @dataclass(frozen=True, slots=True)
 class _InMemory:
-    """Bytes that are read by position, as if they were a file."""
+    """Bytes that are read by position like a file."""
 
     data: bytes
 

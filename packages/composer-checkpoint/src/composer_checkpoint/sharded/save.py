@@ -1,4 +1,4 @@
-"""Saving a state dict that is spread over ranks."""
+"""Saving of sharded state dicts, and Composer's functions and readers for `torch.distributed.checkpoint`."""
 
 import os
 import warnings
@@ -50,31 +50,31 @@ def save_sharded(
     timeout_s: float | None = None,
     planner: SavePlanner | None = None,
 ) -> Manifest | None:
-    """Save what each rank holds of a state dict into one folder. Every rank of the group must call this.
+    """Save each rank's shards of a state dict into one folder. Every rank of the group must call this.
 
-    The folder exists once all of it is on the disk, and not before. Torch's own reader can load it, too. What several
-    ranks hold alike is written by one of them.
+    The folder appears once all of it is on the disk, and not before. torch's own reader can load it too. Replicated
+    entries are written by one of the ranks that hold them.
 
     Args:
         state_dict: Tensors, DTensors and plain data in nested dicts and lists, as `get_state_dict` returns them.
-        folder: A local path, or a URI that fsspec knows, such as `s3://bucket/run/ep1`.
-        info: What the manifest shall say about the run. Values that JSON knows.
+        folder: A local path, or a URI that fsspec supports, such as `s3://bucket/run/ep1`.
+        info: Entries of the manifest about the run, with values that JSON supports.
         process_group: The ranks that hold the state dict. All of them when `None`.
-        overwrite: Whether a checkpoint of this name may be replaced.
-        storage_options: For fsspec.
-        timeout_s: How long the write of any rank may take; who does not come is given up after three times that.
-            `None` waits for a disk as long as it takes.
-        planner: Who says what is written, and by which rank. `torch.distributed.checkpoint`'s own when `None`.
+        overwrite: Whether to replace an existing checkpoint of this name.
+        storage_options: Options for fsspec.
+        timeout_s: Time limit in seconds for the write of each rank; a rank that does not respond is given up after
+            three times as long. `None` sets no limit for the disk.
+        planner: Planner that assigns the writes to ranks. That of `torch.distributed.checkpoint` when `None`.
 
     Returns:
         The manifest on rank 0 of the group, `None` on the others.
 
     Raises:
-        CheckpointConflictError: If the folder exists and may not be replaced.
-        IncompatibleCheckpointError: On all ranks, before anything is written, if a tensor of any is sparse, or if two
-            entries have one name once the keys on the way to them are joined by dots.
+        CheckpointConflictError: If the folder exists and `overwrite` is false.
+        IncompatibleCheckpointError: On all ranks, before anything is written, if any rank has a sparse tensor, or two
+            entries have one name once the keys of their paths are joined by dots.
         TypeError: Likewise, if a tensor is on the meta device, where it has no elements.
-        StorageError: If a disk or store fails on any rank, or takes too long. What was there before is untouched.
+        StorageError: If the disk or store fails on any rank, or takes too long. An earlier checkpoint is unchanged.
 
     Example:
         >>> import tempfile, torch
@@ -91,7 +91,7 @@ def save_sharded(
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
-    """What this rank will write, and, on rank 0, what all of them will."""
+    """Plan of a save: this rank's writes, and, on rank 0, the metadata of all writes."""
 
     plan: SavePlan
     planner: SavePlanner
@@ -101,7 +101,7 @@ class PlannedSave:
 def plan_save(
     state_dict: Mapping[str, Any], writer: VerifiedWriter, ranks: Ranks, planner: SavePlanner | None = None
 ) -> PlannedSave:
-    """Agree on who writes what. Every rank must call this; nothing is copied or written."""
+    """Assign the writes to ranks. Every rank must call this; nothing is copied or written."""
     planner = planner or WholeSavePlanner()
     is_first = ranks.rank == 0
     metadata: list[Metadata] = []
@@ -121,12 +121,13 @@ def plan_save(
 
 
 def _set_up(planner: SavePlanner, state_dict: Mapping[str, Any], writer: VerifiedWriter, is_first: bool) -> None:
-    """Give a planner the state dict, after refusing what torch would fail at without saying where it is."""
-    is_torchs = isinstance(planner, DefaultSavePlanner)  # others may know what to do with it
+    """Pass the state dict to a planner, after refusing what torch would fail at without naming the entry."""
+    is_torchs = isinstance(planner, DefaultSavePlanner)  # another planner may support more
     if is_torchs and planner.flatten_state_dict:
         refuse_unfit_entries(state_dict)
     planner.set_up_planner(dict(state_dict), writer.storage_meta(), is_first)
     if is_torchs:
+        # Only now, since the planner has flattened the state dict and recorded the paths.
         refuse_sparse_entries(planner.state_dict, planner.mappings)
         refuse_without_elements(planner.state_dict, planner.mappings)
 
@@ -141,11 +142,11 @@ def write_planned(
     """Write what was planned, and commit. Every rank must call this.
 
     Args:
-        planned: From `plan_save`.
-        data: Whose `resolve_data` returns the tensors and bytes: the planner's own, or a snapshot of them.
-        writer: The one that the plan was made with.
-        ranks: Who takes part.
-        before_commit: Called when this rank has written; if it raises, there is no checkpoint.
+        planned: Result of `plan_save`.
+        data: Planner whose `resolve_data` returns the tensors and bytes: the one of the plan, or a snapshot.
+        writer: The writer of the plan.
+        ranks: The ranks that take part.
+        before_commit: Called once this rank has written. If it raises, no checkpoint is committed.
     """
 
     def write() -> list[WriteResult]:
@@ -168,7 +169,7 @@ def write_planned(
     return writer.manifest
 
 
-# Optimizers have had it in their groups since torch 2.8, and nothing follows from one that was not saved.
+# Optimizers have this entry in their groups since torch 2.8; older checkpoints lack it without harm.
 _NEWER_KEY = "decoupled_weight_decay"
 
 Validation = Callable[[str, Specs | None], Any]
@@ -182,18 +183,18 @@ def dist_cp_load(
 ) -> None:
     """Load into a state dict, in place, as `torch.distributed.checkpoint.load` does. Every rank must call this.
 
-    Settings of an optimizer that a checkpoint of before torch 2.8 cannot have stay as they are.
+    Settings of an optimizer that checkpoints from before torch 2.8 lack are left unchanged.
 
     Args:
         state_dict: Tensors, DTensors and plain data.
-        storage_reader: Such as `VerifyingReader`.
-        planner: One that refuses the checkpoint of another model when `None`.
+        storage_reader: A reader such as `VerifyingReader`.
+        planner: The planner. One that refuses the checkpoint of another model when `None`.
         process_group: The ranks that hold the state dict. All of them when `None`.
 
     Raises:
         CheckpointError: If the checkpoint is damaged, unsafe or of another model.
-        Exception: Whatever the reader or the planner raises, as it is: torch's own function wraps it into an error
-            that `except Exception` does not catch.
+        Exception: Any error of the reader or the planner, unchanged: torch's own function wraps it into an error that
+            `except Exception` does not catch.
 
     Example:
         >>> import tempfile, torch
@@ -207,12 +208,12 @@ def dist_cp_load(
     """
     planner = planner or ComparingLoadPlanner(may_lack=(_NEWER_KEY,))
     if isinstance(storage_reader, VerifyingReader) and isinstance(planner, ComparingLoadPlanner):
-        # Not through torch, which makes one error of all that a reader may find wrong.
+        # Not through torch, which wraps all errors of a reader into one of its own.
         load_with_reader(state_dict, storage_reader, planner, Ranks(process_group))
         return
     try:
         with warnings.catch_warnings():
-            # One process alone is nothing to warn of.
+            # A load in one process needs no warning.
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             load(state_dict, storage_reader=storage_reader, planner=planner, process_group=process_group)
     except CheckpointException as error:
@@ -221,14 +222,14 @@ def dist_cp_load(
 
 
 class FileSystemReaderWithValidation(VerifyingReader):
-    """Reads a folder as `VerifyingReader` does, after a function has looked at each of its files.
+    """Reader like `VerifyingReader` that passes each file to a validation function before reading it.
 
     Args:
-        path: The folder.
-        validation_function: Gets a file's path, and where the stretches begin that will be read of it and how long
-            they are; what it returns is true if the file may be read. The function that the variable
-            `CHECKPOINT_VALIDATION_FUNCTION` names when `None`, if there is one.
-        verify: As in `VerifyingReader`.
+        path: Path of the folder.
+        validation_function: Function of a file's path and the offset and length of each range to be read, which returns
+            true if the file may be read. When `None`, the one named by the environment variable
+            `CHECKPOINT_VALIDATION_FUNCTION`, if any.
+        verify: As for `VerifyingReader`.
     """
 
     def __init__(
@@ -238,16 +239,16 @@ class FileSystemReaderWithValidation(VerifyingReader):
 
 
 class DistCPObjectStoreReader(FileSystemReaderWithValidation):
-    """Reads a folder of a store. Each node fetches the files that its ranks need, each file once.
+    """Reader of a folder in an object store. Each node downloads the files that its ranks need, each file once.
 
     Args:
-        source_path: What the names of the folder's objects begin with.
-        destination_path: A local folder for the files, the same for all ranks of a node. What it holds already is not
-            fetched again, if it has the object's size.
+        source_path: Prefix of the names of the folder's objects.
+        destination_path: A local folder for the files, the same for all ranks of a node. A file that it already has is
+            not downloaded again if its size is that of the object.
         object_store: The store.
-        device_mesh: Not needed: whichever ranks load, each of them gets what it asks for.
-        validation_function: As in `FileSystemReaderWithValidation`.
-        verify: As in `VerifyingReader`.
+        device_mesh: Unused: each rank downloads what it needs, whichever ranks load.
+        validation_function: As for `FileSystemReaderWithValidation`.
+        verify: As for `VerifyingReader`.
     """
 
     def __init__(
@@ -265,12 +266,12 @@ class DistCPObjectStoreReader(FileSystemReaderWithValidation):
         super().__init__(self.destination_path, validation_function, verify=verify)
 
     def open_source(self) -> Source:
-        """Return the store's folder."""
+        """Return the folder of the store."""
         return _StoreSource(self.object_store, self.source_path, Path(self.destination_path))
 
 
 class _StoreSource:
-    """A folder of a store, whose files are fetched when they are asked for, by one process at a time."""
+    """Folder of a store whose files are downloaded on demand, by one process at a time."""
 
     def __init__(self, store: ObjectStore, name: str, place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
@@ -278,16 +279,17 @@ class _StoreSource:
         self._store, self._name, self._place = store, name, place
 
     def size_bytes(self, name: str) -> int | None:
-        """Return how long an object is, `None` if there is none."""
+        """Return the size of an object; `None` if it does not exist."""
         try:
             return _again(self._store.get_object_size)(f"{self._name}/{name}")
         except FileNotFoundError:
             return None
 
     def local_path(self, name: str) -> Path:
-        """Return the path of the fetched object."""
+        """Return the local path of an object, after downloading it if necessary."""
         path = self._place / name
         with only_one_process(path):
+            # A download that was interrupted has left a shorter file.
             if not path.exists() or path.stat().st_size != self.size_bytes(name):
                 _again(self._store.download_object)(f"{self._name}/{name}", path, overwrite=True)
         return path

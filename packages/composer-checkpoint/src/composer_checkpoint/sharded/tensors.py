@@ -1,4 +1,4 @@
-"""Writing the folder of a sharded checkpoint with never more than one tensor in memory."""
+"""Reading and writing of sharded folders with at most one tensor in memory."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -40,15 +40,15 @@ def stream_sharded(
 ) -> Manifest:
     """Write a tree to a folder that `load_sharded` and torch's own reader load on any number of ranks.
 
-    The folder is what as many ranks would have saved together: each tensor is cut along its first dim into pieces of
-    `torch.chunk`, as FSDP2 cuts it. It exists once all of it is on the disk.
+    The folder equals that of `num_files` ranks that save together: each tensor is split along its first dim into the
+    pieces of `torch.chunk`, as FSDP2 splits it. The folder appears once all of it is on the disk.
 
     Args:
         tree: Dicts and lists of `StoredTensor`s, tensors and plain data.
         folder: A local path.
-        num_files: Over how many files the tensors are spread.
-        info: What the manifest shall say about the run.
-        overwrite: Whether a checkpoint of this name may be replaced.
+        num_files: Number of files to distribute the tensors over.
+        info: Entries of the manifest about the run.
+        overwrite: Whether to replace an existing checkpoint of this name.
         progress: Called with the number of bytes after each piece.
 
     Returns:
@@ -56,9 +56,9 @@ def stream_sharded(
 
     Raises:
         ValueError: If `num_files` is less than 1.
-        CheckpointConflictError: If the folder exists and may not be replaced.
-        IncompatibleCheckpointError: If a tensor is sparse, or if two entries have one name once the keys on the way to
-            them are joined by dots.
+        CheckpointConflictError: If the folder exists and `overwrite` is false.
+        IncompatibleCheckpointError: If a tensor is sparse, or if two entries have one name once the keys of their paths
+            are joined by dots.
 
     Example:
         >>> import tempfile
@@ -72,10 +72,11 @@ def stream_sharded(
         tensor([0, 1, 2, 3])
     """
     if num_files < 1:
-        raise ValueError(f"num_files={num_files!r} is no number of files. Give 1 or more.")
+        raise ValueError(f"num_files={num_files!r} must be 1 or more.")
     refuse_unfit(tree, "dcp", folder)
     planner = _StreamingPlanner(progress)
     writer = VerifiedWriter(folder, info=info, overwrite=overwrite)
+    # torch plans the save from tensors on the meta device, which occupy no memory.
     planner.set_up_planner(_described(tree, planner.tensors), writer.storage_meta(), True)
     plans = _spread(planner.create_local_plan(), num_files, planner)
     plans, metadata = planner.create_global_plan(plans)
@@ -89,7 +90,7 @@ def stream_sharded(
 
 
 class _StreamingPlanner(WholeSavePlanner):
-    """Plans with descriptions of tensors, and reads each when it is written."""
+    """Planner that plans with descriptions of tensors, and reads each tensor only when it is written."""
 
     def __init__(self, progress: Callable[[int], object] | None) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class _StreamingPlanner(WholeSavePlanner):
         self._progress = progress
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor, or the piece of it, that an item is about."""
+        """Return the tensor, or the piece of a tensor, of a write item."""
         described = self.stored(write_item)
         if described is None:
             return self.transform_object(write_item, map_tree(self.lookup_object(write_item.index), self._read))
@@ -112,18 +113,18 @@ class _StreamingPlanner(WholeSavePlanner):
         return piece
 
     def stored(self, item: WriteItem) -> StoredTensor | None:
-        """Return what stands behind an item, `None` for one that is no tensor."""
+        """Return the tensor behind a write item; `None` for an item of another type."""
         value = self.state_dict.get(item.index.fqn)
         return self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
 
     def _read(self, _: str, value: Any) -> Any:
-        """Read a tensor that lies in an item of another kind, such as a tuple, which is saved as one."""
+        """Read a tensor inside another item, such as a tuple, which is saved as one object."""
         described = self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
         return value if described is None else described.read()
 
 
 def _described(tree: Any, tensors: dict[int, StoredTensor]) -> dict[str, Any]:
-    """Return the tree with tensors on the meta device, and note what each of them stands for."""
+    """Return the tree with tensors on the meta device, and record the tensor behind each of them."""
 
     def change(_: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -131,7 +132,7 @@ def _described(tree: Any, tensors: dict[int, StoredTensor]) -> dict[str, Any]:
         if not isinstance(value, StoredTensor):
             return value
         described = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        tensors[id(described)] = value
+        tensors[id(described)] = value  # the tree keeps it alive, so its id stays unique
         return described
 
     return map_tree(tree, change)
@@ -144,7 +145,7 @@ def _spread(plan: SavePlan, num_files: int, planner: _StreamingPlanner) -> list[
         if tensor is None or not tensor.shape or num_files == 1 or not tensor.numel:
             items[0].append(item)
             continue
-        rows = -(-tensor.shape[0] // num_files)
+        rows = -(-tensor.shape[0] // num_files)  # rounded up, as torch.chunk does
         for rank, start in enumerate(range(0, tensor.shape[0], rows)):
             items[rank].append(_piece(item.index.fqn, tensor, start, min(rows, tensor.shape[0] - start)))
     return [SavePlan(of_rank, planner_data=plan.planner_data) for of_rank in items]
@@ -165,12 +166,12 @@ _MAX_DEPTH = 200
 
 
 def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
-    """Open a folder that DCP wrote. Its shards are read when their tensors are.
+    """Open a folder that DCP wrote. A shard is read only when one of its tensors is.
 
     Raises:
-        NoCheckpointError: If there is no `.metadata` in it.
-        CorruptCheckpointError: If it describes what cannot be, or files are missing or cut short.
-        UnsafeCheckpointError: If it asks for anything that a checkpoint does not need.
+        NoCheckpointError: If the folder has no `.metadata`.
+        CorruptCheckpointError: If `.metadata` is inconsistent, or files are missing or cut short.
+        UnsafeCheckpointError: If `.metadata` has more than data.
     """
     reader = VerifyingReader(folder, verify=False)
     metadata = reader.read_metadata()
@@ -210,7 +211,7 @@ def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShar
             empty.append((path, value))
         else:
             _put(root, path, value)
-    # A container that is empty on one rank is an entry, and so is each item that it has on another rank.
+    # A container that is empty on one rank is an entry of its own, in addition to the items it has on other ranks.
     for path, value in empty:
         if not _has_items(root, path):
             _put(root, path, value)
@@ -244,7 +245,7 @@ def _stored(
 
 
 class _List(dict[int, Any]):
-    """A list whose items come in any order."""
+    """List whose items are added in any order."""
 
 
 def _put(root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
@@ -260,7 +261,7 @@ def _put(root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return the tree with real lists. It is as deep as the checked paths are long, which are short."""
+    """Return the tree with real lists. The recursion is bounded, since `_put` limits the length of paths."""
     if isinstance(value, _List):
         return [_with_lists(value[index]) for index in sorted(value)]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Checking every byte of a sharded checkpoint."""
+"""Verification of every byte of a sharded checkpoint."""
 
 import os
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ def verify_folder(
     """Compare all files of a sharded checkpoint with its manifest. One process suffices; no model is needed.
 
     Args:
-        folder: A local path, or a URI that fsspec knows.
-        storage_options: For fsspec.
+        folder: A local path, or a URI that fsspec supports.
+        storage_options: Options for fsspec.
 
     Returns:
-        The manifest; `None` if there is none, so that only the structure and the shards' own checksums could be
+        The manifest; `None` if the folder has none, and only the structure and the shards' own checksums could be
         checked.
 
     Raises:
-        NoCheckpointError: If there is no such checkpoint.
-        UnsafeCheckpointError: If it asks for anything that a checkpoint does not need.
-        CorruptCheckpointError: If a byte is not what was written; the message names the shard and the tensor.
+        NoCheckpointError: If the checkpoint does not exist.
+        UnsafeCheckpointError: If it has more than data.
+        CorruptCheckpointError: If a byte differs from what was written, with the shard and the tensor.
     """
-    reader = VerifyingReader(folder, verify=False, storage_options=storage_options)  # what is checked is said here
+    reader = VerifyingReader(folder, verify=False, storage_options=storage_options)  # the hashes are compared below
     parts = list_parts(reader.read_metadata()).values()
     manifest, source = reader.manifest, reader.source
     damaged: set[str] = set()
@@ -40,9 +40,10 @@ def verify_folder(
             for name, entry in manifest.files.items()
             if hash_file(source.local_path(name), manifest.hash_name) != entry.hash
         }
+        # Tensors in intact files are proven by the hash of the file, so only objects are left to check.
         parts = [part for part in parts if part.file in damaged or part.dtype is None]
     with OpenShards(source) as shards:
-        shards.for_each(  # names the damaged tensor
+        shards.for_each(  # raises an error that names the damaged tensor
             lambda part: shards.check(part, manifest, checksums=manifest is None), parts
         )
     if damaged:

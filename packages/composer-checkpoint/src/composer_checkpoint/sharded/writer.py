@@ -1,4 +1,4 @@
-"""A DCP `StorageWriter` whose checkpoints are whole or absent, and carry a hash of every part."""
+"""DCP `StorageWriter` whose checkpoints are whole or absent, with a hash of every part."""
 
 import math
 import os
@@ -30,21 +30,21 @@ _DCP_VERSION = "1.0.0"  # what torch's own writer puts into `.metadata`
 
 
 class VerifiedWriter(StorageWriter):
-    """Writes a folder that torch's own reader can read too, and that exists only once it is whole.
+    """Writer of folders that torch's own reader can load, and that appear only once they are whole.
 
-    Each rank writes `__{rank}_0.distcp`, and hashes what it writes. Rank 0 adds `.metadata` and, last,
+    Each rank writes `__{rank}_0.distcp` and hashes what it writes. Rank 0 adds `.metadata` and, last,
     `composer_manifest.json`, flushes everything to the disk and gives the folder its name by one rename. In a remote
-    store, where nothing can be renamed, the manifest is the last object and makes the checkpoint whole; one that is
-    replaced there is taken away first.
+    store, which has no rename, the manifest is the last object and makes the checkpoint whole; that of a checkpoint to
+    be replaced is deleted first.
 
-    With plain `torch.distributed.checkpoint.save` a failed save leaves its temporary folder until this object is gone;
+    With `torch.distributed.checkpoint.save`, the temporary folder of a failed save exists until this object is deleted;
     `save_sharded` removes it at once.
 
     Args:
-        folder: The checkpoint's folder: a local path, or a URI that fsspec knows, such as `s3://bucket/run/ep1`.
-        info: What the manifest shall say about the run. Values that JSON knows.
-        overwrite: Whether a checkpoint of this name may be replaced.
-        storage_options: For fsspec, such as `endpoint_url`.
+        folder: A local path, or a URI that fsspec supports, such as `s3://bucket/run/ep1`.
+        info: Entries of the manifest about the run, with values that JSON supports.
+        overwrite: Whether to replace an existing checkpoint of this name.
+        storage_options: Options for fsspec, such as `endpoint_url`.
 
     Example:
         >>> import tempfile
@@ -74,11 +74,11 @@ class VerifiedWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder."""
+        """Return the path of the folder."""
         return self._folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Get ready for another save."""
+        """Prepare for another save."""
         if checkpoint_id is not None:
             self._folder = os.fspath(checkpoint_id)
         self._target = open_target(self._folder, self._overwrite, self._storage_options)
@@ -86,7 +86,7 @@ class VerifiedWriter(StorageWriter):
         self.manifest = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse what DCP calls saving without collectives, which writes no common `.metadata`."""
+        """Raise if DCP is to save without collectives, which would write no common `.metadata`."""
         if not kwargs.get("use_collectives", True):
             raise ValueError(
                 "use_collectives=False writes one `.metadata` for each rank, which is no checkpoint of the whole "
@@ -94,15 +94,15 @@ class VerifiedWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: make the temporary folder, and tell each rank its place.
+        """Create the temporary folder, and assign a file to each rank. Rank 0 calls this.
 
         Raises:
-            CheckpointConflictError: If a checkpoint of this name exists and may not be replaced.
-            StorageError: If there is no room for it.
+            CheckpointConflictError: If a checkpoint of this name exists and `overwrite` is false.
+            StorageError: If the disk has too little space.
         """
         self._place = self._target.begin(sum(_size_bytes(item) for plan in plans for item in plan.items))
         return [
@@ -126,7 +126,7 @@ class VerifiedWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: write `.metadata` and the manifest, and commit.
+        """Write `.metadata` and the manifest, and commit. Rank 0 calls this.
 
         Raises:
             StorageError: If the disk or store fails.
@@ -139,20 +139,21 @@ class VerifiedWriter(StorageWriter):
             files[METADATA_NAME] = self._write_small(METADATA_NAME, pickle.dumps(metadata))
             tensors = {part.name: part.tensor for part in written.values()}
             self.manifest = sealed(Manifest(tensors=tensors, files=files, info=self._info | {"save_id": self._save_id}))
+            # Last of all files: in a remote store, its presence marks the checkpoint as whole.
             self._write_small(MANIFEST_NAME, self.manifest.to_json().encode())
             self._target.commit()
 
     def abort(self, error: BaseException) -> None:
-        """On rank 0, after a failure on any rank: remove what was written."""
+        """Remove what was written, after a failure on any rank. Rank 0 calls this."""
         self._target.abort(error)
 
     def storage_meta(self) -> StorageMeta:
-        """Return what `.metadata` says about the save itself."""
+        """Return the entry of `.metadata` about the save itself."""
         return StorageMeta(checkpoint_id=self._folder, save_id=self._save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return true: whether a folder can be written is seen when it is."""
+        """Return true; errors are raised on writing."""
         return True
 
     def _write_small(self, name: str, content: bytes) -> FileEntry:
@@ -163,7 +164,7 @@ class VerifiedWriter(StorageWriter):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say what a failing disk means."""
+        """Turn errors of the disk or store into a `StorageError` with an explanation."""
         try:
             yield
         except Exception as error:
@@ -175,7 +176,7 @@ class VerifiedWriter(StorageWriter):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rank writes, as rank 0 tells it."""
+    """Location of a rank's file, assigned by rank 0."""
 
     folder: str
     name: str
@@ -183,7 +184,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank tells rank 0 about one part; the last part of a file tells about the file."""
+    """Report of a rank to rank 0 about one part; that of the last part of a file includes the file."""
 
     info: StorageInfo
     name: str
@@ -196,7 +197,7 @@ def _written(result: WriteResult) -> _Written:
 
 
 class _HashedFile:
-    """A file that hashes all that is written, and besides each item of it, while it writes."""
+    """File that hashes everything as it is written, and each item separately."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -218,32 +219,32 @@ class _HashedFile:
         return view.nbytes
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Write what `torch.save` makes of a tensor."""
+        """Write a tensor with `torch.save`."""
         try:
             torch.save(tensor, self)  # pyright: ignore[reportArgumentType]  # write() and flush() suffice
         except RuntimeError:
             if self._failure is None:
                 raise
-            raise self._failure from None  # torch, while it closes its archive, complains of what came of that
+            raise self._failure from None  # torch's error is a consequence: it fails to close its archive
 
     def flush(self) -> None:
-        """Do nothing: `torch.save` asks for this after each item, and the file is flushed once at its end."""
+        """Do nothing: `torch.save` calls this after each item, but the file is flushed once at its end."""
 
     def end_item(self) -> tuple[int, int, str]:
-        """Return the item's offset, length and hash, and begin another one."""
+        """Return the item's offset, length and hash, and begin the next item."""
         start, digest = self._item_start, self._item.hexdigest()
         self._item_start, self._item = self.position, new_hasher()
         return start, self.position - start, digest
 
     def entry(self) -> FileEntry:
-        """Return size and hash of all that was written."""
+        """Return the size and hash of everything written."""
         return FileEntry(self.position, self._whole.hexdigest())
 
 
 def _write_items(items: list[WriteItem], planner: SavePlanner, file: _HashedFile, file_name: str) -> list[WriteResult]:
-    """Write the items one after the other, each as `torch.save` would into a file of its own."""
+    """Write the items one after another, each as an archive of its own."""
     written = [_write_item(item, planner, file, file_name) for item in items]
-    written[-1] = replace(written[-1], file=file.entry())
+    written[-1] = replace(written[-1], file=file.entry())  # the whole file is known only now
     return [WriteResult(item.index, part.info.length, part) for item, part in zip(items, written, strict=True)]
 
 
@@ -264,21 +265,21 @@ def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_n
 
 
 def _plain(tensor: torch.Tensor, name: str, file_name: str) -> torch.Tensor:
-    """Return a tensor as one of torch's own class: which other one it had, a load would have to run code to tell."""
+    """Return a tensor of torch's own class, since restoring another class would have to run code."""
     tensor = tensor.detach()
     if type(tensor) is torch.Tensor:
         return tensor
-    if hasattr(tensor, "__tensor_flatten__"):  # its elements are in other tensors
-        tensor = tensor.clone()  # that of what a collective has yet to bring waits for it, and is of torch's own class
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper, whose elements are in other tensors
+        tensor = tensor.clone()  # clone() waits for an AsyncCollectiveTensor and returns a plain tensor
     if hasattr(tensor, "__tensor_flatten__"):
         raise more_than_data(file_name, f"{name} (a tensor of the class {type(tensor).__qualname__})")
     return tensor.as_subclass(torch.Tensor)
 
 
 def _tight(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the CPU, with a storage that holds nothing else, since all of a storage is saved.
+    """Return the tensor on the CPU with a storage of its own, since `torch.save` writes whole storages.
 
-    The elements are not copied if they lie in one piece already, as those of a shard inside a padded buffer do.
+    Contiguous elements are not copied, such as those of a shard inside a padded buffer.
     """
     tensor = tensor.cpu()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -291,7 +292,7 @@ def _tight(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flush(file: BinaryIO) -> None:
-    """Bring a local file to the disk, from the machine that wrote it; a remote one is there once it is closed."""
+    """Flush a local file to the disk, on the machine that wrote it; a remote one is stored once it is closed."""
     file.flush()
     if hasattr(file, "fileno"):
         with suppress(UnsupportedOperation):
