@@ -1,4 +1,4 @@
-"""The batches of the training dataloader, epoch after epoch, also across several calls of `fit`."""
+"""Batches of the training dataloader over epochs and calls of `fit`."""
 
 import math
 import time
@@ -25,15 +25,15 @@ _NO_BATCH: Any = object()
 
 
 class TrainBatches:
-    """Iterates over what is left of the current epoch.
+    """Iterator over the rest of the current epoch.
 
-    An epoch that a `fit` leaves in the middle is kept open, so that the next `fit` goes on with the very next batch.
-    Where the ranks have dataloaders of unequal length, the epoch of all ends with the shortest.
+    An epoch that a `fit` leaves half-way is kept open, and the next `fit` continues with the next batch. If the ranks
+    have dataloaders of unequal length, the epoch ends for all with the shortest.
 
     Attributes:
-        data_spec: How the batches are prepared and counted.
-        num_samples: How many samples the latest batch holds on this rank.
-        num_tokens: How many tokens the latest batch holds on this rank; 0 where there are none.
+        data_spec: Prepares and counts the batches.
+        num_samples: The number of samples of the latest batch on this rank.
+        num_tokens: The number of tokens of the latest batch on this rank, 0 if it has none.
     """
 
     def __init__(self, data_spec: DataSpec, state: State, engine: Engine, ranks: Ranks, position: DataPosition) -> None:
@@ -47,25 +47,25 @@ class TrainBatches:
         position.watch(data_spec.dataloader)
         self._open: Iterator[Any] | None = None  # the epoch being read
         self._num_read = 0  # batches taken from it
-        self._is_untouched = True  # nothing was read since it was opened, be it here or at its end
+        self._is_untouched = True  # nothing was read since the epoch was opened
         self._latest: Any = None
         self._exhausted = False
-        self._is_warned = False  # that another rank had fewer batches
+        self._is_warned = False  # one warning for a rank with fewer batches is enough
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the current epoch, each after its BEFORE_DATALOADER."""
+        """Yield the remaining batches of the current epoch, each after its BEFORE_DATALOADER event."""
         run_event = self._engine.run_event
         if self._open is None:
             self._open = self._open_epoch()
         self._exhausted = False
         while True:
             run_event(Event.BEFORE_DATALOADER)
-            # A batch that an exception kept from being trained on is the next one still.
+            # If an exception prevented the step on the latest batch, it is yielded again.
             is_new = self._num_read == self._state.timestamp.num_batches_in_epoch
             if is_new and not self._ranks.all_have_a_batch(has_one := self._read()):
                 if has_one:
                     self._say_others_had_none()
-                # There is no batch that AFTER_DATALOADER could show; only the profiler's marker must end.
+                # AFTER_DATALOADER has no batch to show here; only the profiler's span must end.
                 self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
                 break
             self._num_read += is_new
@@ -76,25 +76,26 @@ class TrainBatches:
         self._exhausted = True
 
     def resume(self) -> None:
-        """Draw the random numbers that follow those of the checkpoint, if it was written between two epochs.
+        """Restore the random state of the checkpoint, if it was written between two epochs.
 
-        In the middle of an epoch they are those of the next batch, and wait until the epoch is opened.
+        Within an epoch it belongs to the next batch, and is restored when the epoch is opened.
         """
+        # Workers of a killed run leave shared memory behind; one process per machine removes it.
         if dataset_counts_samples(self.data_spec.dataloader) and get_local_rank() == 0:
             tidy_shared_memory()
         self._position.restore_between_epochs(self._state)
 
     @in_stage("the dataloader")
     def begin_epoch(self) -> None:
-        """Let the data have the number of the epoch, before listeners of EPOCH_START may choose another one."""
+        """Set the epoch of the data, before callbacks on EPOCH_START may choose another one."""
         self._position.begin(self._state, self.data_spec.dataloader)
 
     def restart(self) -> None:
-        """Forget the open epoch, since the timestamp was set back."""
+        """Drop the open epoch, because the timestamp was set back."""
         self._open = None
 
     def epoch_is_complete(self) -> bool:
-        """Say whether every batch of the epoch has been trained on, and close the epoch if so."""
+        """Return whether every batch of the epoch has been trained on; close the epoch if so."""
         length = self._state.dataloader_len
         complete = self._exhausted or (length is not None and self._state.timestamp.batch_in_epoch >= length)
         if complete:
@@ -102,7 +103,7 @@ class TrainBatches:
         return complete
 
     def iteration_is_complete(self) -> bool:
-        """Say whether the epochs that make up one iteration, if the user set a length for it, are over."""
+        """Return whether the iteration is complete; without an `iteration_length` it never is."""
         length = self._state.iteration_length
         if length is None:
             return False
@@ -112,7 +113,7 @@ class TrainBatches:
 
     @in_stage("the dataloader")
     def _read(self) -> bool:
-        """Read the next batch, and say whether there was one."""
+        """Read the next batch, and return whether there was one."""
         assert self._open is not None
         if self._is_capped():
             self._show_end()
@@ -136,7 +137,7 @@ class TrainBatches:
         )
 
     def _say_nothing_came(self) -> None:
-        """Warn of an epoch without batches, or raise where training would never end or has had batches before."""
+        """Warn of an epoch without batches; raise if training would never end, or had batches before."""
         state = self._state
         message = (
             f"No batches were trained for global rank {get_global_rank()}: "
@@ -150,10 +151,11 @@ class TrainBatches:
         warnings.warn(message, stacklevel=level_of_user())
 
     def _show_end(self) -> None:
-        """Let data that know their place, or draw on their own, begin the next epoch where this one ends."""
+        """Advance stateful or seeded data to the end of the epoch, where the next one starts."""
         assert self._open is not None
         loader = self.data_spec.dataloader
         if keeps_own_state(loader) or (self._is_untouched and dataset_counts_samples(loader)):
+            # Such a loader draws the next epoch's order only when it is exhausted.
             next(self._open, None)
         elif self._is_untouched:
             self._position.skip_to_end(loader)
@@ -181,14 +183,14 @@ class TrainBatches:
 
 
 def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
-    """Refuse what counts no samples, or with which training would never end."""
+    """Reject a sample count that is not a number, or with which training would never end."""
     returned = f"get_num_samples_in_batch returned {num_samples!r} for a batch of train_dataloader."
     if isinstance(num_samples, bool) or not (isinstance(num_samples, Real) or hasattr(num_samples, "item")):
         raise TypeError(f"{returned} It must return a number of samples.")
     number = float(num_samples)
     if not 0 <= number < math.inf:
         raise ValueError(f"{returned} It must return a number, 0 or more.")
-    if number > 0 or get_world_size() > 1:  # other ranks may have some
+    if number > 0 or get_world_size() > 1:  # other ranks may have samples
         return
     if duration is not None and duration.unit is TimeUnit.SAMPLE:
         raise ValueError(
@@ -198,23 +200,23 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
 
 
 class Clock:
-    """Measures batches one after the other: a batch lasts from the end of the one before to its own end."""
+    """Durations of batches: each lasts from the end of the previous one to its own end."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
 
     def start_batch(self) -> None:
-        """Begin to count now; what came before belongs to no batch."""
+        """Start now; the time before belongs to no batch."""
         self._started_s = time.perf_counter()
 
     def end_batch_s(self) -> float:
-        """Return how many seconds the batch that ends now has taken, and begin the next one."""
+        """Return the seconds of the batch that ends now, and start the next one."""
         started_s, self._started_s = self._started_s, time.perf_counter()
         return self._started_s - started_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the batch that is being measured."""
+        """Exclude the time of the context from the current batch."""
         paused_s = time.perf_counter()
         try:
             yield

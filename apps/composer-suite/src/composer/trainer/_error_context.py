@@ -1,4 +1,4 @@
-"""Say in an exception where in training it came from, so that the report of a run with many ranks can name it."""
+"""Notes on exceptions that name the stage of training, so that the report of a multi-rank run can show it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, TracebackType
@@ -15,13 +15,14 @@ _STAGES: dict[CodeType, str] = {}
 
 
 def in_stage(stage: str) -> Callable[[TFunction], TFunction]:
-    """Let `name_stage` call by its name what a function does. A call costs no more than before.
+    """Register a name for the stage that a function implements, used by `name_stage`. Calls cost nothing extra.
 
     Args:
-        stage: What the function does, such as `'the forward pass'`.
+        stage: The name, such as `'the forward pass'`.
     """
 
     def register(function: TFunction) -> TFunction:
+        # By code object, which a traceback has; a wrapper would slow down every call.
         _STAGES[function.__code__] = stage
         return function
 
@@ -29,10 +30,10 @@ def in_stage(stage: str) -> Callable[[TFunction], TFunction]:
 
 
 def name_stage(error: BaseException, state: State) -> None:
-    """Add to an exception the innermost stage that it came through, the batch and the rank.
+    """Add the innermost stage of an exception, the batch and the rank as a note.
 
-    Nothing is added if a hook has said so more precisely, or if it came through no stage. Where only the exception that
-    it was raised from did, that one says so.
+    Nothing is added if a hook has added a more precise note, or if the exception came through no stage. If only its
+    cause came through one, the cause gets the note.
     """
     for each in (error, error.__cause__):
         has_place = any(note.startswith("raised ") for note in getattr(each, "__notes__", ()))
@@ -58,14 +59,14 @@ def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
 
 
 def name_dataset(error: Exception, dataloader: Any) -> None:
-    """Add to what a dataloader raised whose dataset it was reading, and what can be done about its workers."""
+    """Add the dataset of a dataloader that raised as a note, and advice about its workers."""
     dataset = getattr(dataloader, "dataset", None)
     if dataset is None:
         return
     num_workers = getattr(dataloader, "num_workers", 0)
     reader = f"a {type(dataloader).__name__}" + (f" with num_workers={num_workers}" if num_workers else "")
     error.add_note(f"{reader} was reading {type(dataset).__module__}.{type(dataset).__qualname__}")
-    said = f"{error} {error.__cause__}"  # the words are PyTorch's, which does not say what to do
+    said = f"{error} {error.__cause__}"  # these are PyTorch's messages, which contain no advice
     if "killed by signal: Killed" in said:
         error.add_note(
             "A worker that somebody else kills was mostly too large for the machine's memory: have fewer workers, a "
@@ -79,12 +80,12 @@ def name_dataset(error: Exception, dataloader: Any) -> None:
 
 
 def name_setters(error: Exception, state: State, events: Iterable[Event]) -> None:
-    """Add to what was raised for a batch that cannot be cut who may have put it in the place of the dataloader's.
+    """Add the algorithms and callbacks that may have replaced a batch that cannot be split as a note.
 
     Args:
-        error: What was raised.
-        state: Has the batch.
-        events: Those since the dataloader gave its own.
+        error: The exception.
+        state: Holds the batch.
+        events: The events since the dataloader returned its batch.
     """
     setters = [f"algorithm {type(algorithm).__name__}" for algorithm in state.algorithms]
     for event in events:
@@ -97,6 +98,7 @@ def name_setters(error: Exception, state: State, events: Iterable[Event]) -> Non
 
 
 def _acts(callback: Callback, event: Event) -> bool:
+    # A callback may override the hook of an event, or `run_event` for all of them.
     methods = ("run_event", event.value)
     own = vars(callback)
     return any(name in own or getattr(type(callback), name) is not getattr(Callback, name) for name in methods)

@@ -1,4 +1,4 @@
-"""Into what a batch is cut: what the user asked for, as one value."""
+"""Sizes of microbatches, from the arguments of the Trainer."""
 
 import math
 import warnings
@@ -23,17 +23,17 @@ _COUNTED = (
     "train_dataloader=DataSpec(dataloader, get_num_tokens_in_batch=count), where count(batch) returns "
     "{'total': ..., 'loss_generating': ...}."
 )
-_IGNORED = -100  # what torch's losses and transformers leave out
+_IGNORED = -100  # the default `ignore_index` of torch's losses and of transformers
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """How many samples go through the model at once.
+    """Number of samples that go through the model at once.
 
     Attributes:
-        size: So many; `None` for as many as the dataloader's batches have.
-        count: In place of a size, into how many microbatches each batch is cut.
-        is_auto: Whether size or count are where to begin, and change when the device runs out of memory.
+        size: Samples per microbatch; `None` for the dataloader's batch size.
+        count: Microbatches per batch, in place of a size.
+        is_auto: Whether size or count is a start value, lowered when the device runs out of memory.
     """
 
     size: int | float | None = None
@@ -42,11 +42,11 @@ class Microbatching:
 
     @classmethod
     def of(cls, size: Any, grad_accum: Any, device: Device, *, profiler: Any = None) -> "Microbatching":
-        """Make one of the arguments `device_train_microbatch_size` and `grad_accum`.
+        """Create one from the arguments `device_train_microbatch_size` and `grad_accum`.
 
         Raises:
-            ValueError: If one of them is none of what it can be, if they contradict each other, or if `'auto'` goes
-                with neither the device nor a profiler.
+            ValueError: If one of them is not a valid size, if they contradict each other, or if `'auto'` cannot work
+                with the device or the profiler.
         """
         if grad_accum is not None:
             _check_grad_accum(grad_accum)
@@ -68,16 +68,16 @@ class Microbatching:
         return cls(size=None if asked == _AUTO else asked, is_auto=asked == _AUTO)
 
     def resolve(self, data_spec: DataSpec) -> int | float | None:
-        """Return how many samples a microbatch of a dataloader has; `None` where each batch says so itself.
+        """Return the number of samples in a microbatch of a dataloader; `None` if each batch has its own.
 
         Raises:
-            ValueError: If that is neither given nor known, or not a positive number.
-            AttributeError: If it is to be found out, and the dataloader does not say where to begin.
+            ValueError: If it is neither given nor known, or not a positive number.
+            AttributeError: If it is `'auto'`, and the dataloader has no batch size to start from.
         """
         if self.count is not None:
             return None
         size = _batch_size(data_spec, is_auto=self.is_auto) if self.size is None else self.size
-        # A part of a sample makes sense only to somebody's own way to split.
+        # A fraction of a sample is meaningful only for a custom `split_batch`.
         kinds = int if data_spec.split_batch is default_split_batch else (int, float)
         if isinstance(size, bool) or not isinstance(size, kinds) or not size > 0:
             raise ValueError(_say_not_positive(size))
@@ -86,7 +86,7 @@ class Microbatching:
         return size
 
     def of_one_size(self, batch_size: Any) -> Any:
-        """Return the size of a microbatch for an engine that has to know it beforehand, with one size of batches."""
+        """Return the microbatch size for an engine that needs it in advance, for batches of a fixed size."""
         if self.is_auto:
             return _AUTO
         if self.count is None or not isinstance(batch_size, int):
@@ -95,9 +95,9 @@ class Microbatching:
 
 
 def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
-    """Return how many samples a microbatch of this batch has, and put it on the state where each batch has its own.
+    """Return the microbatch size for this batch, and store it on the state if it depends on the batch.
 
-    Cut into a number of microbatches, they are of equal size but for the last, as `torch.chunk` cuts.
+    With a number of microbatches, all are of equal size except the last, as in `torch.chunk`.
     """
     if state.grad_accum is not None:
         num_samples = data_spec.get_num_samples_in_batch(batch)
@@ -113,7 +113,7 @@ def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
 
 
 def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
-    """Warn where microbatches are to count by the tokens that enter their losses, and all their tokens are counted."""
+    """Warn if token weights would count padding, because all tokens are counted."""
     if not data_spec.counts_tokens_by_default:
         return
     if any(map(_has_ignored_labels, microbatches)):
@@ -125,10 +125,10 @@ def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
 
 
 def refuse_uncounted(num_tokens: int | float, data_spec: DataSpec) -> None:
-    """Refuse to weigh microbatches by their tokens where nobody knows these.
+    """Reject token weights if the tokens of a batch are unknown.
 
     Raises:
-        ValueError: If there are none in a batch, and the user has not counted them.
+        ValueError: If a batch has no tokens and there is no custom count.
     """
     if not num_tokens and data_spec.counts_tokens_by_default:
         raise ValueError(
@@ -146,10 +146,10 @@ def _has_ignored_labels(batch: Any) -> bool:
 
 
 def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_deepspeed: bool = False) -> None:
-    """Refuse to find out a size where a step cannot be repeated.
+    """Reject `'auto'` if a step cannot be repeated.
 
     Raises:
-        ValueError: If the two do not go together.
+        ValueError: If the strategy, its hook or DeepSpeed prevents it.
     """
     if not microbatching.is_auto:
         return
@@ -219,9 +219,9 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
 
 
 def size_of_batches(dataloader: Any) -> Any:
-    """Return the batch size that a dataloader says it has; `None` if it says none."""
+    """Return the batch size of a dataloader, or `None`."""
     size = getattr(dataloader, "batch_size", None)
-    # A DataLoader made with a batch_sampler knows it only there.
+    # With a custom batch_sampler, only the sampler has it.
     return getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None) if size is None else size
 
 

@@ -1,4 +1,4 @@
-"""What is done about a batch that does not fit into the device's memory."""
+"""Handling of batches that do not fit into the device's memory."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ _MOST_THRASHES = 2  # batches in a row that were slow for a lack of memory
 
 
 class Fitting(Protocol):
-    """What `BatchTrainer` asks around the gradients and the step of each batch."""
+    """Wrappers that `BatchTrainer` puts around the gradients and the step of each batch."""
 
     def gradients(self, compute: Callable[[], None]) -> None:
         """Compute gradients, perhaps several times."""
@@ -37,18 +37,18 @@ class Fitting(Protocol):
         ...
 
     def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare an optimizer's step and take it if it is to be taken, perhaps several times."""
+        """Prepare an optimizer's step and take it if `prepare` admits it, perhaps several times."""
         ...
 
 
 class AsGiven:
-    """Cuts batches as the user said; one that does not fit is an error that names the size."""
+    """Batches cut as the user said; the error of one that does not fit names the size."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def gradients(self, compute: Callable[[], None]) -> None:
-        """Compute gradients."""
+        """Compute the gradients, and add the size to an out-of-memory error."""
         try:
             compute()
         except torch.OutOfMemoryError as error:
@@ -69,26 +69,26 @@ class AsGiven:
 
 
 class UntilItFits:
-    """Repeats a batch with microbatches of half the size, on all ranks alike, until it fits everywhere.
+    """Repetition of a batch with microbatches of half the size, on all ranks alike, until it fits on every rank.
 
-    Memory may run out on any rank, between the first forward pass and the end of the optimizer's step. Buffers, random
-    draws and what algorithms count are then made what they were before the batch, and weights and optimizer as they
-    were before the step, so that the weights come out as if the size had been the smaller one from the start. It stays
-    so for the batches that follow. Gradients are averaged only when all ranks have theirs, and before each step the
-    weights and the optimizer's state are copied, which takes about as long as the step itself.
+    Memory may run out on any rank, from the first forward pass to the end of the optimizer's step. Buffers, random
+    states and the counters of algorithms are then restored from before the batch, weights and optimizer from before the
+    step, so that the weights are the same as if the smaller size had been used from the start. The smaller size stays
+    for the following batches. Gradients are averaged only when all ranks have theirs. Before each step the weights and
+    the optimizer's state are copied, which takes about as long as the step itself.
 
-    An optimizer that evaluates the loss itself may see the last evaluations of a step with smaller microbatches than
-    the first. It must not run out of memory in AFTER_TRAIN_BATCH where a listener lets the ranks meet.
+    An optimizer that evaluates the loss itself may see smaller microbatches in the last evaluations of a step than in
+    the first. Memory must not run out in AFTER_TRAIN_BATCH if a listener calls a collective there.
 
     Args:
-        state: Its size of microbatches, or their number, is changed.
-        strategy: How the ranks meet.
+        state: Its microbatch size, or number of microbatches, is changed.
+        strategy: Synchronizes the ranks.
 
     Attributes:
-        cumulative_alloc_retries: How often the device's memory had to be tidied up for room, since the process began.
-        num_consecutive_thrashes: In how many batches in a row it had to be on any rank; after the second one, the
-            size is halved.
-        num_consecutive_non_oom_batches: How many batches have fitted since the latest that did not.
+        cumulative_alloc_retries: How often the allocator had to free its cache and retry, since the process started.
+        num_consecutive_thrashes: The number of consecutive batches with such a retry on any rank; the second one halves
+            the size.
+        num_consecutive_non_oom_batches: The number of batches since the latest one that did not fit.
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
@@ -102,10 +102,11 @@ class UntilItFits:
         """Compute gradients until it succeeds on every rank. Every rank must call this.
 
         Raises:
-            RuntimeError: If microbatches cannot be smaller.
+            RuntimeError: If memory runs out with microbatches of one sample.
         """
         undo = BatchUndo(self._state)
         while not self._attempts.succeeds(compute, Stage.GRADIENTS):
+            # The restored random states make the next attempt draw the same numbers.
             undo()
             self._begin_smaller()
 
@@ -114,10 +115,10 @@ class UntilItFits:
         return self._attempts.meeting(sync=sync)
 
     def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare a step and take it until it succeeds on every rank. Every rank must call this.
+        """Prepare and take a step until it succeeds on every rank. Every rank must call this.
 
         Raises:
-            RuntimeError: If microbatches cannot be smaller.
+            RuntimeError: If memory runs out with microbatches of one sample.
         """
         undo = BatchUndo(self._state)
         while prepare is None or prepare():
@@ -131,7 +132,7 @@ class UntilItFits:
         self._ease()
 
     def _begin_smaller(self) -> None:
-        """Let the next attempt be one with smaller microbatches."""
+        """Prepare the next attempt with smaller microbatches."""
         if not _make_smaller(self._state, "memory"):
             raise RuntimeError(
                 "The device ran out of memory, on one rank at least, with microbatches of a single sample. Use a "
@@ -143,14 +144,14 @@ class UntilItFits:
         release_memory()
 
     def _thrashes(self) -> bool:
-        """Say whether the device had to tidy up its memory for room, since the last time this was asked."""
+        """Return whether the allocator had to retry since the last call."""
         before = self.cumulative_alloc_retries
         if self._state.device.torch_device.type == "cuda":
             self.cumulative_alloc_retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
         return self.cumulative_alloc_retries > before
 
     def _ease(self) -> None:
-        """Lower the size also where batches fit, but only just."""
+        """Lower the size if batches fit only after retries of the allocator, which are slow."""
         self.num_consecutive_thrashes = self.num_consecutive_thrashes + 1 if self._attempts.any_thrashes else 0
         if self.num_consecutive_thrashes >= _MOST_THRASHES:
             self.num_consecutive_thrashes = 0
@@ -158,18 +159,18 @@ class UntilItFits:
 
 
 def halve(size: int | float) -> int | float | None:
-    """Return the next smaller size of a microbatch, or `None` if there is none."""
+    """Return the next smaller size of a microbatch, or `None` at one sample."""
     return None if size <= 1 else max(int(size / 2), 1)
 
 
 def release_memory() -> None:
-    """Give what the device keeps for later use back to it, for the ranks and libraries that share it."""
+    """Release the allocator's cache, for other ranks and libraries on the same device."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def _make_smaller(state: State, lack: str) -> bool:
-    """Lower the size of microbatches, or raise their number, and say whether that could be."""
+    """Lower the size of microbatches, or raise their number, and return whether that was possible."""
     if state.grad_accum is not None:
         name, old, new = "grad_accum", state.grad_accum, _more(state)
         if new is None:
@@ -190,30 +191,30 @@ def _make_smaller(state: State, lack: str) -> bool:
 
 
 def _more(state: State) -> int | None:
-    """Return the next larger number of microbatches, alike on every rank, or `None` if each is one sample."""
+    """Return the next larger number of microbatches, the same on every rank, or `None` if each is one sample."""
     assert state.grad_accum is not None
     most = getattr(state.dataloader, "batch_size", None) or math.inf  # a batch cut finer than it can be is in samples
     return None if state.grad_accum >= most else min(2 * state.grad_accum, int(most))
 
 
-# What a lack of memory is called where it comes as no `torch.OutOfMemoryError`.
+# Messages of out-of-memory errors that are not a `torch.OutOfMemoryError`.
 _OTHER_NAMES = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-_CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"  # its way to say that it got no workspace
+_CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"  # its error when no memory is left for a workspace
 
 
 class Stage(Enum):
-    """What a rank may fail in: one lies in the other where an optimizer evaluates the loss itself."""
+    """Stage of an attempt; GRADIENTS is inside STEP for an optimizer that evaluates the loss itself."""
 
     GRADIENTS = "gradients"
     STEP = "step"
 
 
 class _OutOfMemoryElsewhere(Exception):
-    """Another rank gives up the attempt at a stage."""
+    """Another rank has given up its attempt at a stage."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -221,19 +222,19 @@ class _OutOfMemoryElsewhere(Exception):
 
 
 class Attempts:
-    """Makes attempts that fail on all ranks if one of them runs out of memory.
+    """Attempts that fail on all ranks if one of them runs out of memory.
 
-    All ranks exchange tiny reports in the same order: one wherever the strategy is about to let them meet (see
-    `Strategy.attempt`), and one at the end of each attempt. A rank that runs out of memory gives its report at once and
-    goes on to the next attempt. The others learn of it in their very next report, before they meet, and follow. So
-    every rank gives as many reports, whichever of them fails and wherever it does.
+    All ranks exchange small reports in the same order: one before each collective of the strategy (see
+    `Strategy.attempt`), and one at the end of each attempt. A rank that runs out of memory sends its report at once and
+    starts the next attempt. The others read it with their next report, before the collective, and follow. So every rank
+    sends the same number of reports, wherever and on whichever rank memory runs out.
 
     Args:
-        strategy: Knows where the ranks meet.
-        kind: The class of the error for what may be a lack of memory, or not.
+        strategy: Provides the points at which the ranks meet.
+        kind: The class of the error raised for a failure that may or may not be a lack of memory.
 
     Attributes:
-        any_thrashes: Whether any rank said so at the end of the latest attempt.
+        any_thrashes: Whether any rank reported allocator retries at the end of the latest attempt.
     """
 
     def __init__(self, strategy: Strategy, kind: type[Exception] = RuntimeError) -> None:
@@ -245,16 +246,16 @@ class Attempts:
     def succeeds(
         self, run: Callable[[], object], stage: Stage, *, may_fail: bool = False, thrashes: Callable[[], bool] = bool
     ) -> bool:
-        """Run an attempt, and say whether it went well on every rank. Every rank must call this.
+        """Run an attempt, and return whether it succeeded on every rank. Every rank must call this.
 
         Args:
-            run: It may fail where `meeting` says so.
-            stage: What it does.
-            may_fail: Whether it may fail from its begin.
-            thrashes: Says at its end whether this rank's device is so short of memory that it is slow.
+            run: The attempt. It may fail inside `meeting`.
+            stage: The stage that it belongs to.
+            may_fail: Whether it may also fail before `meeting`.
+            thrashes: Called at the end; returns whether this rank's allocator had to retry.
 
         Raises:
-            Exception: What `run` raised, if that was anything else than a lack of memory.
+            Exception: Any error of `run` other than a lack of memory.
         """
         self._may_fail = may_fail
         try:
@@ -282,7 +283,7 @@ class Attempts:
         self._may_fail = True
 
     def _report(self, *, fails_in: Stage | None = None, thrashes: bool = False) -> None:
-        """Tell the other ranks, and raise if one of them fails while this one does not, or in a stage around it."""
+        """Exchange reports; raise if another rank has failed in this stage or in an enclosing one."""
         counts = sum_over_everybody([*(int(fails_in is stage) for stage in Stage), int(thrashes)])
         *num_failing, num_thrashing = counts
         self.any_thrashes = num_thrashing > 0
@@ -294,10 +295,10 @@ class Attempts:
 
 
 def is_out_of_memory(error: Exception, kind: type[Exception] = RuntimeError) -> bool:
-    """Say whether an error is a lack of the device's memory.
+    """Return whether an error is a lack of device memory.
 
     Raises:
-        Exception: Of this `kind`, if it is another error of CUDA's, after which nothing can be repeated.
+        Exception: Of class `kind`, for any other CUDA error, after which no attempt can be repeated.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True

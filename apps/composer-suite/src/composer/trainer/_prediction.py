@@ -38,10 +38,10 @@ _NO_BATCH: Any = object()
 
 
 def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: Any, return_outputs: Any) -> DataSpec:
-    """Return a dataloader as a DataSpec.
+    """Check the arguments of `predict`, and return the dataloader as a DataSpec.
 
     Raises:
-        TypeError, ValueError: If it cannot be read, or a number is none of batches or samples.
+        TypeError, ValueError: If the dataloader cannot be read, or a number is invalid.
     """
     check_flags(return_outputs=return_outputs)
     check_iterable("dataloader", dataloader)
@@ -57,9 +57,9 @@ def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: 
 
 
 class Prediction:
-    """Runs the model over batches, with the events of `predict`, and leaves its mode and the data as they were.
+    """Runs of the model over a dataloader, with the events of `predict`; mode and dataloader are restored afterwards.
 
-    What a DistributedSampler repeats, so that each rank has as many samples, is not returned.
+    Samples that a DistributedSampler repeats, to give each rank equally many, are not returned.
     """
 
     def __init__(self, state: State, engine: Engine, strategy: Strategy, autocast: Autocast) -> None:
@@ -70,7 +70,7 @@ class Prediction:
         self._clock = Clock()
 
     def run(self, data_spec: DataSpec, subset_num_batches: int, microbatch_size: int | None, keeps: bool) -> list[Any]:
-        """Return the outputs for each batch on the CPU; none unless it `keeps` them."""
+        """Return the outputs of each batch on the CPU, or an empty list unless it `keeps` them."""
         state, run_event = self._state, self._engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
         state.predict_timestamp = Timestamp()
@@ -109,7 +109,7 @@ class Prediction:
     def _predict(
         self, batch: Any, data_spec: DataSpec, ranks: Ranks, padding: Padding, microbatch_size: int | None, keeps: bool
     ) -> list[Any]:
-        """Return the outputs for a batch, in as many parts as it is cut into; none of a sample that is repeated."""
+        """Return the outputs of each microbatch of a batch, without those of a repeated sample."""
         state, run_event = self._state, self._engine.run_event
         num_samples, num_tokens = data_spec.get_num_samples_in_batch(batch), data_spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
@@ -121,6 +121,7 @@ class Prediction:
         for index, (microbatch, is_counted) in enumerate(parts):
             on_device = transform_microbatch(data_spec, state.device.batch_to_device(microbatch))
             state.batch = self._strategy.prepare_batch(on_device)
+            # After the first microbatch is on the device, since callbacks expect a prepared batch.
             if index == 0:
                 run_event(Event.PREDICT_BATCH_START)
             run_event(Event.PREDICT_BEFORE_FORWARD)
@@ -136,12 +137,12 @@ class Prediction:
 
 
 def _cut(batch: Any, data_spec: DataSpec, size: int) -> Sequence[Any]:
-    # The last batch may be smaller than a microbatch, about which `split_batch` would warn.
+    # `split_batch` would warn about a last batch that is smaller than a microbatch.
     return [batch] if data_spec.get_num_samples_in_batch(batch) <= size else split(data_spec, batch, size)
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Return the outputs for a whole batch, from those for its parts."""
+    """Join the outputs of microbatches to those of the batch."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -157,7 +158,7 @@ def _join(parts: Sequence[Any]) -> Any:
 def export_model(
     state: State, logger: Logger, save_format: str | ExportFormat, save_path: str, *, sample_input: Any, **settings: Any
 ) -> None:
-    """Write the model of a state, as `export_with_logger` does, with the latest batch as a sample where it needs one.
+    """Export the model of a state with `export_with_logger`; the latest batch is the sample if one is needed.
 
     Args:
         state: The state.
@@ -167,7 +168,7 @@ def export_model(
         sample_input: One batch, or `None`.
         **settings: See `export_with_logger`.
     """
-    from composer.utils import inference  # here, since few trainings export
+    from composer.utils import inference  # a slow import that only exports need
 
     needs_sample = inference.ExportFormat(save_format) in (inference.ExportFormat.ONNX, inference.ExportFormat.EXPORT)
     if sample_input is None and needs_sample:

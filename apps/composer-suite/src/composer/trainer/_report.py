@@ -1,4 +1,4 @@
-"""What the Trainer itself logs: times, losses, metrics and the facts of the run."""
+"""Values that the Trainer itself logs: times, losses, metrics and facts of the run."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from composer_time import Timestamp
 
 
 class Report:
-    """Hands what the loop knows to the logger, at the step the state's timestamp says."""
+    """Logging of the training loop's values, at the step of the state's timestamp."""
 
     def __init__(self, state: State, logger: Logger, metrics: TrainMetrics, ranks: Ranks) -> None:
         self._state = state
@@ -24,22 +24,22 @@ class Report:
         self._ranks = ranks
 
     def algorithms(self) -> None:
-        """Log which algorithms take part."""
+        """Log the names of the algorithms."""
         names = {f"enabled_algorithms/{type(algorithm).__name__}": True for algorithm in self._state.algorithms}
         self._logger.log_hyperparameters(names)
 
     def epoch(self) -> None:
-        """Log the epoch that begins."""
+        """Log the epoch that starts."""
         self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs})
 
     def time(self) -> None:
-        """Log where in training the batch lies."""
+        """Log the position of the batch in training."""
         if self._logger.destinations:
             log_lazily(self._state, self._logger, _times)
             self._log_tokens()
 
     def epoch_and_time(self) -> None:
-        """Log where training ended; the metrics of the latest batch are on the state, also where nobody listened."""
+        """Log the end of training, and compute the metrics of the latest batch if no listener has requested them."""
         if not self._ranks.listen:
             self._metrics.compute()
         now = self._state.timestamp
@@ -47,7 +47,7 @@ class Report:
         self._log_tokens()
 
     def losses(self, losses: Mapping[str, Any]) -> None:
-        """Log the losses of a batch, as they lie on the device: whoever reads a number waits for it, nobody else."""
+        """Log the losses of a batch as tensors on the device; only destinations that read a number synchronize."""
         mean = self._ranks.mean_losses if self._ranks.listen else over_their_shares
         self._state.total_loss_dict = mean(losses)
         if not self._logger.destinations:
@@ -57,7 +57,8 @@ class Report:
         self._logger.log_metrics(state.total_loss_dict)
 
     def train_metrics(self) -> None:
-        """Compute and log the metrics of the latest batch, if anybody on any rank takes them."""
+        """Compute and log the metrics of the latest batch, if any rank has a destination or a listener."""
+        # The condition on `listen` is the same on every rank, which the collectives of torchmetrics need.
         if self._ranks.listen and (self._logger.destinations or self._state.train_metrics):
             values = by_entry(self._metrics.compute())
             self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
@@ -85,7 +86,7 @@ def _times(now: Timestamp) -> dict[str, int]:
 
 
 def log_run_facts(state: State, logger: Logger) -> None:
-    """Log once what identifies the run: versions, machines and the seed, one call each as Composer does."""
+    """Log the facts that identify the run: versions, machines and the seed, in one call each as Composer does."""
     processes = f"num_{state.device.name}s_per_node"
     unknown = "unknown because NODENAME environment variable not set"
     logger.log_hyperparameters({"composer_version": metadata.version("composer-suite")})

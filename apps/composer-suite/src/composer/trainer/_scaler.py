@@ -1,4 +1,4 @@
-"""Scaling of losses in float16 for sharded models, and for optimizers that evaluate the loss themselves."""
+"""Gradient scaling in float16 for sharded models, and for optimizers that evaluate the loss themselves."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,17 +14,17 @@ __all__ = ["ClosureGradScaler", "ShardedGradScaler", "forget_checks"]
 
 
 class ShardedGradScaler(GradScaler):
-    """A `GradScaler` for weights of which each rank has a part, be it all of them or some beside whole ones.
+    """A `GradScaler` for models with some or all weights sharded.
 
-    torch's refuses the two together, and asks the ranks that share the first gradient, who need not be those that share
-    the others. This one looks at what each rank has and lets all of them agree, so that all step or none. Where nothing
-    is sharded it is torch's.
+    torch's scaler refuses to mix both kinds, and reduces over the ranks that share the first gradient, which may not be
+    the ranks that share the others. This one checks each rank's shards and combines the results of all ranks, so that
+    all ranks step, or none. Without sharded weights it behaves as torch's.
 
     Args:
-        device: The type of the gradients' device, `'cuda'` or `'cpu'`, and all other arguments of a `GradScaler`.
+        device: The type of the gradients' device, `'cuda'` or `'cpu'`; further arguments are those of `GradScaler`.
     """
 
-    # The public `unscale_` divides and looks at once, by this method.
+    # Overridden because the public `unscale_` divides and checks in one call of this method.
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
@@ -33,21 +33,21 @@ class ShardedGradScaler(GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         parts: Any = SimpleNamespace(param_groups=[{"params": [_local(weight) for weight in weights]}])
         found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
-        found.setdefault(found_inf.device, found_inf)  # a rank may have no part of anything
+        found.setdefault(found_inf.device, found_inf)  # even a rank without any shard must join the collective
         for one in found.values():
             dist.all_reduce(one, "MAX")
         return found
 
 
 class ClosureGradScaler(ShardedGradScaler):
-    """A `GradScaler` for optimizers that call a closure, such as SAM, once or several times in a step.
+    """A `GradScaler` for optimizers that call a closure once or several times per step, such as SAM.
 
-    After each call the gradients have their true size. Where one is infinite or NaN on any rank, the closure returns
-    `None` on all of them, by which the optimizer knows that there is no step to make; it must take a closure that does.
-    The scale is the same on every rank.
+    After each call the gradients are unscaled. If one is infinite or NaN on any rank, the closure returns `None` on all
+    ranks, and the optimizer must skip its step; its `step` must therefore accept such a closure. The scale is the same
+    on every rank.
 
     Args:
-        device: The type of the gradients' device, `'cuda'` or `'cpu'`, and all other arguments of a `GradScaler`.
+        device: The type of the gradients' device, `'cuda'` or `'cpu'`; further arguments are those of `GradScaler`.
 
     Example:
         >>> weight = torch.tensor([3.0], requires_grad=True)
@@ -66,16 +66,16 @@ class ClosureGradScaler(ShardedGradScaler):
     """
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Let an optimizer step. Every rank must call this.
+        """Step the optimizer. Every rank must call this.
 
         Args:
-            optimizer: Whose parameters have scaled gradients, or get them from the closure.
+            optimizer: Its gradients are scaled already, or are computed by the closure.
             *args: As for `GradScaler.step`.
-            **kwargs: As for `GradScaler.step`, and `closure`. It computes the loss, and scaled gradients, which it may
-                unscale itself. It takes any arguments that the optimizer passes on.
+            **kwargs: As for `GradScaler.step`, and `closure`, which computes the loss and scaled gradients, and may
+                unscale them. The optimizer may pass arguments to it.
 
         Returns:
-            What the optimizer's `step` returned.
+            The return value of the optimizer's `step`.
         """
         closure: Callable[..., Any] | None = kwargs.pop("closure", None)
         if closure is None or not self.is_enabled():
@@ -83,7 +83,7 @@ class ClosureGradScaler(ShardedGradScaler):
             return super().step(optimizer, *args, **kwargs, **own)
 
         def checked(**settings: Any) -> Any:
-            _forget(self, optimizer)
+            _forget(self, optimizer)  # `unscale_` refuses a second call within a step
             optimizer.zero_grad()
             with torch.enable_grad():
                 value = closure(**settings)
@@ -96,7 +96,7 @@ class ClosureGradScaler(ShardedGradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Lower the scale if a gradient was not finite on any rank, or raise it at times. Every rank must call this."""
+        """Update the scale from the gradients of all ranks. Every rank must call this."""
         if self.is_enabled() and new_scale is None:
             for found in _all_found(self):
                 dist.all_reduce(found, "MAX")
@@ -104,7 +104,7 @@ class ClosureGradScaler(ShardedGradScaler):
 
     def _is_infinite_anywhere(self, optimizer: Optimizer) -> bool:
         found = list(_state(self, optimizer)["found_inf_per_device"].values())
-        # One number, as the ranks' gradients may lie on devices of different number.
+        # Reduced as one number, because the ranks' gradients may lie on different numbers of devices.
         together = torch.stack([one.to(found[0].device) for one in found]).amax() if found else torch.zeros(())
         dist.all_reduce(together, "MAX")
         for one in found:
@@ -113,7 +113,7 @@ class ClosureGradScaler(ShardedGradScaler):
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose gradient is what this rank has of the weight's, in the same memory."""
+    """Return a stand-in whose gradient is this rank's shard, in the same memory."""
     gradient: Any = weight.grad
     if gradient is None or not hasattr(gradient, "to_local"):
         return weight
@@ -125,8 +125,8 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 
 def forget_checks(scaler: GradScaler) -> None:
-    """Let a scaler check gradients anew that it has unscaled already, since they are computed once more."""
-    # As `update` does, which would also change the scale; there is no public way.
+    """Reset the checks of a scaler, because gradients that it has unscaled are computed again."""
+    # `update` does this too, but also changes the scale; there is no public method for the reset alone.
     scaler._per_optimizer_states.clear()
 
 

@@ -1,15 +1,15 @@
-"""After which batch all ranks stop, if one of them is asked to.
+"""Stop of all ranks after the same batch, when one of them is asked to stop.
 
-Ranks that train exchange no messages of their own for this. Each has a thread that looks into the store through which
-the ranks once met; the training itself only counts its batches and looks at a flag. The ranks agree so:
+Training ranks exchange no messages for this. Each has a thread that polls the store of the process group; the training
+loop only counts its batches and reads a flag. The protocol:
 
-1. Somebody's request is written into the store, and every thread comes upon it.
-2. Each thread closes a gate in front of its rank's next batch, and then says which batch the rank has entered already.
-   The rank counts a batch before it looks at the gate, so it never trains beyond what its thread has said.
+1. A request is written into the store, and every thread finds it.
+2. Each thread closes a gate in front of its rank's next batch, then publishes the batch that the rank has entered.
+   The rank counts a batch before it reads the gate, so it never trains beyond the published one.
 3. The latest batch that any rank has entered is the last one for all. The gates open, and each rank stops behind it.
 
-A rank that waits at its gate keeps nobody from finishing a batch that all have entered, and threads answer also while
-their rank waits for others in a collective, so nobody waits in a circle.
+There is no deadlock: a rank at its gate does not keep others from a batch that all have entered, and threads answer
+even while their rank is inside a collective.
 """
 
 from __future__ import annotations
@@ -47,28 +47,27 @@ __all__ = [
     "take_signals",
 ]
 
-_POLL_S: Final = 0.5  # how soon a request is noticed; each look is one short message to the store
-_ANSWER_POLL_S: Final = 0.02  # the same, once there is a request
-_PATIENCE_S: Final = 60.0  # threads answer within moments; who takes longer has died
-_NEVER: Final = "never"  # what a rank says that has come to the end of its training
-_fits: Final = itertools.count()  # of this process; all ranks have as many
+_POLL_S: Final = 0.5  # delay until a request is noticed; each poll is one short message to the store
+_ANSWER_POLL_S: Final = 0.02  # the same, after a request
+_PATIENCE_S: Final = 60.0  # threads answer within milliseconds; a later answer means a dead process
+_NEVER: Final = "never"  # published by a rank that has finished its training
+_fits: Final = itertools.count()  # per process; all ranks count alike
 
 
 class StopAgreement:
-    """What this rank needs in order to stop together with all others.
+    """Agreement of all ranks on a common last batch.
 
     Args:
-        ask: Returns what this rank has been asked for, such as the number of a signal, or `None` so far. A thread
-            calls it.
+        ask: Returns the request to this rank, such as the number of a signal, or `None`. It is called from a thread.
 
     Attributes:
-        request: What the rank that was asked first was asked for, as soon as this one knows of it.
+        request: The request of the first rank that was asked, once it is known here.
     """
 
     def __init__(self, ask: Callable[[], int | None]) -> None:
         self.request: int | None = None
         self._ask = ask
-        self._entered = 1  # the batch that this rank trains on, or is about to, counted from 1
+        self._entered = 1  # the current batch, counted from 1
         self._is_closed = False  # the gate
         self._last: int | None = None
         self._is_known = threading.Event()
@@ -80,21 +79,21 @@ class StopAgreement:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all ranks stop, or have come to their end, after one and the same batch."""
+        """Whether all ranks have agreed on a last batch."""
         return self._last is not None
 
     def begin(self) -> None:
-        """Look out for requests from now on. Every rank must call this before its first batch."""
+        """Start to poll for requests. Every rank must call this before its first batch."""
         self._thread.start()
 
     def stops_here(self) -> bool:
-        """Say, between two batches, whether all ranks stop after the one that has ended.
+        """Return, between two batches, whether all ranks stop after the one that has ended.
 
         Raises:
             RuntimeError: If the other ranks do not answer.
         """
         ended = self._entered
-        self._entered = ended + 1  # before the gate is looked at
+        self._entered = ended + 1  # before the gate is read, or the thread could publish a smaller number
         if not self._is_closed:
             return False
         if not self._is_known.wait(_PATIENCE_S):
@@ -105,10 +104,10 @@ class StopAgreement:
         return self._last is not None and ended >= self._last
 
     def end(self, *, has_failed: bool) -> None:
-        """Look out no more, and return when no other rank needs an answer.
+        """Stop polling, and return when no other rank needs an answer.
 
         Args:
-            has_failed: Whether this rank leaves its training before the end, so that it can agree to nothing.
+            has_failed: Whether this rank leaves its training early, and so cannot agree to a last batch.
         """
         self._has_failed = has_failed
         self._is_over.set()
@@ -124,11 +123,11 @@ class StopAgreement:
                 store.set("last" if get_global_rank() == 0 else _key_of(get_global_rank()), _NEVER)
         except _NoAnswerError as error:
             self._error = error
-        except RuntimeError:  # the process that has the store is gone, and with it whoever would answer
+        except RuntimeError:  # the process with the store is gone, so no answer will come
             self._is_known.set()
 
     def _is_asked(self, store: Any) -> bool:
-        """Wait until any rank is asked to stop, and say whether that was before the end of this one's training."""
+        """Block until any rank is asked to stop; return `False` if this rank's training ends before."""
         while not self._is_over.is_set():
             asked = self._ask()
             if asked is not None:
@@ -140,7 +139,7 @@ class StopAgreement:
         return False
 
     def _learn_last(self, store: Any, entered: str) -> None:
-        """Find out the last batch: rank 0 reads what each rank says, and the others what it makes of that."""
+        """Determine the last batch: rank 0 reads every rank's entry and publishes the maximum."""
         if get_global_rank() == 0:
             said = [entered, *(self._read(store, _key_of(rank)) for rank in range(1, get_world_size()))]
             last = _NEVER if _NEVER in said else str(max(map(int, said)))
@@ -153,14 +152,14 @@ class StopAgreement:
         self._wait_for_readers(store)
 
     def _wait_for_readers(self, store: Any) -> None:
-        """Keep rank 0, which may have the store, until everybody knows."""
+        """Keep rank 0, whose process may hold the store, until every rank has read the last batch."""
         if self._last is not None and store.add("learned", 1) == get_world_size():
             store.set("all learned", "")
         if self._last is not None and get_global_rank() == 0:
             self._read(store, "all learned")
 
     def _read(self, store: Any, key: str) -> str:
-        """Return what another rank writes, once it is there; nothing waits that must end with this process."""
+        """Return another rank's entry; poll, because a blocking wait could not end with this process."""
         deadline = time.monotonic() + _PATIENCE_S
         while not store.check([key]):
             if self._has_failed or time.monotonic() > deadline:
@@ -170,29 +169,29 @@ class StopAgreement:
 
 
 class _NoAnswerError(Exception):
-    """Another rank has not written what it should have."""
+    """Another rank has not written its entry."""
 
 
 def _key_of(rank: int) -> str:
     return f"entered/{rank}"
 
 
-# SIGUSR1 is what schedulers such as Slurm can send some time before their SIGTERM. Windows does not have it.
+# Schedulers such as Slurm can send SIGUSR1 some time before SIGTERM. Windows does not have it.
 TERMINATION_SIGNALS: Final = [signal.SIGTERM] + ([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])
 
 _BUSY_POLL_S: Final = 0.05
-_ONE_S: Final = 1.0  # a launcher and a scheduler may both send the same request
+_ONE_S: Final = 1.0  # signals closer than this count as one, since launcher and scheduler may both send it
 
 
 class _Process:
-    """What this process has yet to close.
+    """State of this process's shutdown.
 
     Attributes:
-        pid: Its id, which a process that it forks does not have.
-        engines: Those whose callbacks are to be closed; nothing here keeps one alive.
-        num_busy: How many things are being done that no signal breaks off.
-        is_asked: Whether a signal waits for the end of these.
-        asked_at_s: When the process was first asked to end while Python was ending.
+        pid: The process id, which differs in a forked child.
+        engines: Engines to close; the set does not keep them alive.
+        num_busy: The number of running sections that a signal must not interrupt.
+        is_asked: Whether a signal is pending for the end of these sections.
+        asked_at_s: The time of the first signal during interpreter shutdown.
     """
 
     def __init__(self) -> None:
@@ -207,17 +206,17 @@ _process = _Process()
 
 
 def take_signals(engine: Engine) -> None:
-    """Let a signal that would kill this process raise `SystemExit` instead, until the engine is closed or gone.
+    """Make signals that would kill this process raise `SystemExit`, until the engine is closed or collected.
 
-    A handler of the user's own stays, as it is up to that what the signal means; so does a signal that is ignored.
+    A custom handler stays, and so does a signal that is ignored.
 
     Args:
-        engine: Of a Trainer. It is closed when the interpreter ends, if not before.
+        engine: The engine of a Trainer. It is closed at interpreter exit, if not before.
     """
     global _process
     if threading.current_thread() is not threading.main_thread():
-        return  # Python lets no other thread set handlers
-    if _process.pid != os.getpid():
+        return  # Python allows handlers only in the main thread
+    if _process.pid != os.getpid():  # a forked child must not close its parent's engines
         _process = _Process()
     _process.engines.add(engine)
     for signum in TERMINATION_SIGNALS:
@@ -226,13 +225,13 @@ def take_signals(engine: Engine) -> None:
 
 
 def close_engine(engine: Engine) -> None:
-    """Close the callbacks of an engine, and let signals do again what they did where it was the last.
+    """Close the callbacks of an engine, and restore the default signal handlers after the last engine.
 
     Args:
-        engine: That of `take_signals`.
+        engine: The engine that was given to `take_signals`.
 
     Raises:
-        SystemExit: When they are closed, if a signal came meanwhile.
+        SystemExit: After closing, if a signal arrived meanwhile.
     """
     is_main = threading.current_thread() is threading.main_thread()
     with postponed():
@@ -250,7 +249,7 @@ def close_engine(engine: Engine) -> None:
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Let what asks the process to end wait for the end of the context."""
+    """Postpone termination by a signal to the end of the context."""
     _process.num_busy += 1
     try:
         yield
@@ -259,16 +258,16 @@ def postponed() -> Iterator[None]:
 
 
 def end_run(signum: int, frame: FrameType | None) -> None:
-    """Leave the process for a signal, in the way that lets everything close.
+    """Exit on a signal by `SystemExit`, so that everything is closed.
 
-    What is being closed comes first. A process that Python ends already goes on with that, until it is asked again.
+    Running sections finish first. During interpreter shutdown, a repeated signal ends the process at once.
 
     Raises:
-        SystemExit: Unless something comes first, or there is nothing to close.
+        SystemExit: Unless a section is running, or there is nothing to close.
     """
-    if _process.pid != os.getpid():  # a forked process ends as if this were not here
+    if _process.pid != os.getpid():  # a forked child behaves as without this handler
         _end_at_once(signum)
-    elif not threading.main_thread().is_alive():  # Python waits for threads, and closes what is left
+    elif not threading.main_thread().is_alive():  # interpreter shutdown, which joins threads and closes the rest
         now_s = time.monotonic()
         if _process.asked_at_s is None:
             _process.asked_at_s = now_s
@@ -286,9 +285,9 @@ def end_run(signum: int, frame: FrameType | None) -> None:
 
 
 def is_free_signal(signum: int) -> bool:
-    """Answer whether no handler is set of which Python does not know, as those of `faulthandler.register` are.
+    """Return whether a signal has no handler unknown to Python, such as one of `faulthandler.register`.
 
-    Where the system does not tell, there is none.
+    Without /proc, there is assumed to be none.
     """
     try:
         with open("/proc/self/status") as status:
@@ -309,7 +308,7 @@ def _is_busy() -> bool:
 
 
 def _ask_again(signum: int) -> None:
-    """Send a signal again once nothing keeps it waiting, unless `close_engine` raised, which `__del__` would lose."""
+    """Send a signal again after all busy sections, unless `close_engine` raised; `__del__` would swallow an exit."""
     time.sleep(_BUSY_POLL_S)
     while _is_busy():
         time.sleep(_BUSY_POLL_S)
@@ -323,17 +322,17 @@ def _end_at_once(signum: int) -> None:
 
 
 _SIGNALS = [*TERMINATION_SIGNALS, signal.SIGINT]
-# Handlers that would end the process before the batch has.
+# Handlers that would end the process in the middle of a batch.
 _NOT_CALLED = (signal.default_int_handler, end_run)
 
-# The name that `python_log_level` of a Trainer reaches.
+# The logger that `python_log_level` of a Trainer configures.
 _log = logging.getLogger("composer.trainer.trainer")
 
 
 class Preemption:
-    """Ends a training for a signal, on all ranks after the same batch, whichever of them received it.
+    """Stop of a training by a signal, on all ranks after the same batch, whichever rank received it.
 
-    SIGTERM and SIGUSR1 end in exit status 143, SIGINT in 130. A second SIGINT is a `KeyboardInterrupt` at once.
+    The exit status is 143 for SIGTERM and SIGUSR1, 130 for SIGINT. A second SIGINT raises `KeyboardInterrupt` at once.
     """
 
     def __init__(self, state: State, logger: Logger, saver: CheckpointSaver | None) -> None:
@@ -346,12 +345,12 @@ class Preemption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take the signals of this process, if it is the main thread that trains; handlers of before come back.
+        """Handle signals in the context if it runs in the main thread; previous handlers are restored at its end.
 
         Every rank must enter this.
 
         Raises:
-            SystemExit: Where training came to its end while the ranks were asked to stop.
+            SystemExit: If training finished while the ranks were asked to stop.
         """
         self._received = None
         self._agreement = StopAgreement(lambda: self._received) if get_world_size() > 1 else None
@@ -373,10 +372,10 @@ class Preemption:
             raise self._exit()
 
     def leave_if_asked(self) -> None:
-        """Save a checkpoint and leave, if all ranks stop after the batch that has just ended.
+        """Save a checkpoint and exit, if all ranks stop after the batch that has just ended.
 
         Raises:
-            SystemExit: Then.
+            SystemExit: If they stop.
         """
         if self._agreement is None:
             is_asked = self._received is not None
@@ -388,10 +387,10 @@ class Preemption:
 
     def _handle(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python lets no other thread set handlers
+            return  # Python allows handlers only in the main thread
         for signum in _SIGNALS:
             previous = signal.getsignal(signum)
-            # A signal that is ignored, as under nohup, stays so; a handler that is not Python's could not be put back.
+            # An ignored signal stays ignored, as under nohup; a handler unknown to Python could not be restored.
             is_known = previous != signal.SIG_DFL or is_free_signal(signum)
             if previous is not None and previous != signal.SIG_IGN and is_known:
                 self._previous[signum] = signal.signal(signum, self._on_signal)
@@ -425,6 +424,7 @@ class Preemption:
                 self._name(),
             )
             return
+        # A save in the background must finish before the next one, and before the exit.
         saver.wait(state, self._logger)
         if saver.last_checkpoint_batch != state.timestamp.batch:
             saver.save(state, self._logger)
@@ -439,7 +439,7 @@ class Preemption:
         return signal.Signals(self._signal()).name
 
     def _signal(self) -> int:
-        """Return the signal that ends the training: of all ranks' signals the first."""
+        """Return the first signal of any rank, which ends the training."""
         agreed = None if self._agreement is None else self._agreement.request
         signum = self._received if agreed is None else agreed
         assert signum is not None

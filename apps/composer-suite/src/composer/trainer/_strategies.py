@@ -1,4 +1,4 @@
-"""How a Trainer takes its place among the ranks: the process group, what all must agree on, and the strategy."""
+"""Setup of the ranks: the process group, the strategy, and the facts that must agree on all ranks."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _PLAIN = (bool, int, float, str, Time, type(None))
 
 
 def join_process_group(device: Device, timeout_s: float, *, is_needed: bool) -> None:
-    """Make the process group if this process is one of several; all of them wait here for each other.
+    """Create the process group if this process is one of several; all ranks block here for each other.
 
     Args:
-        device: This rank's.
-        timeout_s: Until a rank gives up waiting for another.
-        is_needed: Whether a process that is alone needs a group too.
+        device: The device of this rank.
+        timeout_s: The timeout of collectives in seconds.
+        is_needed: Whether even a single process needs a group.
     """
     check_environment(os.environ)
     if get_world_size() > 1 or is_needed:
@@ -66,10 +66,10 @@ def choose_strategy(
     deepspeed_config: Mapping[str, Any] | None,
     sharding: ShardingPlan | None = None,
 ) -> Strategy:
-    """Return how the model is spread: with DeepSpeed or FSDP if it is configured, else over the ranks there are.
+    """Return the strategy: DeepSpeed or FSDP if configured, else DDP, or a single device.
 
     Raises:
-        ValueError: If there is no such way to synchronise gradients, or an algorithm does not go with it.
+        ValueError: If the synchronization is unknown, or an algorithm is incompatible with it.
     """
     if sharding is not None:
         return make_strategy(sharding, device, algorithms, sync_strategy, comm_hook)
@@ -80,12 +80,12 @@ def choose_strategy(
                 f"ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go with deepspeed_config: "
                 "DeepSpeed's engine synchronises the gradients itself. Leave out what you do not need."
             )
-        from composer_dist.deepspeed import DeepSpeed  # its package is asked for only here
+        from composer_dist.deepspeed import DeepSpeed  # requires the package deepspeed
 
         return DeepSpeed(device, deepspeed_config, find_unused_parameters=find_unused)
     if get_world_size() > 1:
         _refuse_second_derivatives(algorithms)
-    # Made for a single rank as well, so that a wrong name is an error wherever the script runs.
+    # Created for a single process as well, so that an unknown name is an error there, too.
     ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
     return ddp if get_world_size() > 1 else SingleDevice(device)
 
@@ -101,7 +101,7 @@ def _refuse_second_derivatives(algorithms: Iterable[Algorithm]) -> None:
 
 
 def size_for_deepspeed(config: Any, dataloader: Any) -> int | None:
-    """Return the microbatch size that DeepSpeed's configuration says, for a dataloader that says no batch size."""
+    """Return the microbatch size from DeepSpeed's configuration, if the dataloader has no batch size."""
     if not isinstance(config, Mapping) or size_of_batches(getattr(dataloader, "dataloader", dataloader)) is not None:
         return None
     size, total = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "train_batch_size"))
@@ -120,12 +120,12 @@ def complete_deepspeed_config(
     algorithms: Iterable[Algorithm],
     callbacks: Iterable[Callback],
 ) -> dict[str, Any] | None:
-    """Return DeepSpeed's configuration with what follows from the other arguments, or `None` without one.
+    """Complete DeepSpeed's configuration from the other arguments, or return `None` without one.
 
     Raises:
         MissingConditionalImportError: If the package is not installed.
         ValueError: If the configuration contradicts another argument.
-        RuntimeError: If the dataloader does not say its batch size.
+        RuntimeError: If the dataloader has no batch size.
     """
     if config is None:
         return None
@@ -152,12 +152,12 @@ def complete_deepspeed_config(
 
 
 def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) -> None:
-    """Refuse methods that need of the weights or the gradients what DeepSpeed does not have at this stage."""
+    """Reject algorithms that need whole weights or gradients, which ZeRO stage 3 does not have."""
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage != 3:
         return
-    from composer_algorithms import EMA, SWA  # imported here because it is rarely needed
+    from composer_algorithms import EMA, SWA  # a slow import that only stage 3 needs
 
     for algorithm in algorithms:
         if isinstance(algorithm, EMA | SWA):
@@ -174,7 +174,7 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
 
 
 def _clipping(algorithms: Iterable[Algorithm]) -> tuple[str, float] | None:
-    from composer_algorithms.gradient_clipping import GradientClipping  # the only algorithm that DeepSpeed takes over
+    from composer_algorithms.gradient_clipping import GradientClipping  # the only algorithm that DeepSpeed replaces
 
     for algorithm in algorithms:
         if isinstance(algorithm, GradientClipping):
@@ -183,14 +183,14 @@ def _clipping(algorithms: Iterable[Algorithm]) -> tuple[str, float] | None:
 
 
 def share_seed(seed: int | None) -> int:
-    """Return the seed of rank 0, where it is drawn if none was given. Every rank must call this."""
+    """Return the seed of rank 0, which is random if none was given. Every rank must call this."""
     drawn = torch.tensor([reproducibility.get_random_seed() if seed is None else seed], dtype=torch.int64)
     dist.broadcast(drawn, src=0)
     return int(drawn)
 
 
 def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
-    """Seed this rank, so that dropout and augmentation differ between ranks, unless they share their batches."""
+    """Seed this rank, so that dropout and augmentation differ between ranks, unless ranks share a batch."""
     reproducibility.seed_all((rank_zero_seed + batch_rank(strategy)) % (reproducibility.MAX_SEED + 1))
 
 
@@ -202,7 +202,7 @@ def share_run_name(run_name: str) -> str:
 
 
 def share_length(state: State) -> None:
-    """Let an epoch have as many batches as on the rank that has fewest. Every rank must call this."""
+    """Shorten the epoch to the smallest number of batches of any rank. Every rank must call this."""
     if get_world_size() > 1:
         length = state.dataloader_len
         lengths = [own for own in dist.all_gather_object(None if length is None else int(length)) if own is not None]
@@ -218,11 +218,11 @@ def share_length(state: State) -> None:
 
 
 def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strategy) -> None:
-    """Compare where the ranks stand, and find out what they must tell each other. Every rank must call this.
+    """Compare the state of the ranks, and determine what they have to exchange. Every rank must call this.
 
     Raises:
-        ValueError: On every rank, if they stand at different places of training or were given different things, or if
-            a sharded model was changed in a way that they cannot train together.
+        ValueError: On every rank, if their positions in training or their arguments differ, or if a sharded model was
+            changed so that it cannot be trained.
     """
     refuse_late_surgery(strategy)
     if get_world_size() > 1:
@@ -248,15 +248,15 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
 
 
 def _may_follow_clock(interval: Any) -> bool:
-    """Say whether an interval function may ask for the time of day, which the ranks must then agree on."""
+    """Return whether an interval function may read the clock, on which the ranks must then agree."""
     length = _length_of(interval)
     return length is None or length.unit is TimeUnit.SECOND
 
 
 def _length_of(interval: Any) -> Time[Any] | None:
-    """Return the length of an interval function that is not the user's own."""
+    """Return the length of an interval function made by the library; `None` for a custom one."""
     cells = getattr(interval, "__closure__", None)
-    length = cells[-1].cell_contents if cells else None  # where `create_interval_scheduler` keeps it
+    length = cells[-1].cell_contents if cells else None  # the closure of `create_interval_scheduler`
     return length if isinstance(length, Time) else None
 
 
@@ -269,12 +269,12 @@ def check_same_on_ranks(
     dataloader: Any,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Compare what every rank was given, before any of it is used. Every rank must call this.
+    """Compare the arguments of all ranks before any of them is used. Every rank must call this.
 
-    Callbacks and loggers may differ: many people give them to rank 0 alone.
+    Callbacks and loggers may differ, since they are often given to rank 0 alone.
 
     Raises:
-        ValueError: On every rank, with what differs and where, or with what another rank refuses.
+        ValueError: On every rank, with the differences, or with the error of another rank.
     """
     if get_world_size() == 1:
         return
@@ -304,8 +304,9 @@ def _evaluator_facts(evaluators: Iterable[Evaluator]) -> dict[str, Any]:
 
 
 def _name(member: object) -> str:
-    """Return a member with its settings if it says them, by a text that is the same in every process."""
+    """Return a description of an object that is the same in every process."""
     said = repr(member)
+    # The default repr has an address; simple attributes identify the object instead.
     if " at 0x" not in said:
         return said
     settings = {name: str(value) for name, value in sorted(vars(member).items()) if isinstance(value, _PLAIN)}
@@ -321,19 +322,19 @@ def _settings(optimizer: Optimizer) -> dict[str, str]:
     }
 
 
-# The name that `python_log_level` of a Trainer reaches.
+# The logger that `python_log_level` of a Trainer configures.
 _log = logging.getLogger("composer.trainer.trainer")
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """The model that was given, and the way in which it runs compiled.
+    """A model, and how it is compiled.
 
-    A module is compiled in place: its class, its attributes and the names in its state dict stay what they are.
+    A module is compiled in place: its class, attributes and state dict keys stay the same.
 
     Attributes:
-        model: The model itself, also if it was given inside of what `torch.compile` returns.
-        config: Arguments of `torch.compile`; `None` for a model that runs as it is written, or is compiled already.
+        model: The model, taken out of the wrapper of `torch.compile` if there is one.
+        config: Arguments of `torch.compile`; `None` for a model that is not to be compiled, or is compiled already.
     """
 
     model: Any
@@ -342,28 +343,28 @@ class Compilation:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None, model: Any) -> Compilation:
-        """Check what the user gave, and take the model out of its compiled wrapper.
+        """Check the arguments, and take the model out of a compiled wrapper.
 
         Raises:
-            TypeError: If `config` is no dict, or has a key that `torch.compile` does not know.
-            ValueError: If `torch.compile` refuses what a key says, such as a backend that is not there.
+            TypeError: If `config` is not a dict, or has a key that `torch.compile` does not accept.
+            ValueError: If `torch.compile` rejects a value, such as an unknown backend.
         """
         if config is not None:
             _check(config)
-        inner = getattr(model, "_orig_mod", None)  # where `torch.compile` keeps it
+        inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
         if not (isinstance(model, nn.Module) and isinstance(inner, nn.Module)):
             return cls(model, None if config is None else dict(config), is_compiled=config is not None)
         if config is not None:
             _log.warning("`model` is already compiled with `torch.compile`; compile_config=%r is ignored.", config)
         else:
             _log.warning("`model` is already compiled with `torch.compile`; it trains as it was compiled.")
-        # PyTorch has no public way to run a module in place as its compiled wrapper does. These are the two attributes
-        # by which `Module.compile` itself does it.
+        # PyTorch has no public way to run a module in place through an existing wrapper. `Module.compile` itself uses
+        # these two attributes.
         vars(inner)["_compiled_call_impl"] = vars(model)["dynamo_ctx"](inner._call_impl)
         return cls(inner, None, is_compiled=True)
 
     def apply(self, model: nn.Module) -> None:
-        """Let a model, perhaps wrapped for several ranks, run compiled from its next call on."""
+        """Compile a model in place, which may be wrapped for several ranks."""
         if self.config is not None:
             model.compile(**self.config)
 
@@ -381,7 +382,7 @@ def _check(config: Any) -> None:
             f"compile_config has {unknown[0]!r}, which is no argument of torch.compile. Those are {', '.join(known)}."
         )
     try:
-        # It looks the backend and all settings up at once, and compiles at the first call, which never comes.
+        # This checks the backend and all options at once; compilation itself would only start at the first call.
         torch.compile(lambda: None, **config)
     except Exception as error:
         raise ValueError(
@@ -394,10 +395,10 @@ _SELECTIVE = "selective"
 
 
 def check_recomputation(setting: Any, parallelism_config: ParallelismConfig | None) -> bool | str:
-    """Return what the argument `activation_checkpointing` says.
+    """Check the argument `activation_checkpointing`.
 
     Raises:
-        ValueError: If it is none of what there is, or the settings of sharding have one of their own.
+        ValueError: If the value is unknown, or the sharding settings have their own.
     """
     if not isinstance(setting, bool) and setting != _SELECTIVE:
         raise ValueError(
@@ -413,10 +414,10 @@ def check_recomputation(setting: Any, parallelism_config: ParallelismConfig | No
 
 
 def recompute_activations(model: nn.Module, setting: bool | str) -> None:
-    """Let the modules that the model chooses compute their activations again, in place."""
+    """Apply activation checkpointing to the modules that the model selects, in place."""
     if not setting:
         return
-    from composer_fsdp.activation import apply_ac, warn_of_none_chosen  # few use it
+    from composer_fsdp.activation import apply_ac, warn_of_none_chosen  # a slow import that few runs need
 
     if not apply_ac(model, setting, False):
         warn_of_none_chosen(model, stacklevel=level_of_user())

@@ -1,4 +1,4 @@
-"""What a run does about a batch that would ruin the weights: a gradient that is not finite, or a loss that jumps."""
+"""Policies for batches that would ruin the weights: a gradient that is not finite, or a loss that jumps."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,41 +11,39 @@ SpikeAction = Literal["log", "skip", "rollback", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class OnDivergence:
-    """What to do about a batch whose gradients are not finite, and about a loss that jumps.
+    """Policy for batches whose gradients are not finite, and for a loss that jumps.
 
-    The batch is found before the optimizer steps, on all ranks alike, and the weights, the optimizer's state and the
-    model's buffers (such as running means) stay those before it. Time goes on with a batch that was skipped. The
-    gradients count as the optimizer sees them, after algorithms such as clipping; of a sharded gradient, the norm of
-    each rank's part must be finite too.
+    Such a batch is found before the optimizer steps, on all ranks alike: weights, optimizer state and the model's
+    buffers (such as running means) stay as before it. A skipped batch still counts in the timestamp. Gradients are
+    checked as the optimizer sees them, after algorithms such as clipping; of a sharded gradient, the norm of each
+    rank's shard must be finite, too.
 
-    A loss that is not finite beside finite gradients does no harm: that of a microbatch whose labels are all ignored is
-    0/0, and its gradients are 0. It is logged and left out of averages.
+    A loss that is not finite with finite gradients does no harm: a microbatch whose labels are all ignored has the loss
+    0/0 and gradients of 0. It is logged and left out of averages.
 
-    Weights that the step itself makes not finite, such as by dividing by 0, end the run whatever `action` says: they
-    are found by the next batch, before they are saved, and at the end.
+    Weights that become non-finite in the step itself, such as by a division by 0, end the run for every `action`. They
+    are found by the next batch, before a checkpoint is saved, and at the end.
 
-    On a GPU nobody waits for the answer where the optimizer has a fused kernel (`AdamW(..., fused=True)`) or a
-    `GradScaler` looks after it: the device itself leaves the step out, and the host learns of it two batches later. A
-    step of any other optimizer could be taken back only with a copy of all weights, so before each the host waits until
-    the gradients are there.
+    On a GPU, a fused optimizer (`AdamW(..., fused=True)`) or a `GradScaler` needs no synchronization: the device skips
+    the step by itself, and the host reads the result two batches later. A step of any other optimizer could be undone
+    only with a copy of all weights, so before each the host synchronizes with the device.
 
-    | `action` | what follows |
+    | `action` | Effect |
     |---|---|
     | `'raise'` | a `DivergenceError` |
-    | `'skip'` | no step with this batch; training goes on with the next one |
-    | `'rollback'` | weights, buffers and the optimizer's state go back to those of the latest copy, which is taken in \
-memory every `rollback_batches` batches; training goes on with the next batch |
+    | `'skip'` | no step with this batch; training continues with the next one |
+    | `'rollback'` | weights, buffers and optimizer state return to the latest copy, which is taken in memory every \
+    `rollback_batches` batches; training continues with the next batch |
 
     Args:
-        action: What to do about what is not finite.
-        spike_factor: A loss of more than so many times the median of the latest ones is a spike. `None` to let losses
-            be. To look for spikes is to read the loss of every batch, for which an accelerator must be waited for, and
-            to average it over the ranks.
-        on_spike: What to do about a spike: as `action`, or `'log'` it and step all the same.
-        rollback_batches: How far back a rollback goes at most. The copy takes as much memory, on the device, as the
-            weights, the buffers and the optimizer's state.
-        max_in_a_row: After so many batches in a row without a step, a `DivergenceError` is raised whatever `action`
-            says.
+        action: The action on gradients that are not finite.
+        spike_factor: A loss of more than this many times the median of the latest ones is a spike. `None` disables
+            the check, which reads the loss of every batch, synchronizes with the device and averages over the ranks.
+        on_spike: The action on a spike: as `action`, or `'log'` to log it and take the step.
+        rollback_batches: The largest number of batches that a rollback undoes. The copy needs as much memory on the
+            device as the weights, the buffers and the optimizer state.
+        max_in_a_row: After this many batches in a row without a step, a `DivergenceError` is raised for every
+            `action`.
 
     Raises:
         ValueError: If an action is unknown, or a number is too small.
@@ -79,20 +77,20 @@ memory every `rollback_batches` batches; training goes on with the next batch |
 
     @property
     def rolls_back(self) -> bool:
-        """Whether anything at all is answered with a rollback."""
+        """Whether any of the actions is a rollback."""
         return self.action == "rollback" or (self.spike_factor is not None and self.on_spike == "rollback")
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A batch that would have ruined the run, and what was done about it.
+    """A batch that would have ruined the weights, and the action taken.
 
     Attributes:
-        batch: How many batches had been trained on before it.
-        epoch: The epoch it belongs to.
-        loss: Its loss, or NaN where nobody waited for it.
-        is_spike: Whether the loss jumped; otherwise something was not finite.
-        action: What was done.
+        batch: The number of batches trained on before it.
+        epoch: The epoch of the batch.
+        loss: The loss of the batch, or NaN if it was not read from the device.
+        is_spike: Whether the loss jumped; otherwise a gradient or weight was not finite.
+        action: The action taken.
     """
 
     batch: int
@@ -103,12 +101,12 @@ class Divergence:
 
 
 class DivergenceError(RuntimeError):
-    """A gradient is not finite, or the loss jumped. The weights are those before the batch.
+    """Error for a gradient that is not finite, or a loss that jumps. The weights are those before the batch.
 
-    Where the message says that a step has ruined the weights themselves, they are as it left them.
+    If the message says that a step has ruined the weights, they are as the step left them.
 
     Attributes:
-        divergence: The batch.
+        divergence: Describes the batch.
     """
 
     def __init__(self, message: str, divergence: Divergence) -> None:
@@ -117,11 +115,11 @@ class DivergenceError(RuntimeError):
 
 
 def to_policy(given: Any, *, is_deepspeed: bool = False) -> OnDivergence | None:
-    """Return what the user gave as a policy; `None` looks at nothing.
+    """Convert the argument `on_divergence` to a policy; `None` disables all checks.
 
     Raises:
-        TypeError: If it is none.
-        ValueError: If it is a word for no action, or DeepSpeed cannot do what it says.
+        TypeError: If it is neither a string, a policy nor `None`.
+        ValueError: If the action is unknown, or not possible with DeepSpeed.
     """
     policy = OnDivergence(given) if given in ("raise", "skip", "rollback") else given
     if policy is None:
