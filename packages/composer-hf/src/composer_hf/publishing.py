@@ -229,8 +229,8 @@ def write_description(
         config = readable_config(metadata, dtype=dtype, trust_remote_code=trust_remote_code)
         if alibi := config.get("composer_alibi"):
             log.warning(
-                "The model has ALiBi (composer_alibi=%r in config.json), which from_pretrained does not apply: code that "
-                "loads the folder has to call composer.functional.apply_alibi(model, max_sequence_length=%s).",
+                "The model has ALiBi (composer_alibi=%r in config.json), which from_pretrained does not apply: code "
+                "that loads the folder has to call composer.functional.apply_alibi(model, max_sequence_length=%s).",
                 *(alibi, alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."),
             )
         (folder / "config.json").write_bytes(as_json(config))
