@@ -464,7 +464,7 @@ def test_an_unknown_ending_is_no_target(content, run, tmp_path):
     save_file(content, tmp_path / "ep2.pt")
     code, _, errors = run("convert", tmp_path / "ep2.pt", tmp_path / "o.xyz")
     assert code == 2
-    assert "ends in '.xyz', which is no known target. Known are .pt, .pth, .safetensors for files" in errors
+    assert "ends in '.xyz', which is not a known target. Known are .pt, .pth, .safetensors for files" in errors
     assert not (tmp_path / "o.xyz").exists()
     for folder in ("out", "llama-3.1-8b", ".hidden", "o.xyz/"):  # these are Hugging Face folders
         assert "--config" in run("convert", tmp_path / "ep2.pt", f"{tmp_path}/{folder}")[2]

@@ -1,4 +1,4 @@
-"""`composer-ckpt convert`: a checkpoint of any format as one of another."""
+"""The command `composer-ckpt convert`, which converts checkpoints between all formats."""
 
 import argparse
 import os
@@ -19,13 +19,13 @@ from composer_ckpt.weights import notes_on_nan
 __all__ = ["convert", "write_converted"]
 
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".safetensors": "safetensors"}
-# A folder of such a name would be taken for the file that was meant.
-_UNKNOWN_ENDING = re.compile(r".*[^/.](\.[A-Za-z][A-Za-z0-9]*)")  # no version, as in llama-3.1-8b
+# A folder with such a name would look like the file that was meant.
+_UNKNOWN_ENDING = re.compile(r".*[^/.](\.[A-Za-z][A-Za-z0-9]*)")  # not a version, as in llama-3.1-8b
 _OTHER_FILE = re.compile(r".*(\.(bin|ckpt|gguf|json|npz|onnx|pkl|tar|tgz|zip)|\.(pt|pth|tar)\.[a-z0-9]+)")
 
 
 def convert(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt convert`."""
     _take_old_spellings(options)
     check_request(options, _target_format(options))
 
@@ -51,20 +51,20 @@ def write_converted(
     sources: Iterable[str | None],
     open_source: Callable[[ExitStack, Accept], TensorSource],
 ) -> Result:
-    """Write a checkpoint in the format that the options ask for.
+    """Write a checkpoint in the format that the options select.
 
     Args:
-        options: Of `convert`.
-        sources: What is read, as it was typed.
-        open_source: Opens it, once it is known that the target may be written; the stack closes it. It is told what
-            to call, with the kind of what it opens, before anything is read.
+        options: Options of `convert`.
+        sources: Paths or URIs to be read, as given on the command line.
+        open_source: Opens the source after the target was checked; the stack closes it. Calls its second argument with
+            the kind of the source before anything is read.
 
     Raises:
-        UsageError: If the options do not fit each other.
-        CheckpointConflictError: If something is there that may not be replaced.
+        UsageError: If the options contradict each other.
+        CheckpointConflictError: If the target exists and must not be replaced.
     """
     target, typed = _target_format(options), options.target
-    options.replaces_repo = options.overwrite
+    options.replaces_repo = options.overwrite  # `overwrite` is about the local target from here on
     is_folder, notes = target in ("hf", "dcp"), list[str]()
 
     def accept(kind: str) -> None:
@@ -88,7 +88,7 @@ def write_converted(
             )
         except CheckpointConflictError as error:
             if not options.dry_run:
-                raise
+                raise  # a dry run reports the conflict and shows the rest of the plan
             notes.append(str(error))
         plan = _plan(target, open_source(stack, accept), options, stack)
         plan.target = typed
@@ -103,7 +103,7 @@ def write_converted(
 
 
 def _plan(target: str, source: TensorSource, options: argparse.Namespace, stack: ExitStack) -> Plan:
-    # Here, since only these need transformers, or all that writes.
+    # Imported late: only Hugging Face folders need transformers, and only other targets the code that writes them.
     if target == "hf":
         from composer_ckpt.to_hugging_face import plan_folder
 
@@ -114,7 +114,7 @@ def _plan(target: str, source: TensorSource, options: argparse.Namespace, stack:
 
 
 def _write(plan: Plan, options: argparse.Namespace) -> None:
-    clear_leftovers(options.target, options.world_size)
+    clear_leftovers(options.target, options.world_size)  # of a run that was killed
     with progress_bar("writing", plan.size_bytes, quiet=options.quiet) as progress:
         plan.write(progress)
     if options.push_to_hub is not None:
@@ -128,7 +128,7 @@ def _done(plan: Plan, options: argparse.Namespace) -> str:
 
 
 def _take_old_spellings(options: argparse.Namespace) -> None:
-    """Take the arguments of Composer's own script for those of this one."""
+    """Accept the arguments of Composer's original conversion script."""
     for name, old in (("source", options.old_source), ("target", options.old_target)):
         typed = getattr(options, name)
         if old is not None and typed is not None:
@@ -155,10 +155,11 @@ def _target_format(options: argparse.Namespace) -> str:
     ending = None if suffix or options.to or is_local else _UNKNOWN_ENDING.fullmatch(options.target)
     if ending is not None and not os.path.isdir(options.target):
         raise UsageError(
-            f"DST={options.target!r} ends in {ending[1]!r}, which is no known target. Known are {', '.join(_SUFFIXES)} "
-            f"for files, and for a Hugging Face folder a name without an ending; with --to pt, safetensors, dcp, local "
-            f"or hf, other names can be given."
+            f"DST={options.target!r} ends in {ending[1]!r}, which is not a known target. Known are "
+            f"{', '.join(_SUFFIXES)} for files, and for a Hugging Face folder a name without an ending; "
+            f"with --to pt, safetensors, dcp, local or hf, other names can be given."
         )
+    # An explicit `--to` wins over the name of the target.
     found = options.to or ("local" if is_local else suffix) or "hf"
     if (found == "local") != (is_local and suffix == "pt"):
         raise UsageError(
@@ -168,7 +169,7 @@ def _target_format(options: argparse.Namespace) -> str:
     if found == "local" and is_uri(options.target):
         raise UsageError(f"DST={options.target!r} is in a store, and per-rank files are written on this machine.")
     if options.world_size is not None and options.world_size < 1:
-        raise UsageError(f"--world-size {options.world_size} is no number of ranks. Give 1 or more.")
+        raise UsageError(f"--world-size {options.world_size} is not a number of ranks. Give 1 or more.")
     if options.world_size is None and found == "local":
         raise UsageError("--to local needs --world-size N, for how many ranks.")
     if options.world_size is not None and found not in ("local", "dcp"):

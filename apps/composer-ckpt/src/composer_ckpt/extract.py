@@ -1,4 +1,4 @@
-"""`composer-ckpt extract`: some tensors in a file of their own, or all but the tensors as JSON."""
+"""The commands `composer-ckpt extract` and `composer-ckpt repair`."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ __all__ = ["extract", "repair"]
 
 
 def extract(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt extract`."""
     target = Path(options.target)
     if target.suffix not in (".safetensors", ".pt", ".json"):
         raise UsageError(f"DST={options.target!r} is none of .safetensors, .pt and .json. Choose one of these endings.")
@@ -46,6 +46,7 @@ def extract(options: argparse.Namespace) -> Result:
         raise UsageError(
             f"DST={options.target!r} is in a store, and extract writes on this machine. Copy it afterwards."
         )
+    # Checked before the source is opened, which may mean a long download.
     if not options.dry_run:
         options.overwrite = may_replace(options.target, [options.source], overwrite=options.overwrite, is_folder=False)
         clear_leftovers(options.target)
@@ -60,6 +61,7 @@ def extract(options: argparse.Namespace) -> Result:
             return _extract_data(source, target, options)
         tensors = select(_named(source), options.include, options.exclude)
         aliases = aliases_of(tensors)
+        # safetensors stores aliases as metadata, `.pt` stores shared storages by itself.
         own = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         if target.suffix == ".safetensors":
             refuse_unfit(own, "safetensors", target, aliases=aliases)
@@ -81,7 +83,7 @@ def extract(options: argparse.Namespace) -> Result:
 
 
 def _named(source: TensorSource) -> dict[str, StoredTensor]:
-    """Return the model's tensors by their own names, and all others by where they are in the checkpoint."""
+    """Return the model's tensors by their own names, and all others by their paths in the checkpoint."""
     weights = dict(source.weights)
     own = {id(tensor) for tensor in weights.values()}
     others = {name: tensor for name, tensor in source.tensors.items() if id(tensor) not in own}
@@ -107,7 +109,7 @@ def _extract_data(source: TensorSource, target: Path, options: argparse.Namespac
 
 
 def _as_json(value: Any, depth: int = 0) -> Any:
-    if depth > 100:
+    if depth > 100:  # a nested structure of a foreign checkpoint must not exhaust the stack
         return "..."
     if isinstance(value, StoredTensor):
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), **layout_of(value)}
@@ -120,16 +122,17 @@ def _as_json(value: Any, depth: int = 0) -> Any:
 
 
 def repair(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt repair`."""
     folder = folder_of(options.folder)
     link = None if options.link is None else _link_at(folder, options.link)
-    # Nobody saves there meanwhile, so that what is unfinished is known to be left over, whoever wrote it.
+    # Under the lock no run saves here, so every unfinished file is left over from a killed process.
     with nullcontext() if options.dry_run else FolderLock(folder):
         leftovers = find_leftovers(folder, locked=True)
         if options.delete and not options.dry_run:
             remove_leftovers(folder, locked=True)
         found = find_newest(folder)
         links = _broken_links(folder) if link is None else [link]
+        # Checked before anything is linked: `--link` must not create a dangling link.
         if found is None and link is not None:
             raise NoCheckpointError(f"there is no whole checkpoint in {options.folder} that a link could lead to.")
         if found is not None and not options.dry_run:
@@ -157,7 +160,7 @@ def _link_at(folder: Path, name: str) -> Path:
 
 
 def _broken_links(folder: Path) -> list[Path]:
-    """Return the links of the folder that lead to what was once beside them."""
+    """Return the broken links whose targets were in the same folder."""
     broken = [path for path in sorted(folder.iterdir()) if path.is_symlink() and not path.exists()]
     return [path for path in broken if (target := read_pointer(path)) is not None and target.parent == path.parent]
 

@@ -1,4 +1,4 @@
-"""What lies beside the weights in a Hugging Face folder, read without importing transformers."""
+"""Configuration and tokenizer of a Hugging Face folder, read without importing transformers."""
 
 import argparse
 import json
@@ -38,17 +38,17 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 
 
 def describe_folder(folder: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any] | None:
-    """Return what a checkpoint would hold under `state/integrations/huggingface` of a folder's model.
+    """Return the checkpoint's form, under `state/integrations/huggingface`, of a folder's configurations and tokenizer.
 
     Args:
         folder: A Hugging Face folder.
-        trust_remote_code: Whether code beside the tokenizer is taken along.
+        trust_remote_code: Whether to include code of the tokenizer.
 
     Returns:
-        The description, `None` if there is neither a `config.json` nor an `adapter_config.json`.
+        The description, or `None` if the folder has neither a `config.json` nor an `adapter_config.json`.
 
     Raises:
-        CorruptCheckpointError: If one of them is no JSON object.
+        CorruptCheckpointError: If one of the files is not a JSON object.
     """
     root = Path(folder)
     config, adapter = _object(root / "config.json"), _object(root / "adapter_config.json")
@@ -67,9 +67,10 @@ def describe_folder(folder: str | os.PathLike[str], *, trust_remote_code: bool =
 
 
 def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return a folder's tokenizer in the form that checkpoints have; empty if it has none."""
+    """Return a folder's tokenizer in the form of checkpoints; empty without one."""
     code = {path.name for path in folder.glob("tokenization_*.py")} if trust_remote_code else set[str]()
     present = [folder / name for name in sorted(_TOKENIZER_FILES | code) if (folder / name).is_file()]
+    # Links instead of copies: tokenizer files may be large, and `encode_files` reads a whole folder.
     with tempfile.TemporaryDirectory(prefix="composer-ckpt-") as place:
         for path in present:
             os.symlink(path.resolve(), Path(place, path.name))
@@ -77,10 +78,10 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> dict[str, 
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
-        CorruptCheckpointError: If it is no JSON, or larger than any such file.
+        CorruptCheckpointError: If it is not JSON, or larger than any configuration.
     """
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CorruptCheckpointError(
@@ -93,7 +94,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_weight_file(name: str) -> bool:
-    """Say whether a file of a folder has weights, or is an index of such files."""
+    """Return whether a file of a folder contains weights, or is the index of such files."""
     return name.endswith(_WEIGHTS)
 
 
@@ -111,7 +112,7 @@ def _entry(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def saved_description(source: TensorSource, options: argparse.Namespace) -> Mapping[str, Any] | None:
-    """Return what the checkpoint says under `state/integrations/huggingface`, or what lies in its folder."""
+    """Return the description in the checkpoint, or of its Hugging Face folder, if there is one."""
     integrations = source.state.get("integrations")
     saved = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
     if not saved and source.format == "hf":
@@ -120,16 +121,16 @@ def saved_description(source: TensorSource, options: argparse.Namespace) -> Mapp
 
 
 def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFaceMetadata:
-    """Return the model's description, after what `--config`, `--config-override` and `--tokenizer` say.
+    """Return the model's metadata, with `--config`, `--config-override` and `--tokenizer` applied.
 
     Raises:
-        MissingMetadataError: If neither the checkpoint nor the command line says which model it is.
+        MissingMetadataError: If neither the checkpoint nor the command line describes the model.
     """
     saved = saved_description(source, options)
     if saved is not None:
         metadata = HuggingFaceMetadata.from_saved(saved, options.source)
         if source.format == "hf" and metadata.peft_config is not None and not metadata.config:
-            metadata = replace(metadata, model_class="")
+            metadata = replace(metadata, model_class="")  # an adapter folder does not name the class of its base
     elif options.config is not None:
         metadata = HuggingFaceMetadata({})
     else:
@@ -138,6 +139,7 @@ def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFac
             f"state/integrations/huggingface. Give --config PATH with the model's config.json, and --tokenizer PATH."
         )
     if options.config is not None:
+        # The class follows from the new configuration.
         metadata = replace(metadata, config=_config_at(Path(options.config)), model_class="")
     metadata = replace(metadata, config=_overridden(metadata.config, options.config_override))
     if not metadata.model_class and (metadata.config or metadata.peft_config is None):
@@ -165,7 +167,7 @@ def _config_at(path: Path) -> Mapping[str, Any]:
 
 
 def _class_of(config: Mapping[str, Any], source: str) -> str:
-    """Return the class by the name in a configuration."""
+    """Return the full name of the class that a configuration names."""
     names = config.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return f"transformers.{names[0]}"
@@ -176,7 +178,7 @@ def _class_of(config: Mapping[str, Any], source: str) -> str:
 
 
 def _overridden(config: Mapping[str, Any], overrides: list[str] | None) -> dict[str, Any]:
-    """Return the configuration with `KEY=VALUE`s, where a key with dots leads into what is nested."""
+    """Return the configuration with `KEY=VALUE` overrides; dots in a key separate nested keys."""
     result: dict[str, Any] = dict(config)
     for text in overrides or ():
         path, equals, value = text.partition("=")
@@ -186,9 +188,9 @@ def _overridden(config: Mapping[str, Any], overrides: list[str] | None) -> dict[
         *outer, last = path.split(".")
         for key in outer:
             inner = here.get(key)
-            here[key] = here = dict(inner) if isinstance(inner, Mapping) else {}
+            here[key] = here = dict(inner) if isinstance(inner, Mapping) else {}  # a copy: the input is not changed
         try:
             here[last] = json.loads(value)
         except ValueError:
-            here[last] = value  # a text without quotes
+            here[last] = value  # a string without quotes
     return result

@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face folder under the names that the model has for them in memory.
+"""Conversion of a Hugging Face folder's weights to their names in memory.
 
-Most models have the same names on the disk. Transformers 5 keeps some weights as one in memory, such as the experts of
-a mixture, and says for each model how they are put together.
+For most models both are the same. Transformers 5 fuses some weights in memory, such as the experts of a mixture, and
+defines the conversion for each model.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,14 +24,14 @@ Weights = dict[str, StoredTensor]
 
 
 def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
-    """Return a folder's weights as the model's state dict has them, tied ones under each of their names.
+    """Return a folder's weights as in the model's state dict, with tied weights under all of their names.
 
     Args:
-        weights: By the names of the folder.
+        weights: Weights by their names in the folder.
         model: The model, on the meta device.
 
     Raises:
-        UnfittingWeightsError: If weights are missing or too many for the model.
+        UnfittingWeightsError: If weights are missing, or not in the model.
     """
     expected = model.state_dict()
     found = _put_together(weights, model) if weights.keys() - expected.keys() else dict(weights)
@@ -58,7 +58,7 @@ def _put_together(weights: Mapping[str, StoredTensor], model: "PreTrainedModel")
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # before transformers 5 the names are those of the disk
+    except ImportError:  # before transformers 5, names in memory and on disk are the same
         return dict(weights)
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
@@ -66,7 +66,7 @@ def _put_together(weights: Mapping[str, StoredTensor], model: "PreTrainedModel")
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, list[tuple[str, str]]] = {}
     found: Weights = {}
-    for name in sorted(weights, key=_natural):
+    for name in sorted(weights, key=_natural):  # the order in which experts are stacked
         new, pattern = rename_source_key(name, renamings, converters)
         if pattern is None:
             if new in found:
@@ -79,11 +79,13 @@ def _put_together(weights: Mapping[str, StoredTensor], model: "PreTrainedModel")
             groups.setdefault(new, []).append((name, pattern))
     for target, parts in groups.items():
         makes = _maker(by_pattern[parts[0][1]], target, parts, weights, model)
+        # Run on meta tensors first, to get names and shapes without reading the weights.
         like = makes(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         for name, described in like.items():
             found[name] = StoredTensor(
                 described.dtype,
                 tuple(described.shape),
+                # Defaults bind the loop variables now; the function runs after the loop.
                 lambda makes=makes, name=name: makes(StoredTensor.read)[name].contiguous(),
             )
     return found
@@ -92,10 +94,10 @@ def _put_together(weights: Mapping[str, StoredTensor], model: "PreTrainedModel")
 def _maker(
     converter: Any, target: str, parts: list[tuple[str, str]], weights: Mapping[str, StoredTensor], model: Any
 ) -> Callable[[Callable[[StoredTensor], torch.Tensor]], dict[str, torch.Tensor]]:
-    """Return a function that puts parts together, once it is told how to get a part."""
+    """Return a function that fuses the parts of a weight, which it reads through its argument."""
 
     def make(read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        own = deepcopy(converter)
+        own = deepcopy(converter)  # converters collect tensors, and this one is used more than once
         for name, pattern in parts:
             own.add_tensor(target, name, pattern, read(weights[name]))
         made = own.convert(target, model=model, config=model.config)
@@ -105,5 +107,5 @@ def _maker(
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort numbers in names by their value: the tenth expert comes after the ninth."""
+    """Return a sort key that orders numbers by value, so that expert 10 follows expert 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

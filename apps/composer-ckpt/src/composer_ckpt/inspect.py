@@ -1,4 +1,4 @@
-"""`composer-ckpt inspect`: what is in a checkpoint."""
+"""The command `composer-ckpt inspect`, which shows the content of a checkpoint."""
 
 import argparse
 from collections import Counter
@@ -23,13 +23,13 @@ _MOST_TENSORS = 200
 
 
 def inspect(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt inspect`."""
     with opened(
         options.source,
         options.kind,
         tmp_dir=options.tmp_dir,
         jobs=options.jobs,
-        record_unknown=True,  # to say what it asks for
+        record_unknown=True,  # lists unsafe globals instead of raising
     ) as source:
         tensors = select(source.tensors, options.keys, option="--keys")
         data = describe(source, options.source, tensors)
@@ -42,13 +42,14 @@ def inspect(options: argparse.Namespace) -> Result:
 
 
 def describe(source: TensorSource, name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return what `inspect --json` prints."""
+    """Return the content of a checkpoint, as `inspect --json` prints it."""
     info, state = _info(source.manifest), source.state
     metadata = _dict(state.get("metadata"))
     environment = _dict(metadata.get("composer_env_info"))
     saved = _dict(_dict(state.get("integrations")).get("huggingface"))
     hugging_face = describe_hugging_face(saved or _dict(_beside(source)))
     aliases = aliases_of(tensors)
+    # Old checkpoints and other formats lack entries, and any value may have an unexpected type: nothing here raises.
     entries = [
         {
             "name": tensor_name,
@@ -87,7 +88,7 @@ def describe(source: TensorSource, name: str, tensors: Mapping[str, StoredTensor
 
 
 def describe_hugging_face(saved: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what is said of a Hugging Face model, read without importing transformers."""
+    """Return a summary of the Hugging Face part, read without importing transformers."""
     if not saved:
         return None
     config = _dict(_dict(saved.get("model")).get("config"))
@@ -106,9 +107,9 @@ def _beside(source: TensorSource) -> dict[str, Any] | None:
 
 
 def statistics(tensor: StoredTensor) -> dict[str, Any]:
-    """Return a tensor's least, largest and mean value and how many are NaN or infinite, read piece by piece.
+    """Return the minimum, maximum, mean and number of NaN and infinite values, computed piece by piece.
 
-    All are `None` for dtypes with which torch does not compute, and `none_since` says so.
+    All are `None` for dtypes that torch cannot compute with, and `none_since` has the reason.
     """
     if not has_numbers(tensor.dtype):
         told = f"torch does not compute with elements of {dtype_name(tensor.dtype)}"
@@ -125,14 +126,14 @@ def statistics(tensor: StoredTensor) -> dict[str, Any]:
         if finite.numel():
             least, most = min(least, float(finite.min())), max(most, float(finite.max()))
             total, count = total + float(finite.sum()), count + finite.numel()
-    if num_left:  # a sparse one has no place for its zeros
+    if num_left:  # the implicit zeros of a sparse tensor
         least, most, count = min(least, 0.0), max(most, 0.0), count + num_left
     found = (least, most, total / count) if count else (None, None, None)
     return {"min": found[0], "max": found[1], "mean": found[2], "nan": num_nan, "inf": num_inf}
 
 
 def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Yield the elements piece by piece in float64; of a sparse tensor those that it has a place for."""
+    """Yield the elements piece by piece in float64; for a sparse tensor, only the explicit ones."""
     if tensor.sparse is not None:
         whole = tensor.read()
         values = (whole.coalesce() if whole.layout == torch.sparse_coo else whole).values()
@@ -143,12 +144,12 @@ def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
 
 
 def layout_of(tensor: StoredTensor) -> dict[str, str]:
-    """Return what is told of a sparse tensor besides, nothing of a dense one."""
+    """Return the layout of a sparse tensor; nothing for a dense one."""
     return {} if tensor.sparse is None else {"layout": str(tensor.sparse.layout).removeprefix("torch.")}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the module."""
+    """Return a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -162,7 +163,7 @@ def _timestamp(state: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, A
 
 
 def _algorithm(item: Any) -> dict[str, Any]:
-    """Describe an algorithm; Composer saves pairs of its class and its state."""
+    """Return the name and repr of an algorithm, which Composer saves as a pair of its class and its state."""
     name, state = item if isinstance(item, list | tuple) and len(item) == 2 else (item, {})
     return {"name": str(name), "repr": _text_or_none(_dict(state).get("repr"))}
 
@@ -171,7 +172,7 @@ def _optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name, optimizer in _dict(state.get("optimizers")).items():
         groups = _list(_dict(optimizer).get("param_groups"))
-        # Of what it trains, not of what it has a state for: SGD without momentum keeps none.
+        # Counts parameters in groups rather than in the state: SGD without momentum keeps no state.
         trained = sum(len(_list(_dict(group).get("params"))) for group in groups)
         found.append({"name": str(name), "groups": len(groups), "params": trained})
     return found
@@ -186,6 +187,7 @@ def _names(saved: Any) -> list[str]:
 def _totals(tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> dict[str, Any]:
     by_dtype: Counter[str] = Counter()
     by_prefix: Counter[str] = Counter()
+    # Tied weights count once.
     own = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     for name, tensor in own.items():
         by_dtype[dtype_name(tensor.dtype)] += tensor.size_bytes
@@ -200,7 +202,7 @@ def _totals(tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> 
 
 
 def _prefix(name: str) -> str:
-    """Return what a tensor belongs to: the part of the state, or of the model."""
+    """Return the part of the state, or of the model, that a tensor belongs to."""
     parts = name.split("/")
     return "/".join(parts[:2]) if len(parts) > 1 else name.split(".")[0]
 

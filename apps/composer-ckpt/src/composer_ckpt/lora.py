@@ -1,4 +1,4 @@
-"""Adding LoRA's weights to those that they adapt, one layer at a time."""
+"""Merging of LoRA weights into their base model, one layer at a time."""
 
 import argparse
 import math
@@ -29,7 +29,7 @@ _PREFIX = "model."
 _ADAPTER = "default"
 _MAX_NAMES = 5
 _TOKENS = "trainable_tokens_delta"
-# The settings with which an adapter is a product that is added, or that say of what. Each other one is refused.
+# Settings that keep LoRA a product added to a weight, or that only select the weights. All others are rejected.
 _PLAIN_SETTINGS = frozenset(
     {
         *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -46,13 +46,13 @@ Weights = dict[str, StoredTensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerChange:
-    """What LoRA adds to one weight.
+    """The change that LoRA adds to one weight.
 
     Args:
-        parts: LoRA's weights by their kinds.
-        scaling: By what their product is multiplied.
-        is_turned: Whether the weight has the product the other way round.
-        begin: Returns the weight as the adapter's initialization changes it.
+        parts: LoRA weights by kind.
+        scaling: Factor of their product.
+        is_turned: Whether the weight has the transposed shape of the product.
+        begin: Applies the adapter's initialization to the weight; `None` if it does not change it.
     """
 
     parts: Mapping[str, StoredTensor]
@@ -65,7 +65,7 @@ class LayerChange:
         """The right and the left factor of the product.
 
         Raises:
-            IncompatibleCheckpointError: If one of them is missing.
+            IncompatibleCheckpointError: If there are other parts than these two.
         """
         one = self.parts.get("lora_A") or self.parts.get("lora_embedding_A")
         other = self.parts.get("lora_B") or self.parts.get("lora_embedding_B")
@@ -78,17 +78,17 @@ class LayerChange:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What is added has this shape."""
+        """Shape of the change; empty if the factors do not fit."""
         one, other = self.pair
         shape = (*other.shape[:1], *one.shape[1:]) if len(one.shape) == len(other.shape) == 2 else ()
         return shape[::-1] if self.is_turned else shape
 
     def added_to(self, weight: StoredTensor) -> StoredTensor:
-        """Return a weight with the change, made when it is read."""
+        """Return the changed weight, which is computed when it is read."""
         one, other = self.pair
 
         def fetch() -> torch.Tensor:
-            # In the order in which peft does it, so that the result is the same to the last bit.
+            # The same order of operations as in peft, so that the result is identical bit by bit.
             a, b = one.read(), other.read()
             is_small = a.dtype in (torch.float16, torch.bfloat16)
             product = (b.float() @ a.float()) if is_small else b @ a
@@ -96,12 +96,13 @@ class LayerChange:
             read = weight.read()
             return (read if self.begin is None else self.begin(read)).add_(change)
 
+        # Equal keys mark tied weights: one change of one storage is again one tensor.
         keys = (weight.storage, one.storage, other.storage)
         same = None if None in keys or self.begin else ("merged", *keys, self.scaling, self.is_turned)
         return StoredTensor(weight.dtype, weight.shape, fetch, same)
 
     def is_same_as(self, other: "LayerChange") -> bool:
-        """Say whether both add the same. peft ties an embedding's factors to those of a head, turned and swapped."""
+        """Return whether both changes are equal. peft ties embeddings to heads, transposed and swapped."""
         if self.scaling != other.scaling:
             return False
         ours, theirs = ([part.read() for part in change.pair] for change in (self, other))
@@ -111,13 +112,13 @@ class LayerChange:
 
 
 def has_base(weights: Iterable[str], metadata: HuggingFaceMetadata) -> bool:
-    """Say whether there are weights besides those that were trained, among which biases may be."""
+    """Return whether there are base weights other than trained ones and biases, which adapters may include."""
     own = [name for name in weights if not _is_adapters(name) and not name.endswith(".bias")]
     return any(published_name(name) not in metadata.trained_beside_adapter for name in own)
 
 
 def of_other_adapters(weights: Iterable[str]) -> list[str]:
-    """Return the names of an adapter's weights that are of none called `default`."""
+    """Return the names of adapter weights that do not belong to the adapter `default`."""
     return [name for name in weights if _is_adapters(name) and not is_adapter_weight(name, _ADAPTER)]
 
 
@@ -128,29 +129,29 @@ def _is_adapters(name: str) -> bool:
 def merge_adapters(
     weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack
 ) -> tuple[Weights, HuggingFaceMetadata, list[str]]:
-    """Return the base's weights with LoRA's added, under the names that they have without it, and its description.
+    """Merge LoRA weights into the base model, under the names that its weights have without an adapter.
 
-    What the merged model computes is what the adapted one does. Where the base ties two weights, and the adapter has
-    changed one of them, as LoRA on an embedding does, both are returned, and a configuration that does not tie them.
+    The merged model computes the same as the adapted one. If the base ties two weights and the adapter changes one of
+    them, as LoRA on an embedding does, both are returned, with a configuration that does not tie them.
 
     Args:
-        weights: Under the names that they have in a checkpoint.
-        metadata: With the adapter's configuration.
-        options: Of `convert`; `base_model` says where the base is, if not among the weights.
+        weights: Weights by their names in the checkpoint.
+        metadata: Metadata with the adapter's configuration.
+        options: Options of `convert`; `base_model` is the path of the base, if it is not among the weights.
         stack: Keeps the base open.
 
     Returns:
-        Weights, description, and what the user should know.
+        The weights, their metadata, and notes for the user.
 
     Raises:
-        IncompatibleCheckpointError: If there is no base, or the adapter is of a kind that is not added.
+        IncompatibleCheckpointError: If there is no base, or the adapter cannot be merged.
     """
     config = metadata.peft_config or {}
     _check_kind(config)
     _refuse_other_adapters(weights)
     base, trained, metadata = _base_of(weights, metadata, options, stack)
     model = None
-    if not (options.include or options.exclude):  # of chosen weights, nobody looks what the model does with them
+    if not (options.include or options.exclude):  # a selection of weights need not fit the model
         model = meta_model(replace(metadata, peft_config=None), trust_remote_code=options.trust_remote_code)
     base = under_each_name(base | trained, model)
     merged, changes = dict(base), dict[str, LayerChange]()
@@ -165,7 +166,7 @@ def merge_adapters(
             )
         _check_base(target, merged[target])
         is_turned = _is_turned(config, parts, merged[target], model, target)
-        is_begun = options.base_model is None or target in trained  # as the adapter's initialization leaves it
+        is_begun = options.base_model is None or target in trained  # the adapter's initialization is already applied
         begin = None if is_begun else _begin(config, module, is_turned)
         changes[target] = change = LayerChange(parts, _scaling(config, module), is_turned, begin)
         if change.shape != merged[target].shape:
@@ -173,7 +174,7 @@ def merge_adapters(
                 f"the adapter's target_modules have {target}, of shape {tuple(merged[target].shape)}, and it has a "
                 f"product of shape {change.shape} for it{_unusual(config)}. Write the adapter with --peft adapter."
             )
-        merged[target] = change.added_to(merged[target])
+        merged[target] = change.added_to(merged[target])  # lazily, so that one layer at a time is in memory
     ties = [*find_ties(base, model)]
     _begin_tied(base, merged, changes, ties)
     _put_tokens(weights, base, merged, config, ties)
@@ -183,10 +184,10 @@ def merge_adapters(
 def _base_of(
     weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack
 ) -> tuple[Weights, Weights, HuggingFaceMetadata]:
-    """Return the base's weights, those besides LoRA's that were trained as they are, and the base's description."""
+    """Return the base weights, the trained weights outside of LoRA, and the metadata of the base."""
     config = metadata.peft_config or {}
     own = {name: tensor for name, tensor in weights.items() if not _is_adapters(name)}
-    has_biases = config.get("bias", "none") != "none"
+    has_biases = config.get("bias", "none") != "none"  # trained, though not listed in `trained_beside_adapter`
     trained = {
         name: tensor
         for name, tensor in own.items()
@@ -209,7 +210,7 @@ def _base_of(
 
 
 def _begin(config: Mapping[str, Any], module: str, is_turned: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what makes of a base's weight the one that was adapted, if the initialization has taken a part of it."""
+    """Return a function that applies an initialization such as PiSSA's to a base weight, or `None` without one."""
     if str(config.get("init_lora_weights")).lower() not in ("pissa", "olora"):
         return None
     rank, alpha = _rank_and_alpha(config, module)
@@ -218,7 +219,7 @@ def _begin(config: Mapping[str, Any], module: str, is_turned: bool) -> Callable[
 
 
 def _begin_tied(base: Weights, merged: Weights, changes: Mapping[str, LayerChange], ties: Iterable[Pair]) -> None:
-    """Do to the weights that share memory with an adapted one what its initialization does to both."""
+    """Apply the initialization of adapted weights to the weights tied to them, which share memory in training."""
     for pair in ties:
         for one, other in (pair, pair[::-1]):
             change = changes.get(one)
@@ -239,7 +240,7 @@ def _begun(weight: StoredTensor, begin: Callable[[torch.Tensor], torch.Tensor]) 
 def _put_tokens(
     weights: Weights, base: Weights, merged: Weights, config: Mapping[str, Any], ties: Iterable[Pair]
 ) -> None:
-    """Put the rows of `trainable_token_indices` into embeddings and heads, alike into those that are tied."""
+    """Write the rows of `trainable_token_indices` into embeddings and heads, including tied ones."""
     indices = config.get("trainable_token_indices") or ()
     changed = set[str]()
     for name, rows in weights.items():
@@ -247,14 +248,14 @@ def _put_tokens(
             continue
         module = _plain_name(match[1])
         own = indices
-        if isinstance(indices, Mapping):  # peft gives a tied layer the rows of the one that is named
+        if isinstance(indices, Mapping):  # peft uses the rows of the named layer for a layer tied to it
             own = [*(value for key, value in indices.items() if module.endswith(key)), *indices.values()][0]
         target = f"{module}.weight"
         merged[target] = _with_rows(merged[target], rows, list(own))
         changed.add(target)
     for pair in ties:
         for one, other in (pair, pair[::-1]):
-            if one in changed and merged[other] is base[other]:
+            if one in changed and merged[other] is base[other]:  # unless LoRA changed the other one
                 merged[other] = merged[one]
 
 
@@ -274,12 +275,14 @@ def _untied(
     options: argparse.Namespace,
     model: Any,
 ) -> tuple[Weights, HuggingFaceMetadata, list[str]]:
-    """Return merged weights with a configuration that keeps apart those of one weight that differ now."""
+    """Return the merged weights, with a configuration that unties those that are no longer equal."""
 
     def are_alike(alias: str, kept: str) -> bool:
         ours, other = changes.get(alias), changes.get(kept)
-        if ours is None or other is None:
-            return ours is other and have_same_elements(merged[alias], merged[kept])
+        if ours is None or other is None:  # unequal if LoRA adapts only one
+            return ours is other and have_same_elements(
+                merged[alias], merged[kept]
+            )
         return have_same_elements(base[alias], base[kept]) and ours.is_same_as(other)
 
     apart = settle_ties(base, merged, find_ties(base, model), are_alike)
@@ -312,7 +315,7 @@ def _check_kind(config: Mapping[str, Any]) -> None:
 
 
 def _unusual(config: Mapping[str, Any]) -> str:
-    """Return the settings that may be why an adapter does not fit its base."""
+    """Return the settings that may explain why an adapter does not fit its base."""
     names = [name for name in ("layer_replication", "target_parameters", "use_qalora") if config.get(name)]
     return f", with {', '.join(names)}" if names else ""
 
@@ -335,17 +338,18 @@ def _base_at(
     prefix = _PREFIX if source.format == "hf" else ""
     base = {f"{prefix}{name}": tensor for name, tensor in cast(dict(source.weights), options.output_precision).items()}
     tokenizer = metadata.tokenizer_files or described.tokenizer_files
+    # Training may have added tokens, so the checkpoint's tokenizer comes first.
     return base, replace(described, tokenizer_files=tokenizer, peft_config=metadata.peft_config)
 
 
 def _plain_name(name: str) -> str:
-    """Return a weight's name without what peft puts around it."""
+    """Return a weight's name without the parts that peft inserts."""
     name = _PREFIX + name.removeprefix(_BASE) if name.startswith(_BASE) else name
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _by_module(weights: Weights) -> dict[str, Weights]:
-    """Return LoRA's weights by the module that they adapt and by their kind."""
+    """Return LoRA weights by the adapted module and by kind."""
     pattern = re.compile(rf"(.+?)\.(lora_\w+)\.{_ADAPTER}(?:\..+)?")
     modules: dict[str, Weights] = {}
     for name, tensor in weights.items():
@@ -365,7 +369,7 @@ def _scaling(config: Mapping[str, Any], module: str) -> float:
 
 
 def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that the end of a module's name fits, as peft looks it up."""
+    """Return the value of the first pattern that matches the end of a module's name, as in peft."""
     for pattern, value in dict(patterns or {}).items():
         if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module.removeprefix(_BASE)):
             return value
@@ -373,9 +377,9 @@ def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
 
 
 def _is_turned(config: Mapping[str, Any], parts: Weights, weight: StoredTensor, model: Any, target: str) -> bool:
-    """Say whether a layer has its weight the other way round than LoRA's product, as Conv1D and embeddings have.
+    """Return whether a weight is the transpose of LoRA's product, as in Conv1D and embeddings.
 
-    peft goes by the layer, whatever `fan_in_fan_out` says, which is one setting for layers of both kinds.
+    peft decides by the type of the layer; `fan_in_fan_out` is one setting for layers of both types.
     """
     if "lora_embedding_A" in parts:
         return True
@@ -383,6 +387,7 @@ def _is_turned(config: Mapping[str, Any], parts: Weights, weight: StoredTensor, 
     layer = None if model is None else dict(model.named_modules(remove_duplicate=False)).get(name)
     if layer is not None:
         return type(layer).__name__ == "Conv1D"
+    # Without the model, the shapes decide, unless the weight is square.
     if len(weight.shape) == 2 and weight.shape[0] != weight.shape[1] and "lora_B" in parts:
         return parts["lora_B"].shape[0] != weight.shape[0]
     return bool(config.get("fan_in_fan_out"))

@@ -1,4 +1,4 @@
-"""`composer-ckpt merge`: the average of several checkpoints' weights, as one more checkpoint."""
+"""The command `composer-ckpt merge`, which averages the weights of several checkpoints."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ __all__ = ["merge"]
 _MAX_NAMES = 5
 _BLOCK_NUMEL = 1 << 20
 _KEPT = ("integrations", "metadata")
-# Of what `convert` does, a merge has these as they are there by default.
+# Options of `convert` that `merge` does not offer, at their defaults.
 _PLAIN = {
     "peft": "auto",
     "base_model": None,
@@ -34,7 +34,7 @@ _PLAIN = {
 
 
 def merge(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt merge`."""
     names: list[str] = options.sources
     if len(names) < 2:
         raise UsageError(f"merge needs two checkpoints or more before DST, and has {', '.join(names)} alone.")
@@ -68,7 +68,7 @@ def merge(options: argparse.Namespace) -> Result:
 def _merged(
     sources: Sequence[TensorSource], names: Sequence[str], shares: Sequence[float], options: argparse.Namespace
 ) -> TensorSource:
-    """Return the first source with the average of all in the place of its weights."""
+    """Return the first source, with its weights replaced by the average of all sources."""
     first = sources[0]
     weights = [dict(source.weights) for source in sources]
     for name, own in zip(names[1:], weights[1:], strict=True):
@@ -78,10 +78,10 @@ def _merged(
     averages = {
         name: _average([own[name] for own in weights], shares)
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        else tensor
+        else tensor  # integers, such as step counters, come from the first source
         for name, tensor in weights[0].items()
     }
-    # The time, and what belongs to it, is of none of them.
+    # Timestamps and the like would be wrong for an average.
     beside = {key: value for key, value in first.state.items() if key in _KEPT}
     tree = {"state": {"model": averages, **beside}} if first.state else averages
     return TensorSource(first.format, tree, first.size_bytes, missing=first.missing, files=first.files, path=first.path)
@@ -97,7 +97,7 @@ def _refuse_without_average(weights: dict[str, StoredTensor], first: dict[str, S
 
 
 def _average(tensors: Sequence[StoredTensor], shares: Sequence[float]) -> StoredTensor:
-    """Return the average, which is summed up in a wider type and rounded once."""
+    """Return the average, accumulated in a wider dtype and rounded once."""
     first = tensors[0]
     is_wide = first.dtype.itemsize > (4 if first.dtype.is_complex else 2)
     wider = torch.float64 if is_wide else torch.float32
@@ -106,16 +106,17 @@ def _average(tensors: Sequence[StoredTensor], shares: Sequence[float]) -> Stored
     def fetch() -> torch.Tensor:
         total = torch.zeros(first.numel, dtype=wider)
         for tensor, share in zip(tensors, shares, strict=True):
-            if share:
+            if share:  # 0 * inf would be NaN
                 _add(total, tensor.read().reshape(-1), share)
         return total.to(first.dtype).reshape(first.shape)
 
+    # Averages of tied weights stay tied.
     tied = tuple(tensor.storage for tensor in tensors)
     return StoredTensor(first.dtype, first.shape, fetch, None if None in tied else ("average", tied))
 
 
 def _add(total: torch.Tensor, tensor: torch.Tensor, share: float) -> None:
-    """Add a share of a tensor piece by piece: all of it at once would be converted to the wider type in memory."""
+    """Add a share of a tensor piece by piece, since a conversion of the whole would need more memory."""
     for piece, part in zip(total.split(_BLOCK_NUMEL), tensor.split(_BLOCK_NUMEL), strict=True):
         piece.add_(part.to(total.dtype), alpha=share)
 

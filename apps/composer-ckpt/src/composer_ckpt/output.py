@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them, in powers of 1000 as Hugging Face has them."""
+"""Output of the commands: exit codes, results, sizes, escaping and progress bars."""
 
 import argparse
 import re
@@ -30,10 +30,10 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(text: str) -> int:
-    """Return how many bytes a text such as `'1GB'` or `'500MiB'` means.
+    """Return the number of bytes of a size such as `'1GB'` or `'500MiB'`.
 
     Raises:
-        argparse.ArgumentTypeError: If it is no size above 0.
+        argparse.ArgumentTypeError: If it is not a size above 0.
 
     Example:
         >>> parse_size("1.5GB"), parse_size("2kib"), parse_size("7")
@@ -48,7 +48,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """Return a number of bytes in the largest decimal unit that it fills.
+    """Return a size in the largest decimal unit that is not larger than it.
 
     Example:
         >>> format_size(1500), format_size(6_740_000_000), format_size(12)
@@ -61,7 +61,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Return a number with the name of what it counts.
+    """Return a count with its noun, in singular or plural.
 
     Example:
         >>> counted(1, "tensor"), counted(2, "tensor")
@@ -71,21 +71,21 @@ def counted(count: int, thing: str) -> str:
 
 
 class ExitCode(IntEnum):
-    """What the command returns."""
+    """Exit codes of the command."""
 
     FINE = 0
     FAILURE = 1
     """A failure, a damaged checkpoint, or differences."""
     USAGE = 2
     MISMATCH = 3
-    """What was written is not what was read."""
+    """The written checkpoint differs from the source."""
     UNSAFE = 4
-    """The checkpoint asks for more than data."""
+    """The checkpoint contains more than data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a command found."""
+    """Result of a command."""
 
     text: str
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -93,15 +93,15 @@ class Result:
 
 
 class UsageError(ValueError):
-    """The arguments do not fit each other or the checkpoint."""
+    """The arguments contradict each other or the checkpoint."""
 
 
 class MismatchError(RuntimeError):
-    """What was written is not what was read."""
+    """The written checkpoint differs from the source."""
 
 
 def printable(text: str) -> str:
-    r"""Return a text with escapes in place of what a terminal would obey rather than show; line ends stay.
+    r"""Return a text with escapes for characters that a terminal would interpret; line ends are kept.
 
     Example:
         >>> printable("\x1b[31mred\nblue")
@@ -115,7 +115,7 @@ def printable(text: str) -> str:
 
 
 def as_lines(lines: list[str]) -> str:
-    r"""Join lines, with escapes for what is not printable in them: a name in a file must not begin a line of its own.
+    r"""Join lines with unprintable characters escaped: a name in a file must not be able to forge a line.
 
     Example:
         >>> print(as_lines(["ok", "a\nok: forged"]))
@@ -127,11 +127,11 @@ def as_lines(lines: list[str]) -> str:
 
 @contextmanager
 def progress_bar(title: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Callable[[int], object]]:
-    """Yield a function that is called with the number of bytes after each step.
+    """Yield a function to call with the number of bytes after each step.
 
-    The bar goes to the standard error, and is shown if that is a terminal.
+    The bar is written to standard error, and only if that is a terminal.
     """
-    from tqdm import tqdm  # here, so that help does not wait for it
+    from tqdm import tqdm  # imported late to keep `--help` fast
 
     hidden = quiet or not sys.stderr.isatty()
     with tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:

@@ -1,4 +1,4 @@
-"""What a conversion will write, known before anything is written."""
+"""Plan of a conversion, made before anything is written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ Progress = Callable[[int], object]
 
 @dataclass(slots=True)
 class Plan:
-    """A conversion: which tensors become which, in which files, and how to write them.
+    """A conversion: the tensors of each file, and a function to write them.
 
     Args:
-        source: As it was typed.
-        target: As it was typed.
-        formats: Of the source and of the target.
-        files: Which tensors go into which file.
-        write: Writes all of it to its final name, whole or not at all, and tells how many bytes it has done.
-        cast: How many tensors change their dtype, by `'float32 -> bfloat16'`.
-        dropped_aliases: Names that are left out, since the target has the tensor under another one.
-        renamed: New names by old ones.
-        warnings: What the user should know.
-        check: Compares tensors that must be equal, before anything is written and where nothing is.
+        source: As given on the command line.
+        target: As given on the command line.
+        formats: Formats of the source and of the target.
+        files: Tensors of each file.
+        write: Writes everything under its final name, completely or not at all, and reports the bytes written.
+        cast: Number of tensors whose dtype changes, by `'float32 -> bfloat16'`.
+        dropped_aliases: Names that are left out, because the target has the tensor under another name.
+        renamed: New names by old names.
+        warnings: Notes for the user.
+        check: Compares tensors that must be equal, before anything is written, also in a dry run.
     """
 
     source: str
@@ -44,11 +44,11 @@ class Plan:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors that are written."""
+        """Size of all tensors to write, in bytes."""
         return sum(tensor.size_bytes for tensors in self.files.values() for tensor in tensors.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `convert --json` prints."""
+        """Return the plan as `convert --json` prints it."""
         shards = [
             {"file": name, "bytes": sum(t.size_bytes for t in tensors.values()), "tensors": list(tensors)}
             for name, tensors in self.files.items()
@@ -66,7 +66,7 @@ class Plan:
         }
 
     def lines(self) -> list[str]:
-        """Return the plan for people."""
+        """Return the plan as text."""
         count = sum(len(tensors) for tensors in self.files.values())
         aliases = ", ".join(f"{alias} -> {name}" for alias, name in list(self.dropped_aliases.items())[:3])
         lines = [f"plan: {self.formats[0]} {self.source} -> {self.formats[1]} {self.target}"]
@@ -82,13 +82,13 @@ class Plan:
 
 
 def peak_bytes(plan: Plan) -> int:
-    """Return how much memory tensors take at most at one time: one as it is read and as it is written, and a copy."""
+    """Return the peak memory of tensors in bytes: one as read and as written, and a copy."""
     largest = max((t.size_bytes for tensors in plan.files.values() for t in tensors.values()), default=0)
     return plan.largest_source + 2 * max(largest, plan.largest_source)
 
 
 def casts(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Return how many tensors change from which dtype to which."""
+    """Return the number of tensors for each change of dtype."""
     found: dict[str, int] = {}
     for name, tensor in after.items():
         if before[name].dtype != tensor.dtype:

@@ -1,4 +1,4 @@
-"""`composer-ckpt reshard`: the same checkpoint, cut into other files."""
+"""The command `composer-ckpt reshard`, which splits a checkpoint into other files."""
 
 import argparse
 import shutil
@@ -25,7 +25,7 @@ __all__ = ["reshard"]
 
 
 def reshard(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt reshard`."""
     with fetched(options.source, options.tmp_dir, options.jobs) as local:
         return _reshard(local, options)
 
@@ -79,11 +79,13 @@ def _plan(source: TensorSource, kind: str, options: argparse.Namespace) -> list[
 
 
 def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]:
+    # Aliases are metadata of safetensors, so a tied tensor is written once.
     own = {name: tensor for name, tensor in source.weights.items() if name not in source.aliases}
     return plan_shards(own, options.max_shard_size or DEFAULT_SHARD_BYTES)
 
 
 def _write(source: TensorSource, kind: str, place: Path, options: argparse.Namespace, progress: Any) -> None:
+    # `encoded` describes the encoding of the files that are replaced.
     info = {} if source.manifest is None else {k: v for k, v in source.manifest.info.items() if k != "encoded"}
     match kind:
         case "dcp":

@@ -1,4 +1,4 @@
-"""Which tensors are taken, by their names, and what they are called afterwards."""
+"""Selection, renaming and casting of tensors."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ __all__ = ["cast", "once_each", "refuse_doubles", "rename", "renamed_by", "selec
 T = TypeVar("T")
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-# Quantized weights cannot be read without these as they are.
+# The scales of quantized weights must keep their dtype.
 _SCALES = ("_scale", ".scales", ".zeros")
 
 
@@ -26,16 +26,16 @@ def select(
     *,
     option: str = "--include",
 ) -> dict[str, T]:
-    """Return the tensors whose names fit a pattern of `include`, if there are any, and none of `exclude`.
+    """Return the tensors whose names match a pattern of `include`, if it is given, and none of `exclude`.
 
     Args:
-        tensors: By name.
-        include: Patterns as of a shell.
-        exclude: The same.
-        option: By which the user has given `include`.
+        tensors: Tensors by name.
+        include: Shell patterns.
+        exclude: Shell patterns.
+        option: Name of the option for `include`, for messages.
 
     Raises:
-        UsageError: If a pattern fits no name.
+        UsageError: If a pattern matches no name.
 
     Example:
         >>> select({"h.0.weight": 1, "h.0.bias": 2, "wte": 3}, ["h.*"], ["*bias"])
@@ -43,6 +43,7 @@ def select(
     """
     for given_by, patterns in ((option, include), ("--exclude", exclude)):
         for pattern in patterns or ():
+            # A pattern without a match is most likely a typo.
             if not any(fnmatchcase(name, pattern) for name in tensors):
                 raise UsageError(f"{given_by} {pattern!r} fits none of the {len(tensors)} names: {_some(tensors)}.")
     return {
@@ -56,10 +57,10 @@ def select(
 def rename(
     names: Mapping[str, str], renames: Sequence[str] | None = None, prefixes: Sequence[str] | None = None
 ) -> dict[str, str]:
-    r"""Return names without the given prefixes, and then with each `OLD=NEW` replaced, by the same keys.
+    r"""Return the names without the given prefixes and then with each `OLD=NEW` applied, by the same keys.
 
     Raises:
-        UsageError: If a rename is no regular expression.
+        UsageError: If a rename is not a regular expression.
 
     Example:
         >>> rename({"model.h.0.w": "model.h.0.w"}, [r"h[.](\d+)=layers.\1"], ["model."])
@@ -78,21 +79,21 @@ def rename(
 
 
 def renamed_by(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
-    """Return the tensors under other names. What is one tensor may have a name twice, and is there once.
+    """Return the tensors under other names. Aliases of one tensor may get the same name, and are then merged.
 
     Raises:
-        UsageError: If two tensors would have one name, also if they are equal.
+        UsageError: If two different tensors get the same name, even if their values are equal.
     """
     return {name_of(name): tensor for name, tensor in once_each(tensors, name_of).items()}
 
 
 def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
-    """Return the tensors without those that would have a name a second time, since they are one with the first.
+    """Return the tensors without aliases that get the same name as another one.
 
     Raises:
-        UsageError: If two tensors would have one name, also if they are equal.
+        UsageError: If two different tensors get the same name, even if their values are equal.
     """
-    from composer_checkpoint.formats.tensor_source import are_one  # with torch, which help does without
+    from composer_checkpoint.formats.tensor_source import are_one  # imports torch, which would slow down `--help`
 
     firsts: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -104,7 +105,7 @@ def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], st
 
 
 def refuse_doubles(names: Mapping[str, str]) -> None:
-    """Raise a `UsageError` if two names become one."""
+    """Raise a `UsageError` if two names become the same."""
     taken: dict[str, str] = {}
     for name, new in names.items():
         other = taken.setdefault(new, name)
@@ -113,10 +114,10 @@ def refuse_doubles(names: Mapping[str, str]) -> None:
 
 
 def cast(tensors: "Mapping[str, StoredTensor]", precision: str) -> "dict[str, StoredTensor]":
-    """Return floating point tensors in another precision, straight from the one they have; all others as they are.
+    """Return floating point tensors in another precision, converted directly, and all others unchanged.
 
     Raises:
-        IncompatibleCheckpointError: If torch does not convert one.
+        IncompatibleCheckpointError: If torch cannot convert one.
     """
     if precision == "keep":
         return dict(tensors)
