@@ -306,7 +306,7 @@ def is_out_of_memory(error: Exception, kind: type[Exception] = RuntimeError) -> 
     if not isinstance(error, RuntimeError):
         return False
     if _CUDNN in message:
-        _log.warning("Taken for a lack of memory, as which it comes at times: %s", message)
+        _log.warning("This error is treated as a lack of memory, its usual cause: %s", message)
         return True
     if any(name in message for name in _OTHER_NAMES):
         return True

@@ -446,10 +446,10 @@ def open_store(key: str) -> Any:
 
 
 def check_dist_timeout(timeout_s: Any) -> None:
-    """Refuse a time to wait for other ranks that is none.
+    """Check a timeout for the collectives.
 
     Raises:
-        ValueError: If it is no finite number greater than 0.
+        ValueError: If it is not a finite number greater than 0.
     """
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s < math.inf:

@@ -8,7 +8,7 @@ loop only counts its batches and reads a flag. The protocol:
    The rank counts a batch before it reads the gate, so it never trains beyond the published one.
 3. The latest batch that any rank has entered is the last one for all. The gates open, and each rank stops behind it.
 
-There is no deadlock: a rank at its gate does not keep others from a batch that all have entered, and threads answer
+Deadlocks cannot occur: a rank at its gate does not keep others from a batch that all have entered, and threads answer
 even while their rank is inside a collective.
 """
 

@@ -131,7 +131,7 @@ def complete_deepspeed_config(
         return None
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"deepspeed_config={config!r} is no dict of DeepSpeed's settings. Give one, such as "
+            f"deepspeed_config={config!r} must be a dict of DeepSpeed's settings, such as "
             "{'zero_optimization': {'stage': 2}}, or {} for the defaults."
         )
     _refuse_methods(config, algorithms)
@@ -379,7 +379,7 @@ def _check(config: Any) -> None:
     unknown = [name for name in config if name not in known]
     if unknown:
         raise TypeError(
-            f"compile_config has {unknown[0]!r}, which is no argument of torch.compile. Those are {', '.join(known)}."
+            f"compile_config has {unknown[0]!r}, which torch.compile does not accept. Use {', '.join(known)}."
         )
     try:
         # This checks the backend and all options at once; compilation itself would only start at the first call.
