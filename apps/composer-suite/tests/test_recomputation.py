@@ -95,7 +95,7 @@ def test_a_model_that_chooses_no_module_is_warned_of():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"activation_checkpointing": "some"}, "activation_checkpointing='some' is none that there is"),
+        ({"activation_checkpointing": "some"}, "activation_checkpointing='some' is unknown"),
         (
             {"activation_checkpointing": True, "parallelism_config": {"fsdp": {}}},
             "parallelism_config={'fsdp': {'activation_checkpointing': True}}",
