@@ -1,7 +1,7 @@
-"""What the ranks of a run tell each other while they train: who has a batch, how much it holds, what the clock says.
+"""Exchange between the ranks during training: whether all have a batch, its size, the clock and the losses.
 
-A rank that is alone asks nobody. Ranks whose dataloaders keep step by construction know each other's batches without
-asking, so they exchange nothing either, unless somebody reads the losses or the clock.
+A single process exchanges nothing. Neither do ranks whose dataloaders have equal batches by construction, unless the
+losses or the clock are read.
 """
 
 from __future__ import annotations
@@ -44,39 +44,39 @@ __all__ = [
 
 
 class Ranks:
-    """Answers, alike on every rank, what one rank cannot know by itself.
+    """Facts about a run that one rank cannot know by itself, the same on every rank.
 
     Args:
-        strategy: Knows the other ranks.
+        strategy: Provides the collectives.
 
     Attributes:
-        keep_length: Whether every rank has as many batches.
-        keep_step: Whether every rank also has as many samples in every batch.
-        listen: Whether any rank has somebody who reads the losses or the clock of each batch.
-        may_stop: Whether any rank has somebody who can end the training, an algorithm for example.
-        log: Whether any rank has a destination of the log.
+        keep_length: Whether every rank has the same number of batches.
+        keep_step: Whether, in addition, every rank has the same number of samples in each batch.
+        listen: Whether any rank has a listener that reads the losses or the clock of each batch.
+        may_stop: Whether any rank has a listener that can stop the training, such as an algorithm.
+        log: Whether any rank has a logger.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.world_size = strategy.world_size
-        self._is_alone = get_world_size() == 1  # ranks that share a batch are not
+        self._is_alone = get_world_size() == 1  # `world_size` of the strategy is 1 for ranks that share a batch, too
         self.keep_length = True
         self.keep_step = True
         self.listen = True
         self.may_stop = True
         self.log = True
-        self._count_tokens: bool | None = None  # known after the first batch
+        self._count_tokens: bool | None = None  # unknown before the first batch
         self._losses = LossMeans(strategy)
 
     def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, logs: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this.
 
         Args:
-            data_spec: What this rank is going to read.
-            listens: Whether somebody on this rank reads the losses or the clock.
-            may_stop: Whether somebody on this rank can end the training.
-            logs: Whether this rank has a destination of the log.
+            data_spec: The dataloader of this rank.
+            listens: Whether a listener on this rank reads the losses or the clock.
+            may_stop: Whether a listener on this rank can stop the training.
+            logs: Whether this rank has a logger.
         """
         self._count_tokens = None
         of_length, in_step, listening, stopping, logging = self._strategy.sum(
@@ -93,13 +93,13 @@ class Ranks:
         self.listen, self.may_stop, self.log = listening > 0, stopping > 0, logging > 0
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
-        """Say whether every rank still has a batch; the rank that runs out first ends the epoch of all."""
+        """Return whether every rank still has a batch; the rank that runs out first ends the epoch for all."""
         if self.keep_length:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
     def any_stops(self, stops: bool, *, for_good: bool) -> tuple[bool, bool]:
-        """Return whether any rank wants training to end here, and for good, if anybody could have asked for it."""
+        """Return whether any rank stops training, and whether for good, if a listener can request it."""
         if self._is_alone or not self.may_stop:
             return stops, for_good
         stopping, stopping_for_good = self._strategy.sum([int(stops), int(for_good)])
@@ -107,23 +107,24 @@ class Ranks:
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Every rank must call this."""
+        # A sum with one slot per rank replaces a maximum, for which there is no helper.
         rank = get_global_rank()
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
     def mean_losses(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of each loss over the samples of all ranks that have it. Every rank must call this.
 
-        A name that no rank had in the first batch has, when it comes for the first time, the value of this rank alone.
+        A name that no rank had in the first batch has the value of this rank alone when it first occurs.
         """
         return over_their_shares(losses) if self.world_size == 1 else self._losses(losses)
 
     def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
-        """Return the samples and tokens of a batch on all ranks together, and rank 0's duration of it.
+        """Return the samples and tokens of a batch over all ranks, and rank 0's duration of it.
 
         Args:
-            num_samples: Those of this rank. A float where a rank holds part of a sample.
-            num_tokens: Those of this rank.
-            duration_s: What this rank's clock says.
+            num_samples: The samples of this rank; a float if a rank holds part of a sample.
+            num_tokens: The tokens of this rank.
+            duration_s: The duration on this rank's clock.
 
         Raises:
             ValueError: If a batch has tokens although the first one had none.
@@ -145,17 +146,17 @@ class Ranks:
         return round(samples), round(tokens), seconds
 
     def compare_batch(self, weight: float, num_microbatches: int, *, is_count_of_samples: bool) -> tuple[float, bool]:
-        """Return a batch's weight on a rank on average, and whether every rank cuts it into as many microbatches.
+        """Return the average weight of a batch per rank, and whether all ranks have equally many microbatches.
 
         Args:
-            weight: What this rank's batch weighs; its loss counts in proportion to that.
-            num_microbatches: How many this rank has.
-            is_count_of_samples: Whether the weight is the number of samples, which all ranks have alike when they
-                keep step.
+            weight: The weight of this rank's batch; its loss counts in proportion to it.
+            num_microbatches: The number of microbatches on this rank.
+            is_count_of_samples: Whether the weight is the number of samples, which is the same on all ranks if
+                `keep_step` is set.
         """
         if self.world_size == 1 or (self.keep_step and is_count_of_samples):
             return weight, True
-        # Numbers are all equal just if their squares add up to no more than those of their mean.
+        # By Cauchy-Schwarz, the numbers are equal if and only if n times the sum of squares is the square of the sum.
         total, count, squares = self._strategy.sum([float(weight), num_microbatches, num_microbatches**2])
         return total / self.world_size, squares * self.world_size == count**2
 
@@ -168,7 +169,7 @@ class Ranks:
 
 
 def sum_over_everybody(values: Sequence[int]) -> Sequence[int]:
-    """Return the sum of each number over all ranks, also those that share a batch. Every rank must call this."""
+    """Return the sum of each number over all ranks, including ranks that share a batch. Every rank must call this."""
     return values if get_world_size() == 1 else sum_counts(values)
 
 
@@ -176,7 +177,7 @@ def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: 
     """Return the next batch of a dataloader, or `default` at its end.
 
     Raises:
-        RuntimeError: If a dataset has ended it with a `StopIteration`, on a rank that the others expect to go on.
+        RuntimeError: If a dataset has raised `StopIteration` on a rank while the other ranks still have batches.
     """
     try:
         return next(batches)
@@ -196,9 +197,9 @@ def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: 
 
 
 def keeps_length(dataloader: Any) -> bool:
-    """Say whether a dataloader gives its rank as many batches as those of the other ranks give theirs.
+    """Return whether a dataloader has the same number of batches as those of the other ranks.
 
-    That is known of a DataLoader that cuts what a DistributedSampler deals out.
+    This is known for a DataLoader over a DistributedSampler.
     """
     return (
         isinstance(dataloader, DataLoader)
@@ -210,13 +211,13 @@ def keeps_length(dataloader: Any) -> bool:
 
 
 def keeps_step(data_spec: DataSpec) -> bool:
-    """Say whether the batches have as many samples on every rank too: nothing but PyTorch itself makes them."""
+    """Return whether the batches also have the same number of samples on every rank: only PyTorch builds them."""
     loader = data_spec.dataloader
     return keeps_length(loader) and loader.collate_fn is default_collate and data_spec.counts_by_default
 
 
 def agreed_facts(dataloader: Any) -> dict[str, Any]:
-    """Return what all ranks must find the same in their dataloaders, if these share one dataset."""
+    """Return the facts about a dataloader that must agree on all ranks that share one dataset."""
     if not isinstance(dataloader, DataLoader):
         return {"type": type(dataloader).__name__}
     facts: dict[str, Any] = {"type": type(dataloader).__name__, "dataset": type(dataloader.dataset).__name__}
@@ -230,29 +231,30 @@ def agreed_facts(dataloader: Any) -> dict[str, Any]:
     return facts
 
 
-_MOST_KEPT: Final = 20_000  # characters, the last ones: the store has them in memory
+_MOST_KEPT: Final = 20_000  # characters from the end; the store keeps them in memory
 _KEY: Final = "first"
 
-_stages: Final = itertools.count()  # of this process; all ranks have as many
+_stages: Final = itertools.count()  # per process; all ranks count alike
 _stage = next(_stages)
 
 
 def begin_stage() -> None:
-    """Forget what failed before. Every rank must call this, for each fit, evaluation and prediction."""
+    """Forget earlier failures. Every rank must call this, for each fit, evaluation and prediction."""
     global _stage
     _stage = next(_stages)
 
 
 def first_failure_of_others(error: BaseException) -> str | None:
-    """Tell the other ranks what this one has failed of, and return what one that failed before has told.
+    """Publish the failure of this rank, and return the message of the rank that failed first.
 
-    Nobody waits for another rank, which may be gone, and so may the store.
+    This does not block on other ranks: they may be gone, and the store with them.
 
     Args:
-        error: What ends this rank's training. A signal is nobody's failure, but a launcher sends one after a failure.
+        error: The error that ends this rank's training. A signal is no failure of its own, but a launcher sends one
+            after a failure.
 
     Returns:
-        The rank and its traceback; `None` if this rank is the first, or nothing was told.
+        The first rank and its traceback; `None` if this rank is the first, or no rank has published one.
     """
     if get_world_size() == 1:
         return None
@@ -266,23 +268,23 @@ def first_failure_of_others(error: BaseException) -> str | None:
             first = store.get(_KEY).decode(errors="replace")
         else:
             return None
-    except Exception:  # of what kind it is depends on the store; that of this rank is what counts
+    except Exception:  # its class depends on the store, and this rank's own error matters more
         return None
     return None if first.startswith(f"{rank} ") else first
 
 
 TOTAL = "loss/train/total"
-"""The log name of the loss that is minimised."""
+"""The log name of the loss that is minimized."""
 
-_SHARE = "\0share"  # not part of a loss's own name
-"""Ends the name of the share of a batch that has a loss, next to the loss, which is a sum weighted by such shares."""
+_SHARE = "\0share"  # no loss name contains a NUL
+"""Suffix for the share of the batch that has a loss; the loss itself is a sum weighted by such shares."""
 
 _MISSING = "\0missing"
-"""The share of a batch whose total is not finite and so left out: the mean over one label of which none counts, say."""
+"""The share of a batch left out of the total because its loss is not finite, such as a mean over no labels."""
 
 
 def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float) -> None:
-    """Add a microbatch's loss, weighted by its share in the batch, to those of the batch if it is finite.
+    """Add a microbatch's loss, weighted by its share of the batch, to the losses of the batch if it is finite.
 
     A NaN would hide the losses of the other microbatches and ranks.
     """
@@ -295,45 +297,45 @@ def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float)
 
 
 def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
-    """Return the share of this rank's batch whose loss is not finite: 0 if all of it is."""
+    """Return the share of this rank's batch whose loss is not finite, 0 if there is none."""
     total = losses[TOTAL]
     return losses[_MISSING] if _MISSING in losses else torch.nan_to_num(total * 0, nan=1.0)
 
 
 def mean_total(losses: Mapping[str, Tensor], strategy: Strategy) -> Tensor:
-    """Return the mean of the total over all ranks, without what is not finite. Every rank must call this."""
+    """Return the mean of the total over all ranks, without non-finite losses. Every rank must call this."""
     sums = {name: losses[name] for name in (TOTAL, TOTAL + _SHARE, _MISSING) if name in losses}
     return over_their_shares(strategy.mean(sums))[TOTAL]
 
 
 class LossMeans:
-    """Averages the losses of each batch, by one collective whose size all ranks know.
+    """Averages of the losses of each batch, by one collective whose size is the same on all ranks.
 
-    A model may return other losses in one batch than in the next, and on one rank than on another. What is exchanged
-    is therefore made up of the names that any rank has had, each with the share of the batch that has it now. The ranks
-    compare their names at the first batch, and once more after a batch in which one of them has a new one.
+    A model may return different losses in each batch and on each rank. The collective therefore contains every name
+    that any rank has had, each with the share of the batch that has it now. The ranks compare their names at the first
+    batch, and again after a batch in which a rank has a new one.
 
     Args:
-        strategy: Takes the means.
+        strategy: Averages over the ranks.
 
     Attributes:
-        has_news: Whether this rank has a name that the ranks have not compared.
+        has_news: Whether this rank has a name that has not been compared yet.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self.has_news = False
         self._strategy = strategy
-        self._names: list[str] = []  # apart from the total, which every rank has in every batch
+        self._names: list[str] = []  # without the total, which every rank has in every batch
         self._own: set[str] = set()
         self._is_first = True
 
     def compare_names(self) -> None:
-        """Find out which names there are. Every rank must call this."""
+        """Collect the names of all ranks. Every rank must call this."""
         self._names = sorted(set().union(*dist.all_gather_object(sorted(self._own))))
         self.has_news = False
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean of each loss over the samples, of all ranks, that have it. Every rank must call this."""
+        """Return the mean of each loss over the samples of all ranks that have it. Every rank must call this."""
         self._note({name for name in losses if name != TOTAL and name + _SHARE in losses})
         if self._is_first:
             self.compare_names()
@@ -355,13 +357,13 @@ class LossMeans:
 
 
 def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each loss over the share of the batch that has it: NaN where none of the batch has a finite one."""
+    """Return each loss divided by the share of the batch that has it; NaN if that share is 0."""
     means = {
         name: loss / losses[name + _SHARE] if name + _SHARE in losses else loss
         for name, loss in losses.items()
         if not name.endswith((_SHARE, _MISSING))
     }
-    if _MISSING in losses:  # otherwise the shares add up to 1 but for their rounding, and the total keeps its last bit
+    if _MISSING in losses:  # without missing parts the shares sum to 1, and a division would only add rounding
         means[TOTAL] = torch.where(losses[_MISSING] > 0, means[TOTAL], losses[TOTAL])
     return means
 
@@ -371,14 +373,14 @@ def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
 
 
 _MOST_SHOWN = 8
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which is another one in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, and different in each process
 
 
 def share_refusal(refusal: Exception, device: Any, dist_timeout: Any) -> None:
-    """Tell the other ranks that this one refuses its arguments. Every rank must call this, or `compare`.
+    """Report to the other ranks that this one rejects its arguments. Every rank must call this, or `compare`.
 
     Raises:
-        RankDisagreementError: If they do not all refuse theirs in the same words.
+        RankDisagreementError: Unless all ranks reject theirs with the same message.
     """
     try:
         if get_world_size() == 1:
@@ -388,20 +390,20 @@ def share_refusal(refusal: Exception, device: Any, dist_timeout: Any) -> None:
     except RankDisagreementError:
         raise
     except Exception:
-        return  # nobody is there to be told, and what is wrong here is known
+        return  # without the other ranks, the caller raises this rank's own error
 
 
 def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
-    """Raise, on every rank alike, if the ranks have different facts, or if some refuse their arguments.
+    """Raise, on every rank alike, if the facts of the ranks differ or some reject their arguments.
 
     Every rank must call this, or `share_refusal`.
 
     Args:
-        facts: As `check_agreement` takes them.
-        refusal: With what this rank refuses its arguments, if it does.
+        facts: As for `check_agreement`.
+        refusal: The error with which this rank rejects its arguments, if any.
 
     Raises:
-        RankDisagreementError: With the facts that differ, or else with what each rank refuses.
+        RankDisagreementError: With the facts that differ, or with the error of each rank.
     """
     said = None if refusal is None else _ADDRESS.sub("", f"{type(refusal).__name__}: {refusal}")
     try:
@@ -422,7 +424,7 @@ def _device_of(device: Any) -> Device:
     try:
         return get_device(device)
     except Exception:
-        return get_device(None)  # which is what the other ranks most likely have
+        return get_device(None)  # most likely the device of the other ranks
 
 
 def _timeout_s_of(dist_timeout: Any) -> float:
@@ -434,14 +436,14 @@ def _timeout_s_of(dist_timeout: Any) -> float:
 
 
 def open_store(key: str) -> Any:
-    """Return a client of the store, with keys of its own.
+    """Return a client of the default store.
 
     Args:
-        key: What the keys begin with.
+        key: The prefix of its keys.
     """
-    # PyTorch keeps the store for itself; one of our own would need a port of its own.
+    # PyTorch has no public accessor for its store, and a second store would need another port.
     shared = distributed_c10d._get_default_store()
-    # A client of its own, since the calls of one client wait for each other.
+    # A clone, because calls of one client block each other.
     return tdist.PrefixStore(key, shared.clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
 

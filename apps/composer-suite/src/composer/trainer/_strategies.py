@@ -372,7 +372,7 @@ class Compilation:
 def _check(config: Any) -> None:
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"compile_config={config!r} is no dict of arguments of torch.compile. Give one, such as "
+            f"compile_config={config!r} must be a dict of arguments of torch.compile, such as "
             "{'mode': 'reduce-overhead'}, or {} for the defaults."
         )
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
@@ -402,7 +402,7 @@ def check_recomputation(setting: Any, parallelism_config: ParallelismConfig | No
     """
     if not isinstance(setting, bool) and setting != _SELECTIVE:
         raise ValueError(
-            f"activation_checkpointing={setting!r} is none that there is. Use True, False or {_SELECTIVE!r}, which "
+            f"activation_checkpointing={setting!r} is unknown. Use True, False or {_SELECTIVE!r}, which "
             "keeps the results of matrix products."
         )
     if setting and parallelism_config is not None:
