@@ -1,4 +1,4 @@
-"""What is said about a run that failed: every failure with its output, and the first one's traceback last."""
+"""Report of a failed run: the output of every failed rank, and the root cause's traceback last."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["WITNESS_S", "brief", "crash_report", "is_on_console", "root_cause", "witness"]
 
 WITNESS_S = 1.0
-"""For how long a failure counts as one with the first."""
+"""Seconds after the first failure within which another failure is taken for a consequence of the same cause."""
 _MAX_LINES = 200
 _MAX_BYTES = 64 * 1024
 _TRACEBACK = "Traceback (most recent call last):"
@@ -20,22 +20,22 @@ _LAST_LINES = 20
 
 
 def crash_report(failures: Sequence["Ending"]) -> str:
-    """Return what each failed rank wrote, as far as the console has not shown it.
+    """Return the output of each failed rank that the console has not shown.
 
     Args:
-        failures: How they ended, in the order in which they failed: the first is the root cause.
+        failures: Endings of the failed ranks in order of time: the first is the root cause.
     """
     return "".join(_block(ending, is_root=number == 0) for number, ending in enumerate(failures))
 
 
 def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witness: "Ending | None" = None) -> str:
-    """Return the sentence that names the first failure, what to make of it, and last its traceback.
+    """Return a sentence about the first failure, hints, and last its traceback.
 
     Args:
         ending: The first failure.
-        others: The ranks of this node that had not failed, and were stopped.
-        folder: Where the files are.
-        witness: Whose traceback to show if the first one's is not known.
+        others: The ranks of this node that had not failed and were stopped.
+        folder: The folder of the log files.
+        witness: An ending with a traceback, shown if the first one's is unknown.
     """
     when = time.strftime("%H:%M:%S", time.localtime(ending.time))
     lines = ["", f"composer: error: rank {ending.rank} (PID {ending.pid}) failed first: it {ending.what} at {when}."]
@@ -53,20 +53,20 @@ def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witn
 
 
 def is_on_console(ending: "Ending") -> bool:
-    """Return whether a rank, a node's first one, wrote to the console, and nobody knows more.
+    """Return whether a rank's failure is visible only on the console: it has no log, no traceback and no hint.
 
     Args:
-        ending: How the rank ended.
+        ending: The rank's ending.
     """
     return not ending.stderr and not _last_words(ending) and not _hints(ending, ())
 
 
 def brief(ending: "Ending", folder: str) -> str:
-    """Return one line, under what a rank has just written to the console.
+    """Return a one-line summary, to follow the rank's own output on the console.
 
     Args:
-        ending: How the rank ended.
-        folder: Where the files of the others are.
+        ending: The rank's ending.
+        folder: The folder of the other ranks' log files.
     """
     return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what} (root cause). The logs are in {folder}"
 
@@ -75,14 +75,14 @@ def witness(failures: Sequence["Ending"]) -> "Ending | None":
     """Return a rank with a traceback that failed at the time of the first one, probably for the same reason.
 
     Args:
-        failures: How they ended, in the order in which they failed.
+        failures: Endings of the failed ranks in order of time.
     """
     soon = [ending for ending in failures[1:] if ending.time - failures[0].time <= WITNESS_S]
     return next((ending for ending in soon if _TRACEBACK in _last_words(ending)), None)
 
 
 def _last_words(ending: "Ending") -> str:
-    """Return the exception as Python shows it, or the last lines of stderr."""
+    """Return the exception's traceback, or the last lines of stderr."""
     if ending.error is not None and ending.error.get("traceback"):
         return str(ending.error["traceback"])
     lines = _tail(ending.stderr)[0].splitlines(keepends=True) if ending.stderr else []
@@ -90,18 +90,18 @@ def _last_words(ending: "Ending") -> str:
     if not starts:
         return "".join(lines[-_LAST_LINES:])
     start = starts.pop()
+    # Go back to the first traceback of a chain: the cause comes before its consequences.
     while starts and any(_is_link(line) for line in lines[starts[-1] : start]):
         start = starts.pop()
     return "".join(lines[start:])
 
 
 def _is_link(line: str) -> bool:
-    """Return whether a line stands between the tracebacks of an exception and of its cause."""
     return any(link in line for link in _CHAINED)  # torch puts the rank before each line
 
 
 def _block(ending: "Ending", *, is_root: bool) -> str:
-    """Return one rank's part. Local rank 0 has no files: it wrote to the console."""
+    """Return one rank's part. Local rank 0 has no log files, since it writes to the console."""
     mark = " (root cause)" if is_root else ""
     text = f"Global rank {ending.rank} (PID {ending.pid}) {ending.what}{mark}\n"
     if ending.error is not None:
@@ -118,7 +118,7 @@ def _block(ending: "Ending", *, is_root: bool) -> str:
 
 
 def _tail(path: str) -> tuple[str, bool]:
-    """Return the end of a file, and whether that is not all of it."""
+    """Return the end of a file, and whether it was truncated."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
@@ -131,12 +131,13 @@ def _tail(path: str) -> tuple[str, bool]:
 
 
 def _hints(ending: "Ending", others: Sequence[int]) -> list[str]:
-    """Return what to make of endings that do not say it themselves."""
+    """Return advice for failures that do not explain themselves."""
     message = str(ending.error.get("message", "")).lower() if ending.error else ""
+    # SIGKILL and SIGSTOP cannot be caught, so the rank itself leaves no message.
     if ending.exit_code == -9:
-        return ["The launcher did not send SIGKILL: the system was out of memory (see dmesg), or somebody did."]
+        return ["The launcher did not send SIGKILL: the system was out of memory (see dmesg), or a user sent it."]
     if ending.exit_code == -19:
-        return ["A suspended rank holds up all others. With --stopped_timeout 0 they would wait until it goes on."]
+        return ["A suspended rank holds up all others. With --stopped_timeout 0 they would wait until it resumes."]
     if "timed out" in message or "timeout" in message:
         names = ", ".join(map(str, others)) or "none on this node"
         return [

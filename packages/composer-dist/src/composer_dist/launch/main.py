@@ -11,7 +11,6 @@ from typing import Any
 
 from composer_dist.launch.args import Options, parse_options
 from composer_dist.launch.console import open_console, release_console, say
-from composer_dist.launch.output import named_file
 from composer_dist.launch.preflight import (
     CannotStartError,
     Rendezvous,
@@ -20,8 +19,15 @@ from composer_dist.launch.preflight import (
     check_rendezvous,
     resolve_rendezvous,
 )
-from composer_dist.launch.topology import Topology, resolve, resolve_nproc
-from composer_dist.launch.workers import child_command, child_environments, common_environment
+from composer_dist.launch.topology import (
+    Topology,
+    child_command,
+    child_environments,
+    common_environment,
+    named_file,
+    resolve,
+    resolve_nproc,
+)
 from composer_dist.stale_memory import tidy_shared_memory
 
 __all__ = ["GROUP", "find_command", "explain", "explain_elastic", "main"]

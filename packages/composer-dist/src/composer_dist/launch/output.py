@@ -21,10 +21,11 @@ from typing import TextIO
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from composer_dist.launch.args import PLACEHOLDERS, Options
+from composer_dist.launch.args import Options
 from composer_dist.launch.preflight import CannotStartError
+from composer_dist.launch.topology import named_file
 
-__all__ = ["named_file", "Logs", "new_run_id"]
+__all__ = ["Logs", "new_run_id"]
 
 _CONSOLE = ""  # what torch takes for "inherit"
 _STREAMS = ("stdout", "stderr")
@@ -198,35 +199,3 @@ def _make_folder(options: Options, run_id: str) -> Path:
 def new_run_id() -> str:
     """Return a name for the folder of a run that nobody named."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
-_UNSET = ("", "false")
-
-
-def named_file(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return the file that the user, or a platform, wants a rank's stream to be appended to.
-
-    Args:
-        stream: `'stdout'` or `'stderr'`.
-        options: What was typed.
-        env: The rank's variables.
-        environ: The launcher's environment.
-    """
-    if env["LOCAL_RANK"] == "0":
-        return None
-    hosted = _hosted_prefix(environ)
-    if hosted is not None:
-        return f"{hosted}{env['LOCAL_RANK']}.txt"  # both streams in one file
-    name_format: str | None = getattr(options, stream)
-    if name_format is None:
-        return None
-    return name_format.format(**{name: int(env[name.upper()]) for name in PLACEHOLDERS})
-
-
-def _hosted_prefix(environ: Mapping[str, str]) -> str | None:
-    """Return what the files begin with that MosaicML's platform collects, where this runs there."""
-    folder, prefix = environ.get("MOSAICML_LOG_DIR", ""), environ.get("MOSAICML_GPU_LOG_FILE_PREFIX", "")
-    is_hosted = environ.get("MOSAICML_PLATFORM", "").lower() == "true"
-    if not is_hosted or folder.lower() in _UNSET or prefix.lower() in _UNSET:
-        return None
-    return os.path.join(folder, prefix)

@@ -27,16 +27,15 @@ from composer_dist.launch.failures import WITNESS_S, brief, crash_report, is_on_
 from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
 from composer_dist.launch.output import Logs, new_run_id
 from composer_dist.launch.preflight import CannotStartError, Rendezvous
-from composer_dist.launch.topology import FREE_PORT, Topology
-from composer_dist.launch.workers import (
-    Ending,
-    Signals,
-    Workers,
+from composer_dist.launch.topology import (
+    FREE_PORT,
+    Topology,
     child_command,
     child_environments,
     common_environment,
     hook_environment,
 )
+from composer_dist.launch.workers import Ending, Signals, Workers
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented there

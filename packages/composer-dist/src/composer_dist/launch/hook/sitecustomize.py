@@ -1,10 +1,10 @@
-"""What a rank's interpreter runs before the script: it installs the hook that writes the rank's error file.
+"""Startup hook of a rank's interpreter that records uncaught exceptions for the launcher.
 
-The launcher puts this folder on the rank's `PYTHONPATH`, so that an exception is recorded also if it comes before
-the script could have installed anything, as from an import. The folder is taken out again at once: the rank and what
-it starts see the path that the user gave them. Another `sitecustomize` that this one hides is run as well.
+The launcher puts this folder on the rank's `PYTHONPATH`, so that an exception is recorded even if it precedes any code
+of the script, as in an import. The folder is removed again at once: the rank and its children see the user's path.
+Another `sitecustomize` that this one hides is run as well.
 
-Every rank waits for what is done here, so next to nothing is: `error_file` is loaded when there is an error.
+Every rank pays for this at startup, so `error_file` is loaded only after an error.
 """
 
 import os
@@ -15,9 +15,9 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _Recorder:
-    """Records the exception that ends the process, and shows it as it would have been shown."""
+    """An exception hook that writes the error file before the previous hook runs."""
 
-    records_for_launcher = True  # `error_file.install` looks for this
+    records_for_launcher = True  # read by `error_file.install`
 
     def __init__(self) -> None:
         self._following = sys.excepthook
@@ -25,16 +25,16 @@ class _Recorder:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            # What a forked child raises is not the rank's end, and an interrupt is what somebody asked for.
+            # An exception of a forked child is not the end of the rank, and an interrupt is intended.
             if os.getpid() == self._pid and not issubclass(kind, KeyboardInterrupt):
                 _record(error.with_traceback(trace))
         finally:
-            self._following(kind, error, trace)  # whatever becomes of the record
+            self._following(kind, error, trace)  # even if recording fails
 
 
 def _record(error: BaseException) -> None:
     """Write the error file with a module that the rank's interpreter need not have installed."""
-    import importlib.util  # nobody else needs it here
+    import importlib.util  # not at the top: only an error needs it
 
     path = os.path.join(_HERE, os.pardir, os.pardir, "error_file.py")
     spec = importlib.util.spec_from_file_location("_composer_error_file", path)
@@ -46,7 +46,7 @@ def _record(error: BaseException) -> None:
 
 
 def _leave_the_path() -> None:
-    """Take this folder out of the module search path, here and for processes that the rank starts."""
+    """Remove this folder from the module search path, here and for child processes."""
     sys.path[:] = [folder for folder in sys.path if folder != _HERE]
     left = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder != _HERE]
     if any(left):
@@ -56,7 +56,7 @@ def _leave_the_path() -> None:
 
 
 def _run_hidden() -> None:
-    """Import the `sitecustomize` that would have been imported without this one."""
+    """Import the `sitecustomize` that this one hides."""
     own = sys.modules.pop("sitecustomize")
     try:
         import sitecustomize  # noqa: F401  # pyright: ignore
@@ -66,7 +66,7 @@ def _run_hidden() -> None:
         sys.modules["sitecustomize"] = own
 
 
-if __name__ == "sitecustomize":  # and not where a tool only looks at this file
+if __name__ == "sitecustomize":  # not when a tool imports this file under another name
     _leave_the_path()
     if os.environ.get("COMPOSER_ERROR_FILE"):
         sys.excepthook = _Recorder()
