@@ -1,4 +1,4 @@
-"""Opening what a command was given, here or in a store."""
+"""Opening of the checkpoints given to a command, local or in an object store."""
 
 import argparse
 import filecmp
@@ -62,22 +62,22 @@ def opened(
     accept: Accept | None = None,
     **options: Any,
 ) -> Iterator[TensorSource]:
-    """Open a checkpoint, here or in a store.
+    """Open a checkpoint, local or in an object store.
 
     Args:
-        path: As it was typed.
-        kind: What it is, `'auto'` to find out.
-        tmp_dir: Where what is fetched lies meanwhile.
-        jobs: How many files are fetched at a time.
+        path: As given on the command line.
+        kind: Kind of the checkpoint, or `'auto'` to detect it.
+        tmp_dir: Folder for downloads.
+        jobs: Number of concurrent downloads.
         verify: Whether to compare it with its hashes first, as far as it has any.
-        trust: Whether a file that asks for more than data is loaded all the same, into memory, by running it.
-        accept: Called with what it is, before any of it is read; raises if that does not fit other arguments.
-        **options: Of `open_checkpoint`.
+        trust: Whether to load a file that contains more than data into memory, which runs its code.
+        accept: Called with the kind before anything is read; raises if it does not fit the other arguments.
+        **options: Arguments of `open_checkpoint`.
 
     Raises:
-        UsageError: If nothing is there that is known as a checkpoint.
-        CorruptCheckpointError: If it is not what was written.
-        UnsafeCheckpointError: If it asks for more than data, and is not trusted.
+        UsageError: If there is no checkpoint of a known kind.
+        CorruptCheckpointError: If it differs from what was written.
+        UnsafeCheckpointError: If it contains more than data, and is not trusted.
     """
     with fetched(path, tmp_dir, jobs) as local:
         found = kind_of(local) if kind == "auto" else cast(Kind, kind)
@@ -97,7 +97,7 @@ def opened(
 
 @contextmanager
 def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterator[str]:
-    """Yield where a checkpoint lies on this machine; what is in a store is fetched for as long as it is used."""
+    """Yield the local path of a checkpoint; downloads are deleted afterwards."""
     if not path:
         raise UsageError("SRC='' is no path. Name a checkpoint.")
     if not is_uri(path):
@@ -111,7 +111,7 @@ def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterato
 
 @contextmanager
 def reaching_stores(address: str) -> Iterator[None]:
-    """Raise a `UsageError` where an address turns out to be of no store."""
+    """Raise a `UsageError` if no object store has the scheme of a URI."""
     try:
         yield
     except NotImplementedError as error:
@@ -122,19 +122,19 @@ def reaching_stores(address: str) -> Iterator[None]:
 
 
 def verify_hashes(place: Path, kind: str) -> list[bool]:
-    """Compare every byte with its hash, and say for each file or folder whether it has any.
+    """Compare all bytes with their hashes, and return for each file or folder whether it has hashes.
 
     Raises:
-        CorruptCheckpointError: If a byte is not what was written.
+        CorruptCheckpointError: If a byte differs.
     """
-    if kind == "deepspeed":  # its files name classes of DeepSpeed's own, and have no manifest
+    if kind == "deepspeed":  # files of DeepSpeed have no manifest
         return [False for _ in find_files(place, kind)]
     check = verify_checkpoint if kind in ("dcp", "modular") else verify_file
     return [check(path) is not None for path in find_files(place, kind)]
 
 
 def find_files(place: Path, kind: str) -> Iterator[Path]:
-    """Yield what is verified of a checkpoint, one after the other: files, an index for all that it names, a folder."""
+    """Yield the files to verify. An index stands for the files that it names, and some formats for a folder."""
     match kind:
         case "local":
             yield from sorted(place.parent.glob(place.name.replace(_RANK, "[0-9]*")))
@@ -148,12 +148,12 @@ def find_files(place: Path, kind: str) -> Iterator[Path]:
 
 
 def place_of(path: str) -> Path:
-    """Return the folder or file that a path leads to."""
+    """Return the folder or file that a path points to."""
     return Path(follow_pointers(path))
 
 
 def kind_of(local: str) -> Kind:
-    """Return the kind of the checkpoint that a path leads to.
+    """Return the kind of the checkpoint that a path points to.
 
     Raises:
         UsageError: If there is none.
@@ -165,7 +165,7 @@ def kind_of(local: str) -> Kind:
 
 
 def _load_trusted(place: Path) -> TensorSource:
-    """Load all of a file, whatever it runs, in the form of one that is read tensor by tensor."""
+    """Load a whole file, which may run code, and return it in the form of a lazily read one."""
     tree = _stored(load_file(place, trusted=True))
     kind = "composer" if isinstance(tree, dict) and "state" in tree else "pt"
     return TensorSource(kind, tree, place.stat().st_size, path=os.fspath(place))
@@ -180,21 +180,23 @@ def _stored(value: Any) -> Any:
 
 
 def _fetch(address: str, folder: Path, jobs: int) -> str:
-    """Fetch a file, the files of all ranks, or all of a folder, and return where it lies."""
+    """Download a file, the files of all ranks, or a folder, and return its local path."""
     wanted = parse_uri(address).path.rstrip("/")
     name = posixpath.basename(wanted)
     file = folder / (name.removesuffix(_SYMLINK) or "checkpoint")
+    # A dot suggests a file, which takes one request; a folder needs a listing.
     if "." in name and _RANK not in name:
-        with suppress(FileNotFoundError):  # then it is a folder with a dot in its name
+        with suppress(FileNotFoundError):  # a folder with a dot in its name
             get_file(address, file, progress_bar=False)
             return os.fspath(file)
     store = maybe_create_object_store_from_uri(address)
     if store is None:
-        raise UsageError(f"SRC={address!r} is no address. Check it.")
+        raise UsageError(f"SRC={address!r} is not a URI. Check it.")
     reach(store, address)
     with store:
         objects = _objects(store, wanted, name) or _objects_pointed_to(store, wanted)
         for found, relative in objects.items():
+            # Names of objects are foreign input: `..` would write outside of the temporary folder.
             if {"..", ""} & {*relative.split("/")}:
                 raise UnsafeCheckpointError(
                     f"{address!r} has an object {found!r:.200}, outside its folder. None is read."
@@ -210,7 +212,7 @@ def _fetch(address: str, folder: Path, jobs: int) -> str:
 
 
 def _objects_pointed_to(store: ObjectStore, wanted: str) -> dict[str, str]:
-    """Return the objects below the folder that a pointer names, such as `latest-rank0.pt` of a sharded run."""
+    """Return the objects in the folder that a pointer names, such as `latest-rank0.pt` of a sharded run."""
     try:
         pointer = wanted if wanted.endswith(_SYMLINK) else f"{wanted}{_SYMLINK}"
         target = extract_path_from_symlink(pointer, store).rstrip("/")
@@ -220,9 +222,10 @@ def _objects_pointed_to(store: ObjectStore, wanted: str) -> dict[str, str]:
 
 
 def _objects(store: ObjectStore, wanted: str, name: str) -> dict[str, str]:
-    """Return the objects of all ranks, or those below a folder, with their paths in it."""
+    """Return the objects of all ranks, or those in a folder, with their relative paths."""
     prefix = wanted.removesuffix(name) if _RANK in name else f"{wanted}/"
     below = {found: found.removeprefix(prefix) for found in store.list_objects(prefix) if found.startswith(prefix)}
+    # Some stores list an object for the folder itself, or for its subfolders.
     below = {found: relative for found, relative in below.items() if relative and not relative.endswith("/")}
     if _RANK not in name:
         return below
@@ -231,10 +234,10 @@ def _objects(store: ObjectStore, wanted: str, name: str) -> dict[str, str]:
 
 
 def check_request(options: argparse.Namespace, target: str) -> None:
-    """Refuse options for the Hub that do not fit.
+    """Validate the options for the Hub.
 
     Raises:
-        UsageError: If something else than a Hugging Face folder is written, or nobody says to which repository.
+        UsageError: If the target is not a Hugging Face folder, or the repository is missing.
     """
     if options.push_to_hub is not None and target != "hf":
         raise UsageError(f"--push-to-hub is of Hugging Face folders, and this writes {target}. Leave it out.")
@@ -245,20 +248,20 @@ def check_request(options: argparse.Namespace, target: str) -> None:
 
 
 def publish(folder: str | Path, options: argparse.Namespace) -> str:
-    """Send all files of a folder to a repository in one commit, and return the commit's address.
+    """Upload a folder to a repository in one commit, and return the commit's URL.
 
     Args:
-        folder: With the files.
-        options: Of `convert`.
+        folder: The folder.
+        options: Options of `convert`.
 
     Raises:
-        OSError: If the Hub refuses, or cannot be reached.
-        MismatchError: If `--test-uploaded-model` finds that the Hub has other files.
+        OSError: If the Hub refuses or cannot be reached.
+        MismatchError: If `--test-uploaded-model` finds other files on the Hub.
     """
-    from huggingface_hub import HfApi, hf_hub_download  # it takes a second to load, and few publish
+    from huggingface_hub import HfApi, hf_hub_download  # slow to load, and rarely needed
 
     api = HfApi()
-    # With --overwrite only may there be a repository of this name: its files would be replaced.
+    # The upload replaces files, so an existing repository is accepted only with --overwrite.
     repo = api.create_repo(options.push_to_hub, private=options.private or None, exist_ok=options.replaces_repo).repo_id
     commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a model that composer-ckpt wrote")
     if options.test_uploaded_model:
@@ -280,7 +283,7 @@ def _compare(folder: str | Path, arrived: str, names: list[str], repo: str) -> N
 
 
 def latest(options: argparse.Namespace) -> Result:
-    """Run the command."""
+    """Run `composer-ckpt latest`."""
     folder = folder_of(options.folder)
     found = find_newest(folder, verify=_believe if options.no_verify else None)
     if found is None:
@@ -292,10 +295,10 @@ def latest(options: argparse.Namespace) -> Result:
 
 
 def folder_of(typed: str) -> Path:
-    """Return the folder that was typed.
+    """Return the folder given on the command line.
 
     Raises:
-        UsageError: If it is none of this machine.
+        UsageError: If it is not a local folder.
     """
     if is_uri(typed):
         raise UsageError(
@@ -308,7 +311,7 @@ def folder_of(typed: str) -> Path:
 
 
 def _believe(path: Path) -> None:
-    """Take whatever has a checkpoint's name for whole: what is not has no such name."""
+    """Accept a checkpoint without verification: an incomplete one has no final name."""
 
 
 def _as_data(found: Found, folder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a command writes to: refused before anything is read, if what is there must stay."""
+"""Checks of a command's target before anything is read, and uploads to object stores."""
 
 import argparse
 import os
@@ -19,29 +19,29 @@ from composer_ckpt.output import UsageError, counted
 __all__ = ["refuse_for_source", "refuse_for_target", "clear_leftovers", "may_replace", "written_to"]
 
 _RANK = "{rank}"
-# What makes others take a folder for a checkpoint: it goes first, and comes last.
+# Files by which readers recognize a checkpoint: deleted first and uploaded last, so that no partial one is recognized.
 _MARKS = frozenset({"config.json", "adapter_config.json", ".metadata", "composer_manifest.json"})
-# Files that commands write only under such names, and checkpoints that are packed.
+# Extensions that commands write only for checkpoints, and those of compressed checkpoints.
 _BY_ENDING = (".safetensors", ".json", ".gz", ".bz2", ".xz", ".lzma", ".lz4", ".lzo", ".zst")
 _ZIP = b"PK\x03\x04"
-_LEGACY_PT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # of torch.save before 1.6
+_LEGACY_PT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # files of torch.save before 1.6
 
 
 def may_replace(
     target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool, world_size: int | None = None
 ) -> bool:
-    """Say whether what is written may take the place of what is there, which must be a checkpoint or nothing.
+    """Return the `overwrite` flag for a target, which must be absent, empty or a replaceable checkpoint.
 
     Args:
-        target: As it was typed; a path of this machine, maybe with `{rank}` in its name.
-        sources: What is read, as it was typed.
+        target: As given on the command line; a local path, possibly with `{rank}` in its name.
+        sources: Paths or URIs to be read, as given on the command line.
         overwrite: Whether `--overwrite` was given.
         is_folder: Whether a folder is written.
-        world_size: For how many ranks per-rank files are written.
+        world_size: Number of ranks of per-rank files.
 
     Raises:
-        UsageError: If the target is a source, or a folder with one in it or with the current folder in it.
-        CheckpointConflictError: If something is there that may not be replaced.
+        UsageError: If the target is a source, or a folder that contains one or the current folder.
+        CheckpointConflictError: If the target exists and must not be replaced.
     """
     if not target:
         raise UsageError("DST='' is no path. Name what is to be written.")
@@ -51,7 +51,7 @@ def may_replace(
         for rank in range(world_size or 0):
             refuse_existing(Path(os.path.abspath(target.replace(_RANK, str(rank)))), overwrite)
         return overwrite
-    final = Path(os.path.realpath(target))
+    final = Path(os.path.realpath(target))  # links must not hide that source and target are the same
     for source in sources:
         read = None if not source or is_uri(source) else Path(os.path.realpath(source))
         if read is not None and (read == final or final in read.parents):
@@ -68,11 +68,11 @@ def may_replace(
 
 
 def clear_leftovers(target: str, world_size: int | None = None) -> None:
-    """Delete what commands for the same target have left beside it that were killed.
+    """Delete the unfinished files that killed commands left next to a target.
 
     Args:
-        target: A path of this machine, maybe with `{rank}` in its name.
-        world_size: For how many ranks it is.
+        target: A local path, possibly with `{rank}` in its name.
+        world_size: Number of ranks of per-rank files.
     """
     for rank in range(world_size or 1) if _RANK in target else (0,):
         remove_leftovers_of(target.replace(_RANK, str(rank)))
@@ -88,21 +88,21 @@ def written_to(
     jobs: int = 4,
     dry_run: bool = False,
 ) -> Iterator[str]:
-    """Yield the path to write to: of this machine the target itself, else one whose content is then uploaded.
+    """Yield the path to write to: a local target itself, or a temporary path that is then uploaded.
 
-    Files that make others take a folder for a checkpoint are uploaded last, when all others have arrived.
+    The files by which readers recognize a checkpoint are uploaded last, after all others have arrived.
 
     Args:
-        target: As it was typed.
-        overwrite: Whether objects of these names are replaced. Weights of an older checkpoint go then.
+        target: As given on the command line.
+        overwrite: Whether to replace existing objects. Weights of the older checkpoint are then deleted.
         is_folder: Whether a folder is written.
-        tmp_dir: Where what is uploaded lies before.
-        jobs: How many files are uploaded at a time.
-        dry_run: Whether nothing is written.
+        tmp_dir: Folder for the files before their upload.
+        jobs: Number of concurrent uploads.
+        dry_run: Whether to write nothing.
 
     Raises:
-        CheckpointConflictError: If something is there that may not be replaced.
-        UsageError: If nothing here writes to such an address.
+        CheckpointConflictError: If the target exists and must not be replaced.
+        UsageError: If no object store has the scheme of the URI.
     """
     if not is_uri(target):
         yield target
@@ -114,7 +114,7 @@ def written_to(
         store = maybe_create_object_store_from_uri(target)
     except NotImplementedError as error:
         raise UsageError(f"DST={target!r}: {error}") from error
-    assert store is not None
+    assert store is not None  # only local paths have no store
     with store:
         older = _older(store, place, is_folder=is_folder)
         if older and not overwrite and not dry_run:
@@ -134,7 +134,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) -> None:
-    """Raise if a file or folder would be lost that is no checkpoint, or a folder that a file would replace."""
+    """Raise if the target is something else than a checkpoint, or a folder that a file would replace."""
     if not final.is_dir():
         if not _looks_written_by_us(final):
             raise CheckpointConflictError(
@@ -155,21 +155,21 @@ def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) 
 
 
 def _looks_written_by_us(file: Path) -> bool:
-    """Say whether a file is one that a command may have written, going by how it begins; a damaged one is, too."""
-    if not file.exists() or file.name.endswith(_BY_ENDING):  # a link may lead nowhere
+    """Return whether a file may have been written by a command, judged by its first bytes, even if it is damaged."""
+    if not file.exists() or file.name.endswith(_BY_ENDING):  # `exists` is false for a dangling link
         return True
-    if not file.is_file():  # to read a pipe is to wait for who writes into it
+    if not file.is_file():  # reading a pipe would block
         return False
     with open(file, "rb") as opened:
         beginning = opened.read(len(_LEGACY_PT))
-    if beginning.startswith(_ZIP) and is_zipfile(file):  # one that was cut short is not any more
+    if beginning.startswith(_ZIP) and is_zipfile(file):  # a truncated file is not a zip, and passes below
         with ZipFile(file) as archive:
             return any(name.rpartition("/")[2] == "data.pkl" for name in archive.namelist())
     return not beginning or beginning.startswith((_ZIP, _LEGACY_PT))
 
 
 def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:
-    """Return the objects that are in the way."""
+    """Return the existing objects of the target."""
     if is_folder:
         return [name for name in store.list_objects(f"{place}/") if name.startswith(f"{place}/")]
     try:
@@ -188,6 +188,7 @@ def _upload(local: Path, target: str, place: str, store: ObjectStore, older: lis
     below = {name: name.removeprefix(f"{place}/") for name in older}
     surplus = [name for name in older if name not in files and is_of_checkpoint(below[name])]
     if local.is_dir():
+        # An old mark next to new weights would look like a complete checkpoint.
         for name in [*(name for name in older if below[name] in _MARKS), *surplus]:
             store.delete_object(name)
     uploader = RemoteUploader(target, num_concurrent_uploads=jobs)
@@ -201,15 +202,15 @@ def _upload(local: Path, target: str, place: str, store: ObjectStore, older: lis
 
 
 _RUN_WHERE_TRUSTED = ("composer", "pt")
-_WEIGHTS_ALONE = ("safetensors", "hf", "modular")  # of the folder of `composer.checkpoint`, the model's part is read
+_WEIGHTS_ALONE = ("safetensors", "hf", "modular")  # formats of which only the model is read
 
 
 def refuse_for_target(options: argparse.Namespace, target: str) -> None:
-    """Refuse options that say what Hugging Face folders have, where something else is written.
+    """Raise if options for Hugging Face folders are given for another target.
 
     Args:
-        options: Of `convert` or `merge`.
-        target: The format that is written.
+        options: Options of `convert` or `merge`.
+        target: Format of the target.
 
     Raises:
         UsageError: If there are such options.
@@ -230,12 +231,12 @@ def refuse_for_target(options: argparse.Namespace, target: str) -> None:
 
 
 def refuse_for_source(options: argparse.Namespace, kind: str, target: str) -> None:
-    """Refuse options that say how other kinds of checkpoints are read.
+    """Raise if options for another kind of source are given.
 
     Args:
-        options: Of `convert` or `merge`.
-        kind: What is read.
-        target: The format that is written.
+        options: Options of `convert` or `merge`.
+        kind: Kind of the source.
+        target: Format of the target.
 
     Raises:
         UsageError: If there are such options.

@@ -1,4 +1,4 @@
-"""Weights that a model has as one, where an adapter has changed one of them, and of those that are no longer equal."""
+"""Tied weights: lookup, merging with an adapter, untying, and comparison of sparse tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -22,11 +22,11 @@ Weights = dict[str, StoredTensor]
 
 
 def under_each_name(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> Weights:
-    """Return weights with those that a model ties under each of their names, since a folder has them under one.
+    """Return weights with tied ones under each of their names, since a folder has them under one.
 
     Args:
-        base: By the names that a checkpoint has for them.
-        model: On the meta device; `None` where nobody knows it.
+        base: Weights by their names in a checkpoint.
+        model: The model on the meta device; `None` if unknown.
     """
     found = dict(base)
     for pair in _ties_of_model(model).items():
@@ -38,27 +38,28 @@ def under_each_name(base: Mapping[str, StoredTensor], model: torch.nn.Module | N
 
 
 def find_ties(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> list[Pair]:
-    """Return the names of weights that are one, two and two, by what a model ties and by what is one in a checkpoint.
+    """Return pairs of names of one weight, tied by the model or stored once in the checkpoint.
 
     Args:
-        base: From `under_each_name`.
-        model: As there.
+        base: Weights from `under_each_name`.
+        model: As in `under_each_name`.
     """
     own = {published_name(name): name for name in base}
     of_model = [(own[a], own[b]) for a, b in _ties_of_model(model).items() if a in own and b in own]
+    # Sets of two names, since a pair may occur in both orders.
     return list({frozenset(pair): pair for pair in (*aliases_of(base).items(), *of_model)}.values())
 
 
 def settle_ties(
     before: Mapping[str, StoredTensor], merged: Weights, pairs: Iterable[Pair], are_alike: Callable[[str, str], bool]
 ) -> list[Pair]:
-    """Return the pairs that an adapter has made different, and make one tensor of those that it has changed alike.
+    """Return the pairs that an adapter has made different, and share the tensor of those that it changed equally.
 
     Args:
-        before: The base's weights.
-        merged: The same with the adapter; changed in place.
-        pairs: From `find_ties`.
-        are_alike: Of two names of changed weights, whether these are equal.
+        before: Weights of the base.
+        merged: Weights with the adapter; changed in place.
+        pairs: Pairs from `find_ties`.
+        are_alike: Returns whether two changed weights are equal, given their names.
     """
     apart: list[Pair] = []
     for alias, kept in pairs:
@@ -75,22 +76,23 @@ def settle_ties(
 def untied_config(
     metadata: HuggingFaceMetadata, apart: Iterable[Pair], model: torch.nn.Module | None, *, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Return a model's configuration with which it keeps weights apart that were tied.
+    """Return a model's configuration without ties between the given weights.
 
     Args:
-        metadata: Of the model as it was.
-        apart: From `settle_ties`.
+        metadata: Metadata of the base.
+        apart: Pairs from `settle_ties`.
         model: As in `under_each_name`.
-        trust_remote_code: As for `meta_model`.
+        trust_remote_code: As in `meta_model`.
 
     Raises:
-        IncompatibleCheckpointError: If the model ties them whatever its configuration says.
+        IncompatibleCheckpointError: If the model ties them regardless of its configuration.
     """
     config: dict[str, Any] = {**metadata.config, _TIED: False}
-    text = config.get("text_config")  # which models of images and text ask in transformers 4
+    text = config.get("text_config")  # read by multimodal models in transformers 4
     if isinstance(text, Mapping) and text.get(_TIED):
         config["text_config"] = {**text, _TIED: False}
     if model is not None:
+        # Some classes ignore the setting, so a model with the new configuration is checked.
         untied = meta_model(replace(metadata, config=config, peft_config=None), trust_remote_code=trust_remote_code)
         ties = tied_names(untied)
         for alias, kept in apart:
@@ -105,8 +107,9 @@ def untied_config(
 
 
 def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
-    """Say whether two tensors are equal to the bit, reading both piece by piece where it is not known."""
+    """Return whether two tensors are equal bit by bit, read piece by piece unless they share storage."""
     if are_one(one, other):
+        # Compared as bytes below, since NaN is not equal to itself.
         return True
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -126,19 +129,19 @@ _BLOCK_NUMEL = 1 << 20
 
 
 def side_by_side(name: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, piece by piece, the elements that at least one of two sparse tensors has a place for.
+    """Yield, piece by piece, the elements that are explicit in at least one of two sparse tensors.
 
     Args:
-        name: What they are called, for the message.
-        a: One of them.
-        b: Another one of the same layout and shape.
+        name: Name of the tensors, for the message.
+        a: A sparse tensor.
+        b: A sparse tensor of the same layout and shape.
 
     Raises:
-        IncompatibleCheckpointError: If torch cannot bring their elements into one order.
+        IncompatibleCheckpointError: If torch cannot align their elements.
     """
     try:
         values = _aligned(_coordinates(a.read()), _coordinates(b.read()))
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError) as error:  # torch lacks these operations for some dtypes and layouts
         raise IncompatibleCheckpointError(
             f"{name} is a tensor of layout {a.read().layout}, of a kind that is not compared ({error!s:.200}). Choose "
             f"others with --keys, or load the files with load_file() and compare it dense."
@@ -156,6 +159,7 @@ def _aligned(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     places = torch.cat([a.indices(), b.indices()], dim=1)
     if not places.shape[1]:
         return a.values(), b.values()
+    # The inverse of `unique` maps each index of both tensors to its place in the union.
     known, order = torch.unique(places, dim=1, return_inverse=True)
     found: list[torch.Tensor] = []
     for tensor, own in ((a, order[: a.indices().shape[1]]), (b, order[a.indices().shape[1] :])):

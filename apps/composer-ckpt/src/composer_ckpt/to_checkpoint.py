@@ -1,4 +1,4 @@
-"""Planning a checkpoint of Composer: a `.pt`, per-rank files, a sharded folder, or weights alone as `.safetensors`."""
+"""Planning of a Composer checkpoint: a `.pt`, per-rank files, a sharded folder, or weights alone as `.safetensors`."""
 
 import argparse
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ __all__ = ["plan_checkpoint"]
 
 _PREFIX = "model."
 _MAX_NAMES = 5
-_ALWAYS = ("integrations", "metadata")  # what weights alone have beside them
+_ALWAYS = ("integrations", "metadata")  # kept with weights alone
 Weights = dict[str, StoredTensor]
 
 
@@ -38,9 +38,9 @@ def plan_checkpoint(source: TensorSource, target: Target, options: argparse.Name
     """Plan a checkpoint.
 
     Args:
-        source: The opened one.
+        source: The open source.
         target: `'pt'`, `'local'`, `'dcp'` or `'safetensors'`.
-        options: Of `convert`.
+        options: Options of `convert`.
     """
     weights, renamed, cast = chosen_weights(source, options)
     notes = notes_on_the_rest(source)
@@ -74,7 +74,7 @@ def plan_checkpoint(source: TensorSource, target: Target, options: argparse.Name
 
 
 def _notes_on_keys(tree: Mapping[str, Any]) -> list[str]:
-    """Return what becomes of keys that are no texts, such as the numbers of an optimizer's parameters."""
+    """Return a note on keys that are not strings, such as the numbers of an optimizer's parameters."""
     changed: list[str] = []
 
     def note(name: str, value: Any) -> None:
@@ -120,7 +120,8 @@ def _tree(source: TensorSource, options: argparse.Namespace, weights: Weights, n
 def _named_as_in_composer(
     weights: Weights, saved: Mapping[str, Any], options: argparse.Namespace, notes: list[str]
 ) -> Weights:
-    """Return a folder's weights as a model of the installed transformers has them, below `model.`."""
+    """Return a folder's weights as named in memory by the installed transformers, below `model.`."""
+    # Imported late, since only folders need transformers.
     from composer_ckpt.in_memory import in_memory_weights
     from composer_ckpt.to_hugging_face import trained_beside_adapter, with_adapter
     from composer_hf.metadata import HuggingFaceMetadata
@@ -140,6 +141,7 @@ def _named_as_in_composer(
 
 def _info(source: TensorSource) -> dict[str, Any]:
     info = {} if source.manifest is None else dict(source.manifest.info)
+    # These describe how the source's file was written.
     return {key: value for key, value in info.items() if key not in ("encoded", "aliases", "layout", "save_id")}
 
 
@@ -162,7 +164,7 @@ def _write(
         if target == "pt":
             stream_pt(tree, unfinished, info=info, progress=progress)
         elif target == "dcp":
-            unfinished.rmdir()  # the writer makes it, whole or not at all; then it is read back, and gets its name
+            unfinished.rmdir()  # `stream_sharded` creates the folder itself
             stream_sharded(tree, unfinished, num_files=options.world_size or 1, info=info, progress=progress)
         else:
             stream_safetensors(own, unfinished, info={**info, "layout": "composer"}, aliases=aliases, progress=progress)
@@ -186,7 +188,7 @@ def _write_local(
         for path in files if not options.no_verify else ():
             _read_back(path)
     except BaseException:
-        for path in files:
+        for path in files:  # the files have their final names already, so they must not stay
             path.unlink(missing_ok=True)
         raise
 

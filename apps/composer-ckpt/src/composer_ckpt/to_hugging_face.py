@@ -1,4 +1,4 @@
-"""Planning a Hugging Face folder: which weights of the checkpoint become which of the folder, tensor by tensor."""
+"""Planning of a Hugging Face folder: the mapping of the checkpoint's weights to the folder's, tensor by tensor."""
 
 import argparse
 import json
@@ -44,16 +44,16 @@ Weights = dict[str, StoredTensor]
 
 
 def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitStack) -> Plan:
-    """Plan the folder; nothing is read but descriptions.
+    """Plan a folder, reading only descriptions of tensors.
 
     Args:
-        source: The opened checkpoint.
-        options: Of `convert`.
-        stack: Closes what else has to be opened.
+        source: The open checkpoint.
+        options: Options of `convert`.
+        stack: Closes other sources that are opened.
 
     Raises:
-        MissingMetadataError: If nobody says which model it is.
-        UnfittingWeightsError: If weights are missing or too many.
+        MissingMetadataError: If the model is unknown.
+        UnfittingWeightsError: If weights are missing, or not in the model.
         IncompatibleCheckpointError: If transformers does not know the model.
     """
     metadata = metadata_of(source, options)
@@ -63,7 +63,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
     notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
     weights = _named_as_in_composer(weights, source, metadata)
-    if source.format == "hf" and metadata.peft_config is not None:  # such a folder has what was trained, and no more
+    if source.format == "hf" and metadata.peft_config is not None:  # an adapter folder contains only trained weights
         metadata = replace(metadata, trained_beside_adapter=trained_beside_adapter(weights))
     if metadata.peft_config is not None and not is_adapter:
         weights, metadata, told = merge_adapters(weights, metadata, options, stack)
@@ -76,7 +76,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
             "chosen by --include and --exclude, so that nobody has looked whether they are all that the model needs"
         )
     else:
-        weights = once_each(weights, published_name)  # refuses what would be taken for one
+        weights = once_each(weights, published_name)  # raises if two different weights get the same name
         pieces = plan_weights(_on_meta(weights), metadata, trust_remote_code=options.trust_remote_code)
         published, dropped = _published(pieces, weights), _dropped(pieces)
     if is_adapter:
@@ -103,7 +103,7 @@ def plan_folder(source: TensorSource, options: argparse.Namespace, stack: ExitSt
 
 
 def _notes_on_adapters(metadata: HuggingFaceMetadata, options: argparse.Namespace) -> list[str]:
-    """Refuse options for adapters that have nothing to do."""
+    """Return notes on adapters, and raise if options for adapters have no effect."""
     if metadata.peft_config is not None:
         _refuse_options_of_bases(options)
         return []
@@ -120,7 +120,7 @@ def _notes_on_other_adapters(weights: Weights) -> list[str]:
 
 
 def _refuse_options_of_bases(options: argparse.Namespace) -> None:
-    """Refuse options that say of a whole model what becomes of it, where the adapter is written alone."""
+    """Raise if options for whole models are given although only the adapter is written."""
     if options.peft != "merge" and options.base_model is not None:
         raise UsageError(
             f"--base-model {options.base_model!r} is for --peft merge, and the adapter is written alone. Give --peft "
@@ -131,7 +131,7 @@ def _refuse_options_of_bases(options: argparse.Namespace) -> None:
 
 
 def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: HuggingFaceMetadata) -> Weights:
-    """Return the weights with `model.` before the names that the model of transformers has for them."""
+    """Return the weights with `model.` before their names in the transformers model."""
     if metadata.peft_config is not None:
         is_bare = not any(name.startswith(f"{_PREFIX}base_model.") for name in weights)
         config = metadata.peft_config
@@ -142,17 +142,18 @@ def _named_as_in_composer(weights: Weights, source: TensorSource, metadata: Hugg
     prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
     if source.format == "hf":
         return prefixed
+    # Names of a foreign `.pt` may lack the prefix: the variant with more names of the model wins.
     known = meta_model(metadata).state_dict().keys()
     fitting = [len({published_name(name) for name in names} & known) for names in (weights, prefixed)]
     return weights if fitting[0] >= fitting[1] else prefixed
 
 
 def with_adapter(name: str, config: Mapping[str, Any]) -> str:
-    """Return how an adapter's weight is called in memory, by the name in `adapter_model.safetensors`.
+    """Return the name in memory of an adapter's weight in `adapter_model.safetensors`.
 
     Args:
-        name: In the file.
-        config: The adapter's, which names the modules that are saved whole.
+        name: Name in the file.
+        config: Configuration of the adapter, which names the modules that are saved whole.
 
     Example:
         >>> with_adapter("base_model.model.wte.weight", {"modules_to_save": ["wte"]})
@@ -162,7 +163,7 @@ def with_adapter(name: str, config: Mapping[str, Any]) -> str:
     added = [place for place, part in enumerate(parts) if part.startswith("lora_") or part == "trainable_tokens_delta"]
     if not added:
         saved = tuple(config.get("modules_to_save") or ())
-        for end in range(1, len(parts)):  # peft wraps the outermost module whose name ends so
+        for end in range(1, len(parts)):  # peft wraps the outermost module whose name has this ending
             if saved and ".".join(parts[:end]).endswith(saved) and "modules_to_save" not in parts:
                 return ".".join([*parts[:end], "modules_to_save", "default", *parts[end:]])
     elif "default" not in parts:
@@ -172,7 +173,7 @@ def with_adapter(name: str, config: Mapping[str, Any]) -> str:
 
 
 def trained_beside_adapter(weights: Weights) -> list[str]:
-    """Return the names of an adapter's folder's weights that the adapter has not added."""
+    """Return the names of weights in an adapter's folder that the adapter did not add."""
     return [plain for name in weights if not is_adapter_weight(plain := published_name(name))]
 
 
@@ -181,7 +182,7 @@ def _on_meta(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 class _LastPiece:
-    """Remembers what one piece became, since its parts are written one after the other."""
+    """Cache of the last converted piece, whose parts are written one after the other."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -189,7 +190,7 @@ class _LastPiece:
         self._made: dict[str, torch.Tensor] = {}
 
     def part(self, piece: PublishedPiece, target: str) -> torch.Tensor:
-        """Return one of the weights that a piece becomes, which is then forgotten."""
+        """Return one of the weights of a converted piece, and drop it from the cache."""
         if self._piece is not piece or target not in self._made:
             self._made.clear()
             (first,) = piece.sources
@@ -202,7 +203,7 @@ def _published(pieces: Sequence[PublishedPiece], weights: Weights) -> Weights:
     published: Weights = {}
     origins: dict[str, str] = {}
     for piece in pieces:
-        own = replace(piece, sources=piece.sources[:1], copies=())  # copies are compared once, before writing
+        own = replace(piece, sources=piece.sources[:1], copies=())  # `_check_ties` compares copies before writing
         for target, described in piece.targets.items():
             if target in origins:
                 refuse_doubles({origins[target]: target, piece.sources[0]: target})
@@ -218,7 +219,7 @@ def _dropped(pieces: Sequence[PublishedPiece]) -> dict[str, str]:
 
 
 def _check_ties(pieces: Sequence[PublishedPiece], weights: Weights) -> None:
-    """Compare weights that the model ties, unless they are one tensor in the checkpoint, too."""
+    """Compare tied weights, except those that share a tensor in the checkpoint."""
     for piece in pieces:
         first = weights[piece.sources[0]]
         others = [name for name in piece.copies if first.storage is None or weights[name].storage != first.storage]
@@ -228,7 +229,7 @@ def _check_ties(pieces: Sequence[PublishedPiece], weights: Weights) -> None:
 
 
 def _as_bin(files: Mapping[str, Weights]) -> dict[str, Weights]:
-    """Return the files under the names that they have as pickles."""
+    """Return the files under their names in the `bin` format."""
     return {
         name.replace("model", "pytorch_model", 1)
         .replace("adapter_pytorch_", "adapter_")
@@ -238,7 +239,7 @@ def _as_bin(files: Mapping[str, Weights]) -> dict[str, Weights]:
 
 
 def _main_dtype(files: Mapping[str, Weights]) -> torch.dtype | None:
-    """Return the floating point type that most of the bytes have."""
+    """Return the floating point dtype that takes most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for tensors in files.values():
         for tensor in tensors.values():
@@ -284,7 +285,7 @@ def _write_bin(files: Mapping[str, Weights], folder: Path, progress: Progress) -
 
 
 def _read_back(files: Mapping[str, Weights], folder: Path) -> None:
-    """Compare what the disk has with what was handed to it."""
+    """Verify the written files against their hashes."""
     for file in files:
         try:
             verify_file(folder / file)

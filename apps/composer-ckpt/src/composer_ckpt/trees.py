@@ -1,4 +1,4 @@
-"""Drawing tensors as the tree that their names are."""
+"""Drawing of tensors as the tree of their names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ __all__ = ["draw_tree"]
 
 
 def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[str]:
-    r"""Return lines with each tensor's shape, dtype and size, and each branch's total.
+    r"""Return lines with the shape, dtype and size of each tensor, and the total of each branch.
 
-    What is below a branch follows its name after a dot, or after the slash with which the name is shown.
+    Names below a branch continue its name after a dot, or after the slash that ends it.
 
     Args:
-        tensors: As `inspect --json` has them.
-        limit: How many lines at most; branches are folded where there would be more.
+        tensors: Entries of `inspect --json`.
+        limit: Maximum number of lines; branches are folded to stay below it.
 
     Example:
         >>> tensor = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32", "bytes": 24, "alias_of": None}
@@ -55,7 +55,7 @@ class _Branch:
             pending.extend(branch.children.values())
 
     def lines(self, indent: str, name: str, depth: int | None) -> Iterator[tuple[str, str, str]]:
-        """Yield what is drawn left, the dtype or count, and the size."""
+        """Yield the left column, the dtype or count, and the size."""
         for order, (key, child) in enumerate(self.children.items()):
             is_last = order == len(self.children) - 1
             corner, below = (("└── ", "    ") if is_last else ("├── ", "│   ")) if name else ("", "")
@@ -75,7 +75,7 @@ class _Branch:
 
 
 def _chain(key: str, branch: _Branch) -> tuple[str, _Branch]:
-    """Join branches that hold one branch and nothing else."""
+    """Join branches that have a single branch and no tensors."""
     while len(branch.children) == 1 and not branch.leaves:
         ((below, child),) = branch.children.items()
         key, branch = f"{key}{below}", child
@@ -83,7 +83,7 @@ def _chain(key: str, branch: _Branch) -> tuple[str, _Branch]:
 
 
 def _parts(name: str) -> list[str]:
-    """Split a name after slashes, and what follows the last of them after dots; the parts make up the name."""
+    """Split a name after slashes, and its last part after dots; the joined parts are the name."""
     *containers, last = name.split("/")
     *outer, own = last.split(".")
     return [*(f"{part}/" for part in containers), *(f"{part}." for part in outer), own]

@@ -1,4 +1,4 @@
-"""A checkpoint's weights under the names and in the precision that the target shall have."""
+"""Weights of a checkpoint under the names and in the precision of the target."""
 
 import argparse
 from dataclasses import replace
@@ -23,13 +23,15 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def chosen_weights(
     source: TensorSource, options: argparse.Namespace
 ) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, int]]:
-    """Return the weights that are converted, new names by old ones, and how many change their dtype to which.
+    """Return the weights to convert, new names by old ones, and the number of weights for each change of dtype.
 
-    While they are read, the names of those with NaN are put into `options.names_with_nan`.
+    As the weights are read, the names of those with NaN are added to `options.names_with_nan`.
 
     Raises:
-        CorruptCheckpointError: If an index promises more than there is.
-        UsageError: If there are none, or two would have one name.
+        CorruptCheckpointError: If tensors of an index are missing.
+        UsageError: If there are no weights, or two get the same name.
+    """
+    """
     """
     if source.missing:
         raise CorruptCheckpointError(
@@ -60,7 +62,7 @@ def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> Stor
         return stored
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
-        pieces = tensor.flatten().split(_PIECE)  # a few at a time, since what torch answers is a tensor, too
+        pieces = tensor.flatten().split(_PIECE)  # in pieces, since `isnan` allocates a mask
         if name not in found and any(bool(piece.float().isnan().any()) for piece in pieces):
             found[name] = None
         return tensor
@@ -74,13 +76,13 @@ def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> Stor
 
 
 def notes_on_nan(options: argparse.Namespace) -> list[str]:
-    """Return what the user should know of weights that are no numbers, once all have been read."""
+    """Return notes on weights with NaN, after all have been read."""
     names = list(options.names_with_nan)
     return [f"NaN in {counted(len(names), 'tensor')}, written as it is: {_some(names)}"] if names else []
 
 
 def notes_on_the_rest(source: TensorSource) -> list[str]:
-    """Return what the user should know of what is no weight of the model, and is not written."""
+    """Return notes on entries that are not weights of the model and are not written."""
     notes: list[str] = []
     if no_tensors := source.beside_weights:
         notes.append(f"left out of the model, since they are no tensors: {_some(no_tensors)}")
@@ -101,7 +103,7 @@ def _some(names: list[str]) -> str:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a weight's name without what `torch.compile` and checkpointing put into it.
+    """Return a weight's name without the parts that `torch.compile`, FSDP and activation checkpointing insert.
 
     Example:
         >>> without_wrappers("layer._orig_mod.weight")
