@@ -1,4 +1,4 @@
-"""Callbacks: what watches training and does work of its own."""
+"""Callbacks, which observe and extend training."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ __all__ = [
     "SystemMetricsMonitor",
     "ThresholdStopper",
 ]
-if find_spec("composer_hf") is None:  # a star import asks for every name
+if find_spec("composer_hf") is None:  # a star import would fail on a name that cannot be imported
     __all__.remove("HuggingFaceCheckpointer")
 
 __getattr__, __dir__ = lazy_face(

@@ -1,4 +1,4 @@
-"""Pages that show what CUDA's allocator did, and need nothing but themselves: no network, no other file."""
+"""Self-contained HTML pages of the CUDA allocator's history, and the files they are written to."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ __all__ = [
     "readable",
 ]
 
-_MAX_FRAMES: Final = 24  # of a stack; the outer ones are the same everywhere
+_MAX_FRAMES: Final = 24  # innermost frames of a stack; the outer ones rarely differ
 
-# A box is [left, right, bottom, top, stack]. Boxes do not overlap, so whatever is under the pointer is found by a scan.
+# A box is [left, right, bottom, top, stack]. Boxes do not overlap, so a scan finds the one under the pointer.
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -92,10 +92,10 @@ for (const plot of data.plots) {
 
 
 def timeline_page(snapshot: Snapshot) -> str:
-    """Return a page with each allocation as a box: when it was in use, and where.
+    """Return a page with each allocation as a box over time and address.
 
-    Time counts what the allocator did. Addresses that were not in use at all are left out; red lines are where memory
-    ran out.
+    Time counts actions of the allocator. Address ranges that were never in use are left out; red lines mark where
+    memory ran out.
     """
     stacks = _Stacks()
     plots = [
@@ -107,7 +107,7 @@ def timeline_page(snapshot: Snapshot) -> str:
 
 
 def segment_page(snapshot: Snapshot) -> str:
-    """Return a page with each segment as a row, and in it the blocks as they are now."""
+    """Return a page with each segment as a row of its current blocks."""
     stacks = _Stacks()
     devices = sorted({segment.get("device", 0) for segment in snapshot["segments"]})
     plots: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def segment_page(snapshot: Snapshot) -> str:
 
 
 class _Stacks:
-    """Each stack of frames once, and a number for it."""
+    """Numbers of distinct stacks, which the page stores once each."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
@@ -162,14 +162,15 @@ def _plot_of_device(
 def _lives(
     trace: Sequence[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]]
 ) -> Iterator[tuple[int, int, int, int, Any]]:
-    """Yield for each allocation when it began and ended, its address, its size and its stack."""
+    """Yield the start, end, address, size and stack of each allocation."""
     in_use: dict[int, tuple[int, int, Any]] = {}
     for time, entry in enumerate(trace):
         if entry["action"] == "alloc":
             in_use[entry["addr"]] = time, entry["size"], entry.get("frames", ())
         elif entry["action"] == "free_completed":
-            start, size, frames = in_use.pop(entry["addr"], (0, entry["size"], ()))  # older than the record
+            start, size, frames = in_use.pop(entry["addr"], (0, entry["size"], ()))  # allocated before the record began
             yield start, time, entry["addr"], size, frames
+    # Blocks in use without an entry were allocated before the record began.
     for segment in segments:
         for address, block in _blocks(segment):
             if block["state"].startswith("active") and address not in in_use:
@@ -179,7 +180,7 @@ def _lives(
 
 
 def _places(allocations: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return for each address how many bytes that were ever in use are below it."""
+    """Map each address to the number of bytes below it that were ever in use."""
     places: dict[int, int] = {}
     below = covered_to = 0
     for address, size in sorted(allocations):
@@ -195,7 +196,7 @@ def _peak(lives: Iterable[tuple[int, int, int, int, Any]]) -> int:
         change for start, end, _, size, _ in lives for change in ((start, size), (end, -size)) if start < end
     )
     in_use = most = 0
-    for _, change in changes:  # of one time, what is freed comes first
+    for _, change in changes:  # sorted, so frees precede allocations at the same time
         in_use += change
         most = max(most, in_use)
     return most
@@ -214,7 +215,7 @@ def _blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]
 
 def _page(title: str, plots: list[dict[str, Any]], stacks: _Stacks) -> str:
     data = json.dumps({"plots": plots, "stacks": list(stacks.texts)}, separators=(",", ":"))
-    # A file name must not end the element that the data is in.
+    # A file name with `</script>` must not end the element that contains the data.
     return _PAGE.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
 
 
@@ -222,9 +223,10 @@ _log = logging.getLogger(__name__)
 
 
 def has_cuda_memory(state: State, what: str) -> bool:
-    """Answer whether the model is where CUDA's allocator is, and warn if not."""
+    """Return whether the model is on a CUDA device, and warn if not."""
     parameter = next(state.model.parameters(), None)
     where = "no device" if parameter is None else parameter.device.type
+    # On the meta device, weights are materialized on the accelerator later.
     if where == "cuda" or (where == "meta" and torch.cuda.is_available()):
         return True
     warnings.warn(f"The {what} only works on CUDA devices, but the model is on {where}.", UserWarning, stacklevel=3)
@@ -232,16 +234,16 @@ def has_cuda_memory(state: State, what: str) -> bool:
 
 
 class MemoryFiles:
-    """A folder for a run's files, and a name for them where loggers keep files.
+    """Local folder and remote names for the files of a run.
 
     Args:
-        folder: May use `{run_name}` and the ranks' placeholders.
-        remote_file_name: The folder in the store, or an address whose store is then uploaded to. `None` uploads
-            nothing.
-        overwrite: Whether there may be files in the folder, and files of these names in the store.
+        folder: Local folder; may use `{run_name}` and the placeholders of ranks.
+        remote_file_name: Folder in the object store, or a URI, to whose object store files are then uploaded. `None`
+            uploads nothing.
+        overwrite: Whether the folder may contain files, and the object store files of these names.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
     """
 
     def __init__(self, folder: str, remote_file_name: str | None, overwrite: bool) -> None:
@@ -255,10 +257,10 @@ class MemoryFiles:
         self._uploaded: set[str] = set()
 
     def prepare(self, state: State, logger: Logger) -> None:
-        """Make the folder, and see to it that an address is uploaded to. Every rank must call this.
+        """Create the folder, and add an uploader for a URI. Every rank must call this.
 
         Raises:
-            FileExistsError: If there are files in the folder that may not be replaced.
+            FileExistsError: If the folder contains files and `overwrite` is false.
         """
         folder = self._formatted(self.folder, state)
         os.makedirs(folder, exist_ok=True)
@@ -268,14 +270,14 @@ class MemoryFiles:
             _add_uploader(self.remote_file_name, state, logger)
 
     def path(self, filename: str, state: State) -> str:
-        """Return where a file belongs now."""
+        """Return the current path of a file."""
         return os.path.join(self._formatted(self.folder, state), self._formatted(filename, state))
 
     def keep(self, files: Mapping[str, Callable[[], bytes]], state: State, logger: Logger) -> None:
-        """Write and upload files, each for itself: training goes on without those that fail, which are logged.
+        """Write and upload files independently of each other; failures are logged, and training continues.
 
         Args:
-            files: By path, what makes their contents.
+            files: Functions that return the contents, by path.
             state: The state.
             logger: The logger.
         """
@@ -285,10 +287,10 @@ class MemoryFiles:
                 if self.remote_file_name is not None:
                     remote_folder = parse_uri(self._formatted(self.remote_file_name, state)).path
                     remote_name = posixpath.join(remote_folder.lstrip("/"), os.path.basename(path))
-                    is_own = remote_name in self._uploaded  # where memory runs out again, the newer one counts
+                    is_own = remote_name in self._uploaded  # after a second out-of-memory error, the newer file counts
                     logger.upload_file(remote_name, path, overwrite=self.overwrite or is_own)
                     self._uploaded.add(remote_name)
-            except Exception:  # it watches training, and must not end it
+            except Exception:  # a monitor must not end training
                 _log.exception("%s could not be written or uploaded; the other files are.", path)
 
     def _formatted(self, name: str, state: State) -> str:
@@ -296,7 +298,7 @@ class MemoryFiles:
 
 
 def _add_uploader(address: str, state: State, logger: Logger) -> None:
-    """Upload to the store of an address, unless a logger does."""
+    """Add an uploader for the object store of a URI, unless a logger uploads there already."""
     backend, bucket, _ = parse_uri(address)
     places = logger.destinations
     if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
@@ -305,33 +307,33 @@ def _add_uploader(address: str, state: State, logger: Logger) -> None:
     if uploader is not None:
         logger.destinations = (*places, uploader)
         state.callbacks.append(uploader)
-        uploader.init(state, logger)  # the loggers had their turn before the callbacks
+        uploader.init(state, logger)  # `init` of loggers has run before that of callbacks
 
 
 Snapshot = Mapping[str, Any]
-"""The segments that the allocator holds, with their blocks, and for each device what it did."""
+"""The allocator's segments with their blocks, and its history on each device."""
 
 
 def record_history(max_entries: int) -> None:
-    """Begin to remember the last allocations and frees, with the lines of Python that made them."""
+    """Start recording the last allocations and frees, with their Python stacks."""
     torch.cuda.memory._record_memory_history("all", max_entries=max_entries)
 
 
 def stop_history() -> None:
-    """Remember no more, and forget."""
+    """Stop recording, and discard the record."""
     torch.cuda.memory._record_memory_history(None)
 
 
 def take_snapshot() -> Snapshot:
-    """Return what is remembered."""
+    """Return the recorded snapshot."""
     return torch.cuda.memory._snapshot()
 
 
 def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
-    """Have a function called when memory has run out, before the error is raised. It stays as long as the process.
+    """Register a function that is called on out-of-memory, before the error is raised. It cannot be removed.
 
     Args:
-        observer: Gets the device, the bytes asked for, the bytes of the device and those free.
+        observer: Called with the device, the requested bytes, and the total and free bytes of the device.
     """
     torch._C._cuda_attach_out_of_memory_observer(observer)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
 
@@ -339,7 +341,7 @@ def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]
 _WIDTH: Final = 1200
 _ROW_HEIGHT: Final = 16
 _LETTER_WIDTH: Final = 7
-_NARROWEST: Final = 0.1  # what is narrower than that cannot be seen
+_NARROWEST: Final = 0.1  # narrower boxes would be invisible
 
 
 @dataclass(slots=True)
@@ -353,7 +355,7 @@ def draw_flamegraph(folded: str) -> str:
     """Return a flame graph as SVG.
 
     Args:
-        folded: Lines such as `outermost;inner;innermost 4096`: a stack and its bytes.
+        folded: Lines such as `outermost;inner;innermost 4096`: a stack and its size in bytes.
 
     Reference:
         Gregg. "The Flame Graph", Communications of the ACM 59(6), 2016.
@@ -383,8 +385,8 @@ def _fold(folded: str) -> _Frame:
 
 
 def _boxes(root: _Frame, left: float, depth: int, scale: float) -> Iterator[tuple[_Frame, float, int, float]]:
-    """Yield each frame with its left end, its row from below and its width; stacks may be deeper than Python's."""
-    waiting = [(root, left, depth)]
+    """Yield each frame with its left end, its row from the bottom and its width, without recursion."""
+    waiting = [(root, left, depth)]  # stacks of a snapshot may be deeper than Python's recursion limit
     while waiting:
         frame, left, depth = waiting.pop()
         if frame.size * scale < _NARROWEST:
@@ -396,7 +398,7 @@ def _boxes(root: _Frame, left: float, depth: int, scale: float) -> Iterator[tupl
 
 
 def _draw(frame: _Frame, left: float, top: int, width: float) -> str:
-    hue = zlib.crc32(frame.name.encode()) % 50  # the same colour wherever the name is, between red and yellow
+    hue = zlib.crc32(frame.name.encode()) % 50  # between red and yellow, the same for each occurrence of a name
     num_letters = int(width / _LETTER_WIDTH) - 1
     label = frame.name if len(frame.name) <= num_letters else frame.name[: max(num_letters - 1, 0)] + "…"
     text = f'<text x="{left + 3:.1f}" y="{top + 12}">{escape(label)}</text>' if num_letters >= 3 else ""
@@ -408,7 +410,7 @@ def _draw(frame: _Frame, left: float, top: int, width: float) -> str:
 
 
 def readable(size_bytes: int) -> str:
-    """Return a number of bytes in the largest unit of which there is one.
+    """Return a size in the largest unit that is not larger than it.
 
     >>> readable(1536), readable(17)
     ('1.5 KiB', '17 B')

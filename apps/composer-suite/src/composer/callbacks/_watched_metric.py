@@ -1,4 +1,4 @@
-"""The metric that a stopper watches, and what makes one value of it better than another."""
+"""The metric that a stopper watches, and the comparison of its values."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NAMED: Final[dict[str, Comparison]] = {
 
 
 def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison:
-    """Return the function that says whether its first argument is better than its second.
+    """Return the function that decides whether its first argument is better than its second.
 
     Args:
-        comp: The function, its name, or `None` to go by the name of the metric, until the metric itself is there.
+        comp: The function, its name, or `None` to go by the name of the metric until the metric itself is known.
         monitor: Name of the metric.
 
     Raises:
-        TypeError: If it is neither, or the name of the metric is no text.
+        TypeError: If `comp` is neither, or `monitor` is not a string.
         ValueError: If no function has that name.
     """
     check_texts(monitor=monitor)
@@ -48,10 +48,10 @@ def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison
 
 
 def comparison_for(state: State, monitor: str, dataloader_label: str) -> Comparison:
-    """Return the function that says which value of a metric is better, by the metric itself or else by its name.
+    """Return the comparison for a metric, by its `higher_is_better` or else by its name.
 
     Warns:
-        UserWarning: If neither says whether larger values are better, which is then assumed, as in Composer.
+        UserWarning: If both leave open whether larger values are better. Larger is then assumed, as in Composer.
     """
     is_train = dataloader_label == "train"
     metrics = (state.train_metrics or {}) if is_train else state.eval_metrics.get(dataloader_label, {})
@@ -67,7 +67,7 @@ def comparison_for(state: State, monitor: str, dataloader_label: str) -> Compari
 
 
 def check_watched(state: State, monitor: str, dataloader_label: str) -> None:
-    """Look at the beginning for what is to be watched, before any time is spent on training.
+    """Check at the start of training that the watched metric exists.
 
     Raises:
         ValueError: If the dataloader is known and has no such metric, or one with several numbers.
@@ -94,7 +94,7 @@ def compute_metric(state: State, monitor: str, dataloader_label: str) -> torch.T
     """Return the value of a metric, or of one of its entries.
 
     Raises:
-        ValueError: If there is none, or several.
+        ValueError: If there is no such metric, or it has several values.
     """
     if dataloader_label == "train" and state.train_metrics:
         metrics: Any = state.train_metrics
