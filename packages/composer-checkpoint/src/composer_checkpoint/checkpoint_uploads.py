@@ -1,4 +1,4 @@
-"""Copies of committed checkpoints, in the store of a remote folder or with loggers that take files."""
+"""Uploads of committed checkpoints, to the store of a remote folder or to loggers that accept files."""
 
 import os
 import posixpath
@@ -32,9 +32,9 @@ __all__ = ["Save", "check_templates", "name_save", "template_of_run", "to_path",
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One save: its names, the time in training, and what was measured by then. Per-rank files keep `{rank}`.
+    """One save: its names, the time in training, and the metrics of that time. Names of per-rank files keep `{rank}`.
 
-    `address` is where it lasts, if that is a store. Then `path` is the same, or a temporary file.
+    `address` is where it is kept, if that is a store; `path` is then the same, or a temporary file.
     """
 
     path: str
@@ -49,17 +49,17 @@ class Save:
 def check_templates(
     filename: str, latest_filename: str | None, interval: "Time[Any] | str | int | None", overwrite: bool
 ) -> None:
-    """Refuse names that cannot tell the saves of a run apart, or the link to the latest one from a save.
+    """Refuse names that are the same for several saves of a run, or for a save and the link to the latest one.
 
     Args:
         filename: The template of the saves.
-        latest_filename: That of the link, or `None` for no link.
+        latest_filename: The template of the link, or `None` for no link.
         interval: As in `check_filename`.
-        overwrite: Whether one name for several saves is wanted.
+        overwrite: Whether several saves may have the same name.
 
     Raises:
         ValueError: If there are such names.
-        CompressorNotFound: If the program that the file name asks for is not installed.
+        CompressorNotFound: If the program that the file name needs is not installed.
     """
     check_filename(filename, interval=interval, overwrite=overwrite)
     check_compressor(filename)
@@ -82,14 +82,14 @@ def name_save(
     remote_folder: str | None,
     metrics: dict[str, float],
 ) -> Save:
-    """Fill in the names of a save of now."""
+    """Fill in the names of a save at the current time."""
     path = path_of(state, filename.filename, filename.folder)
     remote = None if remote_name is None else _remote_name(state, remote_name.filename)
     address = None
     if remote_folder is not None and remote is not None:
         place, root = urlsplit(remote_folder), "/" if parse_uri(remote_folder).path.startswith("/") else ""
         address = f"{place.scheme}://{place.netloc}/{root}{remote}"
-        path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there itself
+        path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there directly
     return Save(
         path=path,
         address=address,
@@ -104,40 +104,41 @@ def name_save(
 def _remote_name(state: "State", filename: str) -> str:
     template = within_folder(state, filename)
     if layout_of(state) is Layout.LOCAL:
+        # Doubled, so that formatting leaves `{rank}` in the name, which all ranks then share.
         template = template.replace("{rank}", "{{rank}}")
     return PartialFilePath(template).format(state)
 
 
 def within_folder(state: "State", filename: str) -> str:
-    """Return the template of what a save is called below the folder that is saved to: a file, or a sharded folder."""
+    """Return the template of a save below the folder: a file, or the folder of a sharded checkpoint."""
     return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
 
 
 def template_of_run(state: "State", name: PartialFilePath | None) -> str | None:
-    """Return the template of what this run's saves are called below the folder, or `None` if they are not put there."""
+    """Return the template of this run's saves below the folder, or `None` if they are not saved there."""
     return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)
 
 
 def to_path(name: str | None, folder: str | None = None) -> PartialFilePath | None:
-    """Return a user's template, or `None` for none."""
+    """Return a user's template as a path, or `None` for none."""
     return None if name is None else PartialFilePath(str(name).lstrip("/"), folder)
 
 
 _POLL_S = 30.0
-# What a rank says of its uploads; the least of them is what all ranks act upon.
+# The state of a rank's uploads. All ranks act on the lowest value of any rank.
 _HAS_ENDED, _UNDER_WAY, _NOTHING = range(3)
 
 
 class CheckpointUploads:
-    """Sends checkpoints in the background where there is a remote folder, and hands them to loggers otherwise.
+    """Upload checkpoints in the background to a remote folder, or hand them to loggers.
 
-    Not every rank has something to send; what goes wrong is raised on all of them.
+    Not every rank has something to upload; errors are raised on all of them.
 
     Args:
-        uploader: Of the remote folder, if there is one.
-        overwrite: Whether a whole checkpoint of the same name may be replaced.
-        timeout_s: How long `wait` waits on each rank.
-        kept: What stays in the store; `None` for all.
+        uploader: Uploads to the remote folder, if there is one.
+        overwrite: Whether a complete checkpoint of the same name may be replaced.
+        timeout_s: The longest time that `wait` waits for each rank.
+        kept: The checkpoints to keep in the store; `None` for all.
 
     Attributes:
         overwrite: As above.
@@ -158,12 +159,12 @@ class CheckpointUploads:
 
     @property
     def may_have_news(self) -> bool:
-        """Whether `check` or `rotate` can have anything to do, alike on all ranks."""
+        """Return whether `check` or `rotate` may have work to do; the same on all ranks."""
         return self._are_watched or self._kept is not None
 
     @property
     def addresses(self) -> list[str]:
-        """Where this process has saved in the store what was not deleted there, oldest first."""
+        """Return the addresses of this process's saves that still exist in the store, oldest first."""
         deleted = () if self._kept is None else self._kept.deleted
         return [address for name, address in self._addresses.items() if name not in deleted]
 
@@ -172,21 +173,21 @@ class CheckpointUploads:
         self._addresses = {parse_uri(address).path: address for address in addresses}
 
     def note(self, job: Save) -> None:
-        """Take note of a save that was committed. One of the same name is gone."""
+        """Record a committed save, which replaces an earlier one of the same name."""
         if job.address is not None and job.remote_name is not None:
             self._addresses.pop(own_file(job.remote_name), None)
             self._addresses[own_file(job.remote_name)] = own_file(job.address)
 
     def expect(self) -> None:
-        """Watch what a save will send, on whichever rank. Every rank must call this."""
+        """Expect uploads of a save on any rank. Every rank must call this."""
         self._are_watched = True
 
     def refuse_later(self, template: str, timestamp: Timestamp) -> None:
         """Raise, on all ranks, if the store has later checkpoints. Every rank must call this.
 
         Args:
-            template: What they are called.
-            timestamp: Where the run is.
+            template: The template of their names.
+            timestamp: The time of the run.
         """
         if self._uploader is None:
             return
@@ -196,23 +197,23 @@ class CheckpointUploads:
         )
 
     def send(self, job: Save, logger: "Logger") -> Future[None] | None:
-        """Begin to copy what this rank has saved, and then let a pointer name it.
+        """Begin to upload what this rank has saved, and then update the pointer.
 
-        What goes wrong is raised by `check` and `wait`.
+        Errors are raised by `check` and `wait`.
 
         Args:
-            job: The save; if its path is an address, it was written to the store at once.
-            logger: Has the destinations that take files.
+            job: The save. If its path is an address, it was written to the store directly.
+            logger: Holds the destinations that accept files.
 
         Returns:
-            What is under way, during which the file must stay.
+            The upload, until the end of which the file must stay.
         """
         if job.remote_name is None:
             return None
         path, name = own_file(job.path), own_file(job.remote_name)
         try:
             upload = self._send(path, name, job.remote_pointer, logger)
-        except Exception as error:  # the other ranks must hear of it, whatever it is
+        except Exception as error:  # raised later, on all ranks at once
             self._failures.append(error)
             return None
         if self._kept is not None:
@@ -221,17 +222,17 @@ class CheckpointUploads:
         return upload
 
     def rotate(self) -> None:
-        """Begin to delete from the store what need not be kept there."""
+        """Begin to delete checkpoints from the store that the policy does not keep."""
         if self._kept is not None:
             self._kept.rotate()
 
     def check(self, *, more_to_come: bool = False) -> None:
-        """Raise the first error of what has ended on any rank, on all of them. Every rank must call this.
+        """Raise the first error of a finished upload on any rank, on all ranks. Every rank must call this.
 
-        The ranks talk to each other only from a save to the end of its upload.
+        The ranks communicate only from a save until the end of its upload.
 
         Args:
-            more_to_come: Whether a checkpoint is being written that is still to be sent.
+            more_to_come: Whether a checkpoint is being written that will be uploaded later.
         """
         if not self._are_watched:
             return
@@ -247,10 +248,10 @@ class CheckpointUploads:
             self._are_watched = False
 
     def wait(self) -> None:
-        """Return when nothing is under way on any rank. Every rank must call this.
+        """Wait until no rank is uploading. Every rank must call this.
 
         Raises:
-            RuntimeError: On all ranks, if that takes too long on any.
+            RuntimeError: On all ranks, if it takes too long on any.
         """
         if self._uploader is None and not self._are_watched:
             return
@@ -261,13 +262,13 @@ class CheckpointUploads:
         self._are_watched = False
 
     def close(self) -> None:
-        """Wait, without asking other ranks, which may be gone, and let go of connections."""
+        """Wait for this rank's uploads alone, since other ranks may be gone, and close connections."""
         if self._uploader is not None:
             self._uploader.wait_and_close()
         self._raise_first()
 
     def state_dict(self, job: Save | None) -> dict[str, Any] | None:
-        """Return which checkpoints there are in the store, the one that is being saved included."""
+        """Return the checkpoints in the store, including the one that is being saved."""
         if self._kept is None:
             return None
         saved = self._kept.state_dict()
@@ -276,13 +277,13 @@ class CheckpointUploads:
         return saved
 
     def load_state_dict(self, saved: Mapping[str, Any], template: str | None) -> None:
-        """Take over which checkpoints there are in the store, of those that are called as this run calls its own."""
+        """Adopt the checkpoints in the store whose names match this run's template."""
         if self._kept is not None and template is not None:
             self._kept.load_state_dict(saved, template)
 
     def _wait(self) -> None:
         ranks, deadline = Ranks(), time.monotonic() + self._timeout_s
-        while True:  # an upload may take longer than a collective waits for a rank
+        while True:  # in short steps: an upload may take longer than the timeout of a collective
             ranks.together(lambda: self._raise_first(deadline))
             if ranks.all(not self._futures):
                 return
@@ -338,7 +339,7 @@ def _files(path: str, name: str) -> Iterator[tuple[Path, str]]:
 
 
 def asks_for_run(template: str | None) -> bool:
-    """Return whether a name has a placeholder of the experiment or the run.
+    """Return whether a name has a placeholder for the experiment or the run of MLflow.
 
     Example:
         >>> asks_for_run("runs/{mlflow_run_id}/checkpoints")
@@ -348,14 +349,14 @@ def asks_for_run(template: str | None) -> bool:
 
 
 def run_of(logger: "Logger", uploader: "RemoteUploader | None") -> dict[str, str]:
-    """Return what the placeholders stand for. Every rank must call this.
+    """Return the values of MLflow's placeholders. Every rank must call this.
 
     Args:
-        logger: Of its destinations, the first that has begun a run, as an `MLFlowLogger` does, says which.
-        uploader: Otherwise, if it is of MLflow's artifacts, the run that it begins on rank 0.
+        logger: Its first destination that has begun a run, such as an `MLFlowLogger`, provides them.
+        uploader: Otherwise, if it uploads to MLflow, the run that it begins on rank 0 does.
 
     Returns:
-        The experiment and the run; nothing if there is neither.
+        The experiment and the run; an empty dict if there is neither.
     """
     for destination in getattr(logger, "destinations", ()):
         experiment_id, run_id = (getattr(destination, name, None) for name in ("experiment_id", "run_id"))
@@ -375,12 +376,12 @@ def run_of(logger: "Logger", uploader: "RemoteUploader | None") -> dict[str, str
 
 
 def with_run(template: str, run: dict[str, str]) -> str:
-    """Return a name in which the placeholders are filled in, and the others left as they are."""
+    """Return a name with these placeholders filled in, and others unchanged."""
     for placeholder, value in run.items():
         template = template.replace(placeholder, value)
     return template
 
 
 def path_with_run(path: PartialFilePath, run: dict[str, str]) -> PartialFilePath:
-    """Return a path in which they are filled in."""
+    """Return a path with these placeholders filled in."""
     return PartialFilePath(with_run(path.filename, run), None if path.folder is None else with_run(path.folder, run))

@@ -1,4 +1,4 @@
-"""Bringing a file or folder into being whole or not at all."""
+"""Atomic creation of files, folders and links."""
 
 import errno
 import os
@@ -53,18 +53,18 @@ def write_atomically(
     need_bytes: int | None = None,
     keep_others: bool = False,
 ) -> Iterator[Path]:
-    """Yield a path to write to; what is there at the end gets its real name in one step.
+    """Yield a temporary path to write to, and rename it to `path` in one step at the end.
 
-    The temporary path is beside the real one. At the end, all that is written is flushed to the disk, then it is
-    renamed, then the folder is flushed. A process that is killed at any instant leaves either what was there before
-    or the new one, and never less. After an exception nothing new is left.
+    The temporary path is in the same folder. At the end, everything written is flushed to disk, then renamed, then the
+    folder is flushed. A process that is killed at any time leaves either the old content or the new, complete one.
+    After an exception nothing new is left.
 
     Args:
-        path: The real name. Folders above it are made.
-        overwrite: Whether something that has this name may be replaced; never a folder by a file.
-        folder: Whether a folder is written instead of a file. It is there, empty, when the body begins.
-        need_bytes: How much will be written, to refuse before anything is if it cannot fit.
-        keep_others: Whether what a folder that is replaced has and `is_of_checkpoint` does not know stays in it.
+        path: The final name. Its parent folders are created.
+        overwrite: Whether existing content may be replaced; a file never replaces a folder.
+        folder: Whether a folder is written instead of a file. It is created, empty, before the body begins.
+        need_bytes: The size of what will be written, to raise before writing if it cannot fit.
+        keep_others: Whether files of a replaced folder stay that `is_of_checkpoint` does not recognize.
 
     Yields:
         The temporary path.
@@ -86,6 +86,7 @@ def write_atomically(
     final = Path(os.path.abspath(path))  # the body may change the current folder
     refuse_existing(final, overwrite, folder=folder)
     if need_bytes is not None:
+        # Before anything is written, so that a full disk keeps the old checkpoint and no temporary file.
         require_space(final, need_bytes)
     temporary = name_beside(final)
     with _whole_or_nothing(temporary, final, need_bytes):
@@ -100,7 +101,7 @@ def write_atomically(
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Return whether a file of this name in a folder would be read as weights or shards of a checkpoint there.
+    """Return whether a file of this name in a folder would be read as weights or shards of a checkpoint.
 
     Example:
         >>> [is_of_checkpoint(name) for name in ("model-00001-of-00002.safetensors", "tokenizer.json", "notes.md")]
@@ -110,13 +111,13 @@ def is_of_checkpoint(name: str) -> bool:
 
 
 def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], *, overwrite: bool) -> None:
-    """Write a file under a temporary name and flush it, for `put_in_place` to rename. After an exception it is gone.
+    """Write a file under a temporary name and flush it, for `put_in_place` to rename. An exception deletes it.
 
     Args:
         temporary: From `name_beside(final)`.
-        final: The name that it will get. Folders above it are made.
-        write: Writes to the path that it is given.
-        overwrite: Whether something that has this name may be replaced.
+        final: The final name. Its parent folders are created.
+        write: Writes to the path that it receives.
+        overwrite: Whether an existing file may be replaced.
 
     Raises:
         CheckpointConflictError: If `final` exists and `overwrite` is false.
@@ -127,11 +128,11 @@ def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], 
         make_folders(final.parent)
         write(temporary)
         _flush(temporary, final)
-        sync_path(final.parent)  # so that what names the temporary file never outlasts it
+        sync_path(final.parent)  # so that a record that names the temporary file never outlasts it
 
 
 def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
-    """Give a file that was written by `write_beside` its name. After an exception it has still the temporary one.
+    """Rename a file that `write_beside` has written to its final name. After an exception it keeps the temporary one.
 
     Raises:
         CheckpointConflictError: If `final` exists and `overwrite` is false.
@@ -144,21 +145,21 @@ def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"{final} is written, and could not be given its name: {error.strerror or error}. What was there before is "
+            f"{final} is written, but could not be renamed: {error.strerror or error}. What was there before is "
             f"untouched. Look after the file system, and save again",
         ) from error
 
 
 def refuse_existing(final: Path, overwrite: bool, *, folder: bool = False) -> None:
-    """Raise if something has a name that is to be given to something new.
+    """Raise if a name is taken and may not be replaced.
 
     Args:
         final: The name.
-        overwrite: Whether what has it may be replaced.
-        folder: Whether the new one is a folder. A file never replaces one, whose files nobody has spoken of.
+        overwrite: Whether existing content may be replaced.
+        folder: Whether a folder is written. A file never replaces a folder, whose files may not be a checkpoint's.
 
     Raises:
-        CheckpointConflictError: If what is there may not be replaced.
+        CheckpointConflictError: If the existing content may not be replaced.
     """
     if not overwrite and os.path.lexists(final):
         raise _conflict(final)
@@ -171,11 +172,12 @@ def refuse_existing(final: Path, overwrite: bool, *, folder: bool = False) -> No
 
 @contextmanager
 def _whole_or_nothing(temporary: Path, final: Path, need_bytes: int | None = None) -> Iterator[None]:
-    """Remove what is unfinished after an exception, and say what the disk has to do with it."""
+    """Delete the temporary file after an exception, and raise disk problems as a `StorageError`."""
     try:
         yield
     except BaseException as error:
         written = _size_bytes(temporary)
+        # Deleted after its size was taken, and before the error is raised, to free a full disk.
         discard(temporary)
         storage_error = as_storage_error(error, final, max(need_bytes or 0, written) or None)
         if storage_error is not None:
@@ -197,7 +199,7 @@ def _keep_others(final: Path, temporary: Path) -> None:
 def _link_or_copy(source: str | os.PathLike[str], place: str | os.PathLike[str]) -> None:
     try:
         os.link(source, place, follow_symlinks=False)
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, place, follow_symlinks=False)
 
 
@@ -218,11 +220,11 @@ def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:
     else:
         os.replace(temporary, final)
     sync_path(final.parent)
-    discard(temporary)  # by now the folder that was replaced, if any
+    discard(temporary)  # after a swap, the temporary name holds the folder that was replaced
 
 
 def _replace_folder(temporary: Path, final: Path) -> None:
-    """Give something its name while a folder may have it, which no ordinary rename does in one step."""
+    """Replace a folder that may exist, for which a plain rename is not atomic."""
     for attempts_left in reversed(range(8)):
         try:
             if not os.path.lexists(final):
@@ -230,13 +232,14 @@ def _replace_folder(temporary: Path, final: Path) -> None:
             elif not exchange(temporary, final):
                 _move_aside_and_replace(temporary, final)
             return
-        except OSError as error:  # another writer may have come between the question and the answer
+        except OSError as error:  # another writer may have come in between
             if error.errno not in _RACED or not attempts_left:
                 raise
 
 
 def _move_aside_and_replace(temporary: Path, final: Path) -> None:
     aside = name_beside(final, "old")
+    # Without a swap, the name is missing between the two renames; `remove_leftovers` repairs that after a crash.
     os.rename(final, aside)
     try:
         os.rename(temporary, final)
@@ -268,16 +271,16 @@ T = TypeVar("T")
 def write_on_rank_zero(
     path: str | os.PathLike[str], write: Callable[[Path], object], ranks: Ranks, *, overwrite: bool = True
 ) -> None:
-    """Let rank 0 write a file, whole or not at all; when this returns it is there. Every rank must call this.
+    """Write a file atomically on rank 0; it exists when this returns. Every rank must call this.
 
     Args:
         path: The file.
         write: Called on rank 0, with the temporary path to write to.
-        ranks: Who takes part.
-        overwrite: Whether something that has this name may be replaced.
+            ranks: The ranks that take part.
+            overwrite: Whether an existing file may be replaced.
 
     Raises:
-        CheckpointError: On all ranks, if rank 0 cannot write, or takes too long. What was there before is untouched.
+            CheckpointError: On all ranks, if rank 0 cannot write, or takes too long. The old file is untouched.
     """
     final = Path(os.path.abspath(path))
     temporary = name_beside(final)
@@ -293,7 +296,7 @@ def write_on_rank_zero(
     with ExitStack() as undo:
         if ranks.rank == 0:
             undo.callback(discard, temporary)
-        # Apart, so that a write that was given up never becomes a checkpoint.
+        # In a step of its own, so that a write that has timed out never becomes a checkpoint.
         ranks.exchange(begin, commit)
 
 
@@ -302,17 +305,17 @@ _NO_SYMLINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errn
 
 
 def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Let a link point to a checkpoint, in one step: who reads meanwhile sees the old target or the new one.
+    """Point a link to a checkpoint in one step, so that readers see either the old target or the new one.
 
-    The link is relative, so that the folder may be moved as a whole. On a file system without links it is a text
-    file with the relative path, which `read_pointer` reads alike.
+    The link is relative, so that its folder can be moved. On a file system without links it is a text file with the
+    relative path, which `read_pointer` also reads.
 
     Args:
-        link: The name of the link. A link or file that has it is replaced.
+        link: The name of the link. An existing link or file is replaced.
         target: The file or folder to point to, as the caller would open it.
 
     Raises:
-        CheckpointConflictError: If `link` is the name of a folder, or that of the target.
+        CheckpointConflictError: If `link` is the name of a folder, or of the target.
         StorageError: If the link cannot be written.
 
     Example:
@@ -354,11 +357,11 @@ def refuse_folder(link: str | os.PathLike[str]) -> None:
 
 
 def read_pointer(link: str | os.PathLike[str]) -> Path | None:
-    """Return what a pointer points to, or `None` if `link` is no pointer.
+    """Return the target of a pointer, or `None` if `link` is not a pointer.
 
     Args:
-        link: A symbolic link, whose target need not exist; or a text file such as `replace_pointer` makes where there
-            are no links, which is told from other short files by naming what is beside it.
+        link: A symbolic link, whose target need not exist; or a text file from `replace_pointer`. A short text file
+            counts as a pointer only if it names an existing file in the same folder.
     """
     link = Path(link)
     if link.is_symlink():
@@ -373,14 +376,14 @@ def read_pointer(link: str | os.PathLike[str]) -> Path | None:
 
 
 def read_pointer_text(content: bytes, name: str) -> str:
-    """Return the path in a pointer's text, such as a `.symlink` object of a remote store.
+    """Return the path in the text of a pointer, such as a `.symlink` object of a remote store.
 
     Args:
-        content: All of the pointer's bytes.
-        name: What it is called, for the error.
+        content: All bytes of the pointer.
+        name: Its name, for the error.
 
     Raises:
-        CorruptCheckpointError: If it is empty, long, not text, or of several lines.
+        CorruptCheckpointError: If it is empty, too long, not text, or has several lines.
 
     Example:
         >>> read_pointer_text(b"run/checkpoints/ep1.pt", "latest.symlink")
@@ -404,5 +407,5 @@ def _write(temporary: Path, text: str) -> None:
     except OSError as error:
         if error.errno not in _NO_SYMLINKS:
             raise
-        temporary.write_text(text)  # where that is not permitted either, this says so
+        temporary.write_text(text)  # raises if writing is not permitted either
         sync_path(temporary)

@@ -1,4 +1,4 @@
-"""Where a run stands in its data, so that a resumed one reads the very same batches."""
+"""Position of a run in its data, so that a resumed run reads the same batches."""
 
 import inspect
 import sys
@@ -47,38 +47,38 @@ __all__ = [
 ]
 
 EPOCH_START_KEY = "epoch_start"
-"""In each entry of a checkpoint's `rng`: what the batches of the epoch depended on when it began."""
+"""In each entry of a checkpoint's `rng`: the state at the start of the epoch that its batches depend on."""
 
 LOADER_KEY = "train_dataloader"
-"""In a checkpoint's `dataset_state`: the state of each rank's dataloader, where it has one."""
+"""In a checkpoint's `dataset_state`: the state of each rank's dataloader, if it has one."""
 
 SEED_KEY = "seed"
-"""Under `EPOCH_START_KEY`: what the batches of the epoch are drawn from, where nothing else matters."""
+"""Under `EPOCH_START_KEY`: the seed of the epoch's batches."""
 
-# In each entry under `EPOCH_START_KEY`: what the parts of the dataloader held when the epoch began, and at the save,
+# In each entry under `EPOCH_START_KEY`: the state of the dataloader's parts at the start of the epoch and at the save.
 _HELD, _AT_SAVE = "held", "held_at_save"
-_ORDER = "order"  # with, there, a hash of the order of the epoch so far.
+_ORDER = "order"  # below `_AT_SAVE`: a hash of the epoch's order so far
 _ATTRIBUTE = "data_position"
 
 
 class DataPosition:
-    """Opens epochs, and after a resumption opens the one that was left in the middle where it was left.
+    """Iterate over epochs, and continue an interrupted epoch at its next batch after a resume.
 
-    The order and the augmentation of a DataLoader's batches over a map-style dataset follow from the run's seed, the
-    epoch, the rank and the number of the batch, so that the batches that were trained on are not even loaded; see
-    `SeededBatches`. Dataloaders and datasets that have `state_dict` and `load_state_dict` go to their place by
-    themselves; what they draw in this process is drawn from the same seed. Everything else is read from the start of
-    the epoch, with random numbers of its own, and what was trained on is dropped.
+    The order and augmentation of a DataLoader's batches over a map-style dataset are derived from the run's seed, the
+    epoch, the rank and the batch number, so that batches before the position need not be loaded; see `SeededBatches`.
+    Dataloaders and datasets with `state_dict` and `load_state_dict` restore their position themselves; their random
+    numbers in this process are drawn from the same seed. Any other dataloader is read from the start of the epoch, with
+    random numbers of its own, and the batches before the position are dropped.
 
-    Generators and states that samplers, datasets and dataloaders hold, and the numbers that samplers count with, are
-    kept for each rank, as they were when the epoch began and at the save; see `HeldState`. One warning names what
-    cannot be brought back.
+    Generators and states of samplers, datasets and dataloaders, and the counters of samplers, are kept for each rank,
+    as of the start of the epoch and of the save; see `HeldState`. A single warning names everything that cannot be
+    restored.
 
-    A loop of one's own attaches one to its state before it loads, so that `CheckpointSaver` and `load_checkpoint` find
-    it, and begins each epoch with `open`.
+    A custom training loop attaches a position to its state before loading, so that `CheckpointSaver` and
+    `load_checkpoint` find it, and begins each epoch with `open`.
 
     Args:
-        spin: Whether to leave out what was trained on. Without that, and without a dataloader that knows its place,
+        spin: Whether to skip batches that were trained on. If not, and if the dataloader cannot restore its position,
             the rest of the epoch has other batches.
 
     Example:
@@ -94,19 +94,21 @@ class DataPosition:
 
     def __init__(self, spin: bool = True) -> None:
         self.spin = spin
-        self._start: dict[str, Any] | None = None  # of the epoch that is open
-        self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded, and not yet put back
-        self._at_save: Mapping[str, Any] = {}  # what the loaded checkpoint says about parts of the dataloader
+        self._start: dict[str, Any] | None = None  # of the open epoch
+        self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded and not yet restored
+        self._at_save: Mapping[str, Any] = {}  # the loaded state of the dataloader's parts at the save
         self._loader_state: Any = None
         self._is_resumed = False
         self._held: HeldState | None = None
-        self._begun: tuple[Any, int, list[object]] | None = None  # of which epoch the parts have the number
-        self._settings: dict[str, Any] = {}  # of the dataset, before listeners acted on the start of the epoch
-        self._seeded: SeededBatches | None = None  # kept, since its workers may persist
+        # The epoch for which `begin` was called, and the parts that have its number.
+        self._begun: tuple[Any, int, list[object]] | None = None
+        # Settings of the dataset before listeners changed them at the start of the epoch.
+        self._settings: dict[str, Any] = {}
+        self._seeded: SeededBatches | None = None  # reused, since its workers may persist
 
     @classmethod
     def attach(cls, state: "State", spin: bool = True) -> "DataPosition":
-        """Return a new one that whoever has the state finds."""
+        """Create a position and attach it to a state."""
         position = vars(state)[_ATTRIBUTE] = cls(spin)
         if state.train_dataloader is not None:
             position.watch(state.train_dataloader)
@@ -114,45 +116,45 @@ class DataPosition:
 
     @staticmethod
     def of(state: "State") -> "DataPosition | None":
-        """Return the one that is attached to a state, if there is one."""
+        """Return the position that is attached to a state, or `None`."""
         return getattr(state, _ATTRIBUTE, None)
 
     def resume(self, rng: Sequence[Mapping[str, Any]] | None, state: "State") -> None:
-        """Take over what a checkpoint says, to act on it when the next epoch is opened.
+        """Store a loaded position, to restore it when the next epoch is opened.
 
         Args:
-            rng: What `load_checkpoint` returned.
-            state: What it loaded.
+            rng: The result of `load_checkpoint`.
+            state: The loaded state.
         """
         rank = get_global_rank()
         self._rng, self._is_resumed, self._begun = rng or None, True, None
         self._start = _epoch_start(rng or [{}], rank)
         self._at_save = (self._start or {}).pop(_AT_SAVE, {})
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
-        # Those of another number of ranks say nothing about this rank's share.
+        # With another number of ranks, the saved states do not describe this rank's share.
         self._loader_state = waiting[rank] if len(waiting) == get_world_size() else None
 
     def watch(self, loader: Any) -> HeldState:
-        """Note what a dataloader holds before anyone acts on it: what changes from then on is kept in checkpoints."""
+        """Record the initial state of a dataloader: checkpoints keep what has changed since."""
         if self._held is None or self._held.loader is not loader:
             self._held = HeldState(loader, only_generators=_has_place(loader))
         return self._held
 
     def restore_between_epochs(self, state: "State") -> None:
-        """Put the generators where they were, if a checkpoint was loaded that was written between two epochs."""
+        """Restore the random number generators if a checkpoint from between two epochs was loaded."""
         if self._rng is not None and state.timestamp.batch_in_epoch == 0:
             load_rng_state(self._rng)
             self._rng = None
 
     def begin(self, state: "State", dataloader: Iterable[Any] | None = None) -> None:
-        """Let every part of the dataloader that has `set_epoch` have the number of the current epoch.
+        """Call `set_epoch` on every part of the dataloader that has it.
 
-        `open` does so if this was not called before. A loop calls it before its EPOCH_START, so that listeners that
-        set another number have the last word; a resumption puts that back.
+        `open` does this if it was not done before. A loop calls it before its EPOCH_START, so that a listener can set
+        another number, which a resume restores.
 
         Args:
             state: The training state.
-            dataloader: What is to be read; the state's train dataloader when `None`.
+            dataloader: The dataloader to read; the state's train dataloader when `None`.
         """
         loader = state.train_dataloader if dataloader is None else dataloader
         epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
@@ -163,7 +165,7 @@ class DataPosition:
         if returns and not _has_place(loader):
             self._warm_up(loader, epoch, start.get(SEED_KEY, state.rank_zero_seed))
             self._warn_of(loader, epoch, held.missing(saved) if num_read > 0 else ())
-        # Numbers of inside the epoch may be those that a listener has set in place of the epoch's.
+        # Inside an epoch the saved numbers are restored last: a listener may have set them after `set_epoch`.
         if num_read == 0:
             held.restore(saved)
         parts = set_epoch_everywhere(loader, epoch)
@@ -176,11 +178,11 @@ class DataPosition:
         self._settings = held.settings()
 
     def open(self, state: "State", dataloader: Iterable[Any] | None = None) -> Iterator[Any]:
-        """Return the rest of the current epoch, whose number and first batch the state's timestamp says.
+        """Return the rest of the current epoch, from the batch that the state's timestamp names.
 
         Args:
             state: The training state.
-            dataloader: What to read; the state's train dataloader when `None`.
+            dataloader: The dataloader to read; the state's train dataloader when `None`.
         """
         loader = state.train_dataloader if dataloader is None else dataloader
         epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
@@ -188,7 +190,7 @@ class DataPosition:
             self.begin(state, loader)
         (_, _, parts), self._begun = cast("tuple[Any, int, list[object]]", self._begun), None
         self.watch(loader).note_listeners(self._settings)
-        set_epoch_everywhere(loader, epoch, parts)  # those that a listener has put there meanwhile
+        set_epoch_everywhere(loader, epoch, parts)  # for parts that a listener has added meanwhile
         rng, self._rng = self._rng, None
         is_resumed, self._is_resumed = self._is_resumed, False
         if not is_resumed:
@@ -196,7 +198,8 @@ class DataPosition:
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
         if is_resumed and is_spun and num_read > 0 and self._start is None:
-            # Composer's checkpoints do not say; without dropout and augmentation, this draws what training has drawn.
+            # Composer's checkpoints have no position; without dropout and augmentation, this draws the numbers that
+            # training drew.
             for earlier in range(epoch):
                 set_epoch_everywhere(loader, earlier)
                 next(iter(loader), None)
@@ -205,27 +208,29 @@ class DataPosition:
             self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
         batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
         if is_resumed and num_read > 0 and (knows_place or is_spun):
-            if getattr(loader, "num_workers", None) == 0:  # so that this process has loaded what it has trained on
+            # So that this process's dataset is as after loading the batches that were trained on.
+            if getattr(loader, "num_workers", None) == 0:
                 self.watch(loader).restore(self._at_save, role="loads")
+            # Last, since the reads above have drawn random numbers.
             if rng is not None:
                 load_rng_state(rng)
         return batches
 
     def _read(self, loader: Any, epoch: int, place: int, num_left_out: int) -> Iterator[Any]:
-        """Return the batches of an epoch but the first ones, which are not loaded where that changes nothing.
+        """Return the batches of an epoch from a position, without loading earlier ones where that is equivalent.
 
         Args:
-            loader: What to read.
+            loader: The dataloader.
             epoch: The number of the epoch.
-            place: The number of the batch that the loader, which knows its place, gives next.
-            num_left_out: How many batches to leave out from there.
+            place: The number of the next batch of a loader that restores its own position.
+            num_left_out: The number of batches to skip from there.
         """
         start = self._start or {}
         seed = start.get(SEED_KEY)
         if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
             replays, lead = num_left_out > 0 and self._must_replay(loader), None
             if num_left_out > 0 and not draws_nothing(loader.dataset, loader.collate_fn):
-                # Where the first epoch is over, what stays after it was made by `_warm_up`.
+                # After the first epoch, `_warm_up` has already made what a dataset creates on its first access.
                 begins = epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers)
                 lead = max(1, loader.num_workers) if begins else 0
             batches = self._seeded_of(loader)
@@ -246,23 +251,23 @@ class DataPosition:
         return self._seeded
 
     def _must_replay(self, loader: Any) -> bool:
-        """Return whether batches that were trained on must be loaded again, to draw what they have drawn.
+        """Return whether skipped batches must be loaded again, since loading changes generators that are used later.
 
-        Of what this process loads, checkpoints say where its generators were.
+        For loading in this process, checkpoints hold the states of the generators.
         """
         if loader.num_workers > 0:
             return reads_in_workers(loader) or holds_state(loader.dataset, loader.collate_fn)
         return self.watch(loader).shares_generators()
 
     def _warm_up(self, loader: Any, epoch: int, seed: int) -> None:
-        """Load the first batch of epoch 0, for what a dataset makes as it does, and put the samplers' numbers back.
+        """Load the first batch of epoch 0, for datasets that create state on first access. Samplers' numbers are kept.
 
-        A process of before had done so, and workers that persist had, in each epoch. In epoch 0, `open` does it.
+        The interrupted process had done so, and persistent workers in each epoch. In epoch 0, `open` does it.
         """
         num_workers, batches = getattr(loader, "num_workers", 0), max(1, getattr(loader, "num_workers", 0))
         persists = num_workers > 0 and loader.persistent_workers
         is_map = can_be_seeded(loader)
-        is_own = is_map and has_own_order(loader)  # which this process draws
+        is_own = is_map and has_own_order(loader)  # with an order that is drawn in this process
         if (
             epoch == 0
             or isinstance(loader, Iterator | list | tuple)
@@ -284,13 +289,13 @@ class DataPosition:
         held.set_numbers(before)
 
     def _warn_of(self, loader: Any, epoch: int, missing: Sequence[str]) -> None:
-        """Warn of what neither a checkpoint nor reading again brings back."""
+        """Warn of state that neither a checkpoint nor a repeated read restores."""
         told = [f"train_dataloader.{name}, which no longer exists" for name in missing]
         persists = epoch > 0 and isinstance(loader, DataLoader) and loader.persistent_workers
         if persists and holds_state(loader.dataset, loader.collate_fn):
             told.append(
                 f"what train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn holds in worker "
-                "processes that persist, and goes on from in each epoch"
+                "processes that persist, and continues from in each epoch"
             )
         if told:
             warnings.warn(
@@ -302,27 +307,28 @@ class DataPosition:
             )
 
     def skip_to_end(self, dataloader: Iterable[Any]) -> None:
-        """Leave an epoch that was resumed at its end, of which nothing is left to read, as if it had been read.
+        """Finish an epoch that was resumed at its end as if it had been read.
 
-        What draws an epoch's order from a generator of its own begins to when the first batch is asked for.
+        Samplers with a generator of their own draw from it when the first batch is requested, which does not happen
+        here.
 
         Args:
-            dataloader: What the epoch was opened with.
+            dataloader: The dataloader with which the epoch was opened.
         """
         self.watch(dataloader).restore(self._at_save)
 
     def forget(self) -> None:
-        """Act as if no checkpoint had been loaded, for a run that begins again from zero."""
+        """Discard the loaded position, for a run that starts over from zero."""
         self._rng = self._loader_state = self._start = self._begun = None
         self._is_resumed = False
 
     def close(self) -> None:
-        """End the worker processes that persist between epochs. Epochs may be opened again, with new ones."""
+        """Stop worker processes that persist between epochs. Later epochs start new ones."""
         if self._seeded is not None:
             self._seeded.close()
 
     def state_dict(self, state: "State") -> dict[str, Any]:
-        """Return what this rank needs to go on from here: what the batches of the open epoch depend on."""
+        """Return the state that this rank needs to resume here: what the batches of the open epoch depend on."""
         held, num_read = self.watch(state.train_dataloader).capture(), int(state.timestamp.batch_in_epoch)
         if num_read == 0:
             return {SEED_KEY: state.rank_zero_seed, _HELD: held}
@@ -331,7 +337,7 @@ class DataPosition:
         return {**(self._start or {}), _AT_SAVE: held}
 
     def _hand_over(self, loader: Any) -> bool:
-        """Let a dataloader with a state of its own take its place, and say whether it did."""
+        """Load the state of a dataloader that restores its own position, and return whether there was one."""
         loaded, self._loader_state = self._loader_state, None
         if loaded is None or not keeps_own_state(loader):
             return False
@@ -340,10 +346,10 @@ class DataPosition:
 
 
 def keeps_own_state(dataloader: Any) -> bool:
-    """Return whether a dataloader, such as torchdata's `StatefulDataLoader`, knows where it stands.
+    """Return whether a dataloader, such as torchdata's `StatefulDataLoader`, restores its own position.
 
-    One whose dataset knows it, such as mosaicml-streaming's, need not be asked: the dataset is. Torchdata's draws from
-    generators once more as it goes to its place, so that where there are any it is read from the start of the epoch.
+    False if its dataset does so, such as mosaicml-streaming's, which is then used instead. Torchdata's draws from
+    generators again on its way to the position, so if there are any it is read from the start of the epoch.
     """
     return _has_state(dataloader) and not dataset_counts_samples(dataloader) and not _draws_again(dataloader)
 
@@ -352,7 +358,7 @@ def _draws_again(loader: Any) -> bool:
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     if torchdata is None or not isinstance(loader, torchdata.StatefulDataLoader):
         return False
-    # Its own samplers, and a dataset with a state, go to their place without that.
+    # Torchdata's own samplers, and datasets with a state, restore their position without drawing again.
     own = [
         part for part in (loader.sampler, loader.batch_sampler) if not type(part).__module__.startswith("torchdata.")
     ]
@@ -361,21 +367,21 @@ def _draws_again(loader: Any) -> bool:
 
 
 def dataset_counts_samples(dataloader: Any) -> bool:
-    """Return whether a dataloader's dataset, such as a `StreamingDataset`, finds its place by a number of samples."""
+    """Return whether a dataset, such as a `StreamingDataset`, restores its position from a number of samples."""
     dataset: Any = getattr(dataloader, "dataset", None)
     if not _has_state(dataset):
         return False
     try:
         inspect.signature(dataset.state_dict).bind(0, True)
-    except TypeError:  # one without arguments is part of a StatefulDataLoader's
+    except TypeError:  # takes no arguments: used by a StatefulDataLoader
         return False
     return True
 
 
 def begin_next_epoch(dataset_state: Any, state: "State") -> Any:
-    """Return a StreamingDataset's state as it must be loaded.
+    """Return a StreamingDataset's state in the form to load.
 
-    Such a dataset counts epochs as they begin, so that between two of them its state names the one that is over.
+    Such a dataset counts epochs as they begin, so between two epochs its state names the finished one.
     """
     next_epoch = getattr(getattr(state.train_dataloader, "dataset", None), "next_epoch", None)
     if state.timestamp.batch_in_epoch > 0 or next_epoch is None or not isinstance(dataset_state, Mapping):
@@ -385,11 +391,11 @@ def begin_next_epoch(dataset_state: Any, state: "State") -> Any:
 
 
 def leave_epoch(state: "State", dataset_state: Any) -> None:
-    """Go on with the next epoch, and let data that know their place, and were put into this one, do so too.
+    """Move on to the next epoch, including a dataset that was positioned inside the current one.
 
     Args:
-        state: The training state, into which a checkpoint of inside an epoch was loaded.
-        dataset_state: What the checkpoint says under this name.
+        state: The training state, into which a checkpoint from inside an epoch was loaded.
+        dataset_state: The entry of that name in the checkpoint.
     """
     state.timestamp = state.timestamp.to_next_epoch()
     state.dataset_state = None
@@ -399,20 +405,20 @@ def leave_epoch(state: "State", dataset_state: Any) -> None:
     train = dataset_state.get("train") if isinstance(dataset_state, Mapping) else None
     start = dataset.state_dict(0, True)
     if isinstance(train, Mapping) and "epoch" in train:
-        # Not as the dataset counts, which the ranks of a node do together.
+        # Not counted by the dataset itself, whose count the ranks of a node share.
         start = {**start, "epoch": train["epoch"] + 1}
     dataset.load_state_dict(start)
 
 
 def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] | None:
-    """Return what the batches of a rank depended on when the open epoch began."""
+    """Return the saved state at the start of the epoch that this rank's batches depend on."""
     if rank < len(rng):
         start = rng[rank].get(EPOCH_START_KEY)
-        if len(rng) != get_world_size() and start and _AT_SAVE in start:  # a share of another size
+        if len(rng) != get_world_size() and start and _AT_SAVE in start:  # the order of another share does not apply
             start = {**start, _AT_SAVE: {name: value for name, value in start[_AT_SAVE].items() if name != _ORDER}}
         return None if start is None else dict(start)
-    # The saved run did not have this rank. The seed and numbers such as of the epoch are those of all; generators are
-    # not, lest two ranks draw the same.
+    # The saved run did not have this rank. Its seed and epoch counters apply to all ranks; its generators do not, since
+    # two ranks would draw the same numbers.
     first = rng[0].get(EPOCH_START_KEY) or {}
     found = {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
     shared = {kind: entries for kind, entries in first.get(_HELD, {}).items() if kind in ("numbers", "listened")}
@@ -428,7 +434,7 @@ def _has_state(holder: Any) -> bool:
 
 
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
-    """Set the epoch of an evaluation's or a prediction's DistributedSampler, and of nothing that training may share."""
+    """Set the epoch of a DistributedSampler for evaluation or prediction, without touching what training may share."""
     if isinstance(dataloader, DataLoader):
         for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler):
@@ -437,11 +443,11 @@ def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
 
 
 TRAIN_DATA_KEY = "train_data"
-"""In a checkpoint's `metadata`: how many samples the dataset has, and what its order was drawn from."""
+"""In a checkpoint's `metadata`: the number of samples in the dataset, and the seed of its order."""
 
 
 def describe_train_data(state: "State") -> dict[str, int]:
-    """Return the length of a map-style train dataset, and the seed of a sampler that has one of its own."""
+    """Return the length of a map-style train dataset, and the seed of a sampler that has its own."""
     loader = state.train_dataloader
     if not isinstance(loader, DataLoader):
         return {}
@@ -456,9 +462,9 @@ def describe_train_data(state: "State") -> dict[str, int]:
 
 
 def refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> None:
-    """Refuse a checkpoint of inside an epoch of other data, whose batches cannot be told apart any more.
+    """Refuse a checkpoint from inside an epoch of other data, of which the remaining batches are unknown.
 
-    Every rank must call this, and rank 0 compares for all. Between two epochs, data may change.
+    Every rank must call this; rank 0 compares. Between two epochs the data may change.
 
     Args:
         saved: The checkpoint's `state`.
@@ -473,7 +479,7 @@ def refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> No
 
 
 def begin_epoch_again(saved: dict[str, Any]) -> None:
-    """Change what was saved inside an epoch so that the epoch begins again, with whatever data there is now."""
+    """Reset a checkpoint from inside an epoch to the start of that epoch."""
     saved.pop("dataset_state", None)
     timestamps = saved.get("timestamp") or {}
     timestamp = timestamps.get("Timestamp", timestamps)

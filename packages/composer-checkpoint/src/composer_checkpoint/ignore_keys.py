@@ -1,4 +1,4 @@
-"""Leaving out parts of a checkpoint, by patterns or by a function."""
+"""Filters that leave out parts of a checkpoint, by patterns or by a function."""
 
 import re
 import warnings
@@ -12,15 +12,15 @@ from composer_checkpoint._tree import Names, children_of, map_tree
 __all__ = ["IgnoreKeys", "check_ignore_keys", "glob_filter", "without_keys"]
 
 IgnoreKeys = list[str] | Callable[[dict[str, Any]], None]
-"""Patterns such as `'state/model/*'`, or a function that deletes from the dict it is given."""
+"""Patterns such as `'state/model/*'`, or a function that deletes entries from a checkpoint's dict."""
 
 
 def check_ignore_keys(argument: str, ignore_keys: Any) -> None:
-    """Refuse what is neither patterns nor a function.
+    """Refuse a value that is neither a list of patterns nor a function.
 
     Args:
-        argument: What the user calls it.
-        ignore_keys: What the user gave.
+        argument: The name of the argument, for the error.
+        ignore_keys: The value.
 
     Raises:
         TypeError: If it is something else.
@@ -28,24 +28,24 @@ def check_ignore_keys(argument: str, ignore_keys: Any) -> None:
     is_list = isinstance(ignore_keys, list | tuple) and all(isinstance(pattern, str) for pattern in ignore_keys)
     if ignore_keys is not None and not is_list and not callable(ignore_keys):
         raise TypeError(
-            f"{argument}={ignore_keys!r} says not what to leave out: give a list of patterns such as "
+            f"{argument}={ignore_keys!r} must be patterns or a function; give a list of patterns such as "
             f"['state/optimizers/*'], or a function that deletes from the checkpoint's dict."
         )
 
 
 def without_keys(content: dict[str, Any], ignore_keys: IgnoreKeys | None, argument: str) -> dict[str, Any]:
-    """Return a checkpoint's content without some parts of it; what was given is not changed.
+    """Return a checkpoint's content without some parts. The input is not changed.
 
-    `state` is there in any case, empty if all of it was left out.
+    The result always has `state`, which is empty if all of it was left out.
 
     Args:
         content: The content.
-        ignore_keys: What to leave out.
-        argument: What the user calls that, for the warning that a pattern matches nothing.
+        ignore_keys: The parts to leave out.
+        argument: The name of the argument, for the warning about a pattern that matches nothing.
     """
     if ignore_keys is None:
         return content
-    # A function deletes in place, and what is in there may be an optimizer's own.
+    # Copied, since a function deletes in place, and containers may belong to an optimizer.
     copied = map_tree(content, lambda _, value: value.copy() if isinstance(value, dict | list) else value)
     (ignore_keys if callable(ignore_keys) else glob_filter(ignore_keys, argument))(copied)
     copied.setdefault("state", {})
@@ -53,17 +53,17 @@ def without_keys(content: dict[str, Any], ignore_keys: IgnoreKeys | None, argume
 
 
 def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key") -> Callable[[dict[str, Any]], None]:
-    """Make a function that deletes whatever matches one of several patterns from a dict, in place.
+    """Return a function that deletes the entries of a dict that match any of several patterns, in place.
 
-    A pattern is compared with the path of each thing in the dict, containers included: keys, and places in lists,
-    joined by slashes. A `*` stands for slashes, too.
+    A pattern is compared with the path of each entry, including containers: keys and list positions, joined by slashes.
+    A `*` also matches slashes.
 
     Args:
         exclude_globs: The patterns.
-        argument: What the user calls them.
+        argument: The name of the argument, for the warning.
 
     Warns:
-        UserWarning: By the function, of each pattern that matches nothing.
+        UserWarning: From the returned function, for each pattern that matches nothing.
 
     Example:
         >>> content = {"state": {"model": {"w": 1, "b": 2}}, "rng": [3]}
@@ -89,7 +89,7 @@ def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key")
 
 @dataclass(slots=True)
 class _Open:
-    """A container that is being gone through, and whether it goes itself."""
+    """A container during the traversal."""
 
     name: str
     value: Any
@@ -99,17 +99,17 @@ class _Open:
     num_seen: int = 0
 
     def add(self, item: Any, *, is_left_out: bool) -> None:
-        """Take what has become of the item after those that were seen."""
+        """Record the result for the next item."""
         if not is_left_out:
             self.kept.append((self.items[self.num_seen][0], item))
         self.num_seen += 1
 
 
 def _prune(content: dict[str, Any], patterns: dict[str, re.Pattern[str]]) -> set[str]:
-    """Delete what matches from a dict in place, and return the patterns that did.
+    """Delete matching entries from a dict in place, and return the patterns that matched.
 
-    What goes is gone through, too, since other patterns may match in there. It may come from a file that was made to be
-    a burden, so nothing here recurses, and what is in there by several names is not gone through endlessly.
+    Deleted entries are searched too, since other patterns may match in them. The content may come from a hostile file,
+    so the traversal is iterative, and shared containers are not expanded without limit.
     """
     found: set[str] = set()
     names = Names()
@@ -130,11 +130,13 @@ def _prune(content: dict[str, Any], patterns: dict[str, re.Pattern[str]]) -> set
         matching = {pattern for pattern, expression in patterns.items() if expression.match(path)}
         found |= matching
         items = children_of(child)
-        if items is None or id(child) in open_ids:  # it holds itself
+        if items is None or id(child) in open_ids:  # a reference to a container that holds it
             top.add(child, is_left_out=bool(matching))
             continue
+        # Counted against a limit: containers that share children could double the work at every level.
         if id(child) in entered:
             names.enter_again(path, len(items))
+        # Keeps the container alive, so that its id stays unique.
         entered[id(child)] = child
         open_ids.add(id(child))
         opened.append(_Open(path, child, items, bool(matching)))
@@ -142,7 +144,7 @@ def _prune(content: dict[str, Any], patterns: dict[str, re.Pattern[str]]) -> set
 
 
 def _without_others(seen: _Open) -> Any:
-    """Leave in a container what is kept; a tuple is made anew if anything changed."""
+    """Reduce a container to the kept items, in place; a changed tuple is replaced by a new one."""
     value = seen.value
     if isinstance(value, dict):
         for key in {key for key, _ in seen.items} - {key for key, _ in seen.kept}:

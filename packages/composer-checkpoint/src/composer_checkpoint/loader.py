@@ -80,49 +80,49 @@ def load_checkpoint(
 ) -> list[dict[str, Any]] | None:
     """Load a checkpoint into a training state. Every rank must call this.
 
-    The file is compared with its hashes, and refused, before anything of the state is changed. Algorithms without
-    which the weights do not fit are applied to the model first.
+    The hashes of the file are verified before any of the state is changed. Algorithms that the weights need are applied
+    to the model first.
 
     Args:
-        path: A file, a folder of a sharded checkpoint, or an address; `{run_name}` is filled in. Of a checkpoint of
-            one file, `{rank}` is 0; of per-rank files, each rank's own.
-        state: What is changed.
+        path: A file, the folder of a sharded checkpoint, or an address; `{run_name}` is filled in. `{rank}` is 0 for a
+            checkpoint in one file, and each rank's own for per-rank files.
+        state: The state to change.
         logger: Passed to algorithms that are applied.
-        object_store: Where `path` is: an `ObjectStore`, or a logger destination that can download.
+        object_store: Holds `path`: an `ObjectStore`, or a logger destination that can download.
         load_weights_only: Load the model, and nothing else.
-        strict_model_weights: With `load_weights_only` or a sharded checkpoint: whether weights that are missing or too
-            many are an error. Otherwise they are logged. Weights of another shape, or integers in place of floating
-            point numbers, are always an error, except that they are left out with `load_weights_only` and without
-            this.
+        strict_model_weights: Whether missing and unexpected weights are an error with `load_weights_only` or a sharded
+            checkpoint; otherwise they are logged. Weights of another shape, or integers in place of floating point
+            numbers, are always an error, except that they are left out with `load_weights_only` and without this.
         progress_bar: Whether to show the progress of a download.
-        ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from the
-            checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left
-            out. An optimizer keeps its own values of what is left out of it, such as `'state/optimizers/*/lr'`.
+        ignore_keys: Patterns of entries to leave out, such as `'state/optimizers/*'`, or a function that deletes from
+            the checkpoint's dict. State that optimizers and algorithms keep for a weight that is left out is left out
+            too. For entries that are left out of an optimizer, such as `'state/optimizers/*/lr'`, it keeps its own
+            values.
         exclude_algorithms: Class names of algorithms not to apply.
         algorithm_passes: The engine's passes, which order those algorithms.
         verify: Whether hashes are compared.
-        trusted: Let the file run code of its own while it is loaded, and log a warning with its hash.
-        restart_epoch: Begin the epoch again inside which the checkpoint was saved, with whatever data there is now.
+        trusted: Allow the file to run code while it is loaded, and log a warning with its hash.
+        restart_epoch: Restart the epoch inside which the checkpoint was saved, with the current data.
 
     Returns:
         Each rank's random numbers for `composer_dist.reproducibility.load_rng_state`, or `None` if there are none or
         only the model is loaded.
 
     Raises:
-        NoCheckpointError: If there is no such checkpoint; it is a `FileNotFoundError`.
+        NoCheckpointError: If the checkpoint does not exist; it is a `FileNotFoundError`.
         CheckpointError: On all ranks, if it is damaged, unsafe, of another model, or from inside an epoch of another
             dataset.
         UnfittingWeightsError: If weights do not fit the model, which is a `RuntimeError`; nothing was changed.
         RuntimeError: If the ranks have loaded different checkpoints.
         UnfittingOptimizerError: If the optimizer has a parameter that the saved one had not, or the other way round,
-            which is a `KeyError`; nothing was changed. An optimizer of another class is only warned about, and begins
-            anew.
+            which is a `KeyError`; nothing was changed. An optimizer of another class only causes a warning, and is
+            reinitialized.
     """
     check_ignore_keys("load_ignore_keys", ignore_keys)
     run_name, path = state.run_name, os.fspath(path)
     with (
         _fetched(path, state, object_store, progress_bar) as local_path,
-        # A file is whole, however this run saves.
+        # A file holds the whole state, in any layout of this run.
         as_whole(state) if os.path.isfile(local_path) else nullcontext(),
     ):
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
@@ -136,10 +136,10 @@ def load_checkpoint(
         weights = before.get("model")
         if isinstance(weights, Mapping) and not load_weights_only:
             leave_out_their_state(state, weights, saved)
-        # The weights of a whole run need not fit exactly where they are in one file.
+        # When a whole run is resumed from one file, missing and unexpected weights are only logged.
         strict = strict_model_weights and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
         leaves_out = load_weights_only and not strict_model_weights
-        # One rank alone may have read it.
+        # together, since one rank alone may have read the file
         Ranks().together(lambda: refuse_another_model(state, saved, local_path, strict=strict, leaves_out=leaves_out))
         if not load_weights_only:
             if restart_epoch:
@@ -170,7 +170,7 @@ def load_sharded_checkpoint(
     *arguments: Any,
     **settings: Any,
 ) -> list[dict[str, Any]] | None:
-    """Load the folder of a sharded checkpoint into a training state, however that is spread.
+    """Load the folder of a sharded checkpoint into a training state of any sharding.
 
     The further arguments, the results and the errors are those of `load_checkpoint`. Every rank must call this.
 
@@ -196,6 +196,7 @@ def _put_into(
     algorithm_passes: Sequence[Any] | None,
 ) -> None:
     strategy = owner_of(state)
+    # The strategy loads its parts itself; the state loads the rest.
     if strategy is not None:
         parts = {name: saved[name] for name in PARTS if name in saved and not (load_weights_only and name != "model")}
         load_parts(state, strategy, parts, strict=strict)
@@ -209,7 +210,7 @@ def _put_into(
 
 @contextmanager
 def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -> Iterator[str]:
-    """Give the path under which this rank can open a checkpoint, downloaded before if need be."""
+    """Yield the path under which this rank can open a checkpoint, downloading it first if necessary."""
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
     folder = _remote_folder(own, state) if object_store is None else None
@@ -233,23 +234,23 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
 
         try:
             fetch_together(fetch if fetches else lambda: None)
-        except Exception:  # which all ranks raise
+        except Exception:  # raised on all ranks
             if is_local_layout:
                 _refuse_other_number_of_ranks(destination)
             raise
         yield destination
-        dist.barrier()  # who downloaded deletes it
+        dist.barrier()  # the rank that downloaded deletes the folder
 
 
 def check_local_path(path: str, state: "State") -> None:
-    """Raise on all ranks if a checkpoint should be on a disk that they see, and is not. Every rank must call this.
+    """Raise on all ranks if a local checkpoint does not exist for all of them. Every rank must call this.
 
     Args:
-        path: As `load_checkpoint` takes it. An address is not looked at.
-        state: Whose checkpoint it is.
+        path: As in `load_checkpoint`. An address is not checked.
+        state: The training state.
 
     Raises:
-        NoCheckpointError: If it is not there.
+        NoCheckpointError: If it does not exist.
     """
     own = path_on_this_rank(path, state)
     if not is_uri(own):
@@ -257,11 +258,11 @@ def check_local_path(path: str, state: "State") -> None:
 
 
 def path_on_this_rank(path: str, state: "State") -> str:
-    """Fill in the run's name and the ranks: this one where each has a file of its own, else the first."""
+    """Fill in the run name and the ranks: this rank for per-rank files, else rank 0."""
     if layout_of(state) is Layout.LOCAL:
         if "{rank}" not in path and dist.get_world_size() > 1:
             if any(dist.all_gather_object(os.path.isdir(path))):
-                return path  # a folder is that of all ranks
+                return path  # a folder is shared by all ranks
             raise ValueError(
                 f"load_path={path!r} is one file for {dist.get_world_size()} ranks, and with state_dict_type='local' "
                 f"each loads its own. Put {{rank}} into it, as in 'checkpoints/ba2_rank{{rank}}.pt'."
@@ -271,9 +272,9 @@ def path_on_this_rank(path: str, state: "State") -> str:
 
 
 def _remote_folder(path: str, state: "State") -> str | None:
-    """Return the address of the folder that an address names, or a pointer there; of which each rank fetches its part.
+    """Return the address of the folder that an address or a pointer names, or `None` if it names a file.
 
-    `None` if it is no folder. Every rank must call this.
+    Each rank then fetches its own part. Every rank must call this.
     """
     if layout_of(state) is not Layout.SHARDED or not is_uri(path):
         return None
@@ -296,7 +297,7 @@ def _follow_to_folder(path: str) -> str | None:
 
 
 def _is_object(store: "ObjectStore", name: str) -> bool:
-    """Return whether a store has one file of this name, and no pointer or folder."""
+    """Return whether a store has an object of this name, which is neither a pointer nor a folder."""
     try:
         store.get_object_size(name)
     except FileNotFoundError:
@@ -305,7 +306,7 @@ def _is_object(store: "ObjectStore", name: str) -> bool:
 
 
 def _existing(own: str, path: str, state: "State") -> str:
-    """Return the path that a pointer leads to, and raise on all ranks if any of them cannot see what is there."""
+    """Return the target of a local path, and raise on all ranks if any of them does not see it."""
     own = os.fspath(read_pointer(own) or own)
     have_it = dist.all_gather_object(os.path.exists(own))
     if all(have_it):
@@ -324,7 +325,7 @@ def _existing(own: str, path: str, state: "State") -> str:
 
 
 def _sharded_beside(path: str) -> str:
-    """Return what to load in place of a file that is not there, which is often the folder of a sharded checkpoint."""
+    """Return advice for a missing file, for which there is often the folder of a sharded checkpoint."""
     folder = Path(path).parent
     found = {place.parent for pattern in (".metadata", "*/.metadata") for place in folder.glob(pattern)}
     if not found:
@@ -339,7 +340,7 @@ def _sharded_beside(path: str) -> str:
 
 
 def _refuse_other_number_of_ranks(own: str) -> None:
-    """Raise if fewer ranks have saved per-rank files, as that of rank 0 says. Every rank must call this."""
+    """Raise if the manifest of rank 0's file names fewer ranks than there are now. Every rank must call this."""
     ranks = Ranks()
 
     def saved_by() -> int | None:
@@ -352,7 +353,7 @@ def _refuse_other_number_of_ranks(own: str) -> None:
 
 
 def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:
-    """Return a checkpoint's content, after comparing it with its hashes. Nothing of the state is changed."""
+    """Return a checkpoint's content after verifying its hashes, without changing the state."""
     Ranks().together(lambda: refuse_hugging_face_folder(path))
     if is_uri(path) or os.path.isdir(path):
         return read_sharded(path, state, load_weights_only, verify=verify)
@@ -360,7 +361,7 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
     if state.load_monolith_rank0_only:
         read.append(safe_torch_load(path, load_monolith_rank0_only=True, verify=verify, trusted=trusted))
     else:
-        # Not mapped where training computes on the host, whose optimizer would go on with the file's own memory.
+        # On CPU the file is not memory-mapped: the optimizer would keep working on the mapped memory.
         mmap = getattr(state.device, "name", "cpu") != "cpu"
         Ranks().together(lambda: read.append(load_file(path, mmap=mmap, verify=verify, trusted=trusted)))
     content = read[0]
@@ -372,13 +373,13 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
     if load_weights_only and isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
         return {"state": {"model": content}}  # a model's own state dict
     raise IncompatibleCheckpointError(
-        f"{path} has no 'state', so it is no checkpoint of a training run. Load weights alone with "
+        f"{path} has no 'state', so it is not a checkpoint of a training run. Load weights alone with "
         f"load_weights_only=True, or name another checkpoint.{hint_for_file(path)}"
     )
 
 
 def _refuse_own_file_of_a_rank(content: Mapping[str, Any], state: "State", path: str) -> None:
-    """Raise if a file has the shards of one rank, and every rank here would take them for its own."""
+    """Raise if a file holds the shards of one rank, which every rank would otherwise load as its own."""
     if layout_of(state) is Layout.LOCAL or not (state.fsdp_enabled or dist.get_world_size() > 1):
         return
     raise ValueError(
@@ -390,7 +391,7 @@ def _refuse_own_file_of_a_rank(content: Mapping[str, Any], state: "State", path:
 
 
 def _warn_of_missing_parts(state: "State", saved: Mapping[str, Any]) -> None:
-    """Warn of what a checkpoint such as one of weights alone does not have at all, and training needs to go on."""
+    """Warn of state that training needs and a checkpoint, such as one of weights alone, does not have."""
     present = {str(name).removeprefix("_") for name in saved}
     for part in ("optimizers", "schedulers", "scaler", "callbacks", "timestamp"):
         for owner in () if part in present else ensure_tuple(getattr(state, part)):
@@ -402,18 +403,18 @@ def _warn_of_missing_parts(state: "State", saved: Mapping[str, Any]) -> None:
 
 
 def _restore_clocks(saved: dict[str, Any]) -> None:
-    """Turn seconds into lengths of time, as which a file of ours gives them to who reads it with torch alone."""
+    """Convert seconds to timedeltas. Files store seconds, so that they can be loaded with torch alone."""
     timestamps = saved.get("timestamp")
     for timestamp in [timestamps, *timestamps.values()] if isinstance(timestamps, dict) else []:
         if isinstance(timestamp, dict):
             for name, value in timestamp.items():
                 if str(name).endswith("_wct") and isinstance(value, int | float):
-                    with suppress(OverflowError, ValueError):  # no length of time, and refused as such
+                    with suppress(OverflowError, ValueError):  # an impossible length, which is refused later
                         timestamp[name] = timedelta(seconds=value)
 
 
 def _leave_epoch_of_other_batches(state: "State", saved: dict[str, Any]) -> None:
-    """Go on with the next epoch if this one was begun with batches of another size, which no batch count fits."""
+    """Move on to the next epoch if this one was begun with another batch size, since its batch count does not apply."""
     metadata: Any = saved.get("metadata")
     batch_size = getattr(state.train_dataloader, "batch_size", None)
     if not isinstance(metadata, dict) or not isinstance(batch_size, int) or state.timestamp.batch_in_epoch == 0:
@@ -443,18 +444,18 @@ def _check_agreement(state: "State") -> None:
 
 
 class LoadCheckpoint(Callback):
-    """Load a checkpoint at an event, whatever else is loaded. Resuming by `autoresume` does not know of it.
+    """Load a checkpoint at an event, in addition to any other. `autoresume` is independent of it.
 
     Args:
         load_path: As in `load_checkpoint`.
         load_weights_only: Load the model, and nothing else.
-        strict_model_weights: Whether weights that are missing or too many are an error, with `load_weights_only`.
-        ignore_keys: What not to load: patterns or a function.
-        event: When. Before the checkpoint of the run is looked for, by default.
+            strict_model_weights: Whether missing and unexpected weights are an error, with `load_weights_only`.
+            ignore_keys: Patterns of entries to leave out, or a function.
+            event: The event to load at. By default, before the checkpoint of the run is searched for.
 
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If `load_path` is empty, or there is no such event.
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If `load_path` is empty, or the event is unknown.
     """
 
     def __init__(
@@ -472,19 +473,19 @@ class LoadCheckpoint(Callback):
         if not self.load_path:
             raise ValueError("load_path='' names no checkpoint. Pass a path or an address.")
         if not isinstance(event, str | Event):
-            raise TypeError(f"event={event!r} is no event. Pass one such as Event.BEFORE_LOAD, or its name.")
+            raise TypeError(f"event={event!r} is not an event. Pass one such as Event.BEFORE_LOAD, or its name.")
         self.load_weights_only = load_weights_only
         self.strict_model_weights = strict_model_weights
         self.ignore_keys = ignore_keys
         self.event = Event(event)
 
     def run_event(self, event: Event, state: "State", logger: "Logger") -> None:
-        """Load, if it is time."""
+        """Load the checkpoint at the chosen event."""
         if event is self.event:
             self._load(state, logger)
 
     def _load(self, state: "State", logger: "Logger") -> None:
-        # A model that saves its adapter alone is loaded whole from a checkpoint of before the adapter.
+        # A model that saves its adapter alone must still load a checkpoint from before the adapter in full.
         model: Any = unwrap_model(state.model)
         saves_adapter_alone = getattr(model, "should_save_peft_only", None)
         load_path = state.load_path
@@ -500,6 +501,7 @@ class LoadCheckpoint(Callback):
                 ignore_keys=self.ignore_keys,
             )
         finally:
+            # This checkpoint is not the one that the run was resumed from.
             state.load_path = load_path
             if saves_adapter_alone is not None:
                 model.should_save_peft_only = saves_adapter_alone
