@@ -1,7 +1,7 @@
-"""Resuming a Hugging Face Trainer from the newest of its checkpoints that is whole.
+"""Resuming of a Hugging Face Trainer from its newest checkpoint that is whole.
 
-The Trainer writes its folders in place and takes the one with the highest number, also if a killed run left half of
-it, or if the disk lost a bit of it.
+The Trainer writes its folders in place and resumes from the one with the highest step, even if a killed run left it
+incomplete or the disk has damaged it.
 """
 
 import json
@@ -35,10 +35,10 @@ log = getLogger(__name__)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE_NAME = "trainer_state.json"  # the last file that the Trainer writes
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "pytorch_model_fsdp*", "adapter_model.*", "global_step*")
-# By the Trainer itself, by FSDP in one file or a folder, by DeepSpeed. Where weights only are saved, none of them.
+# Written by the Trainer itself, by FSDP to a file or folder, or by DeepSpeed; absent if only weights are saved.
 _SCHEDULER_NAME = "scheduler.pt"
 _OPTIMIZERS = ("optimizer*", "global_step*")
-# Saved for people to look at, with classes of the Trainer's; it reads it never.
+# Saved for information, with classes of the Trainer, which never reads it.
 _ARGUMENTS_NAME = "training_args.bin"
 _PICKLED = (".pt", ".pth", ".bin")
 _BIN_INDEX_SUFFIX = ".bin.index.json"
@@ -48,15 +48,14 @@ _MAX_NAMES = 10
 
 
 def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the checkpoint with the highest step that is whole, for `resume_from_checkpoint`; `None` if there is none.
+    """Return the path of the whole checkpoint with the highest step, or `None`, for `resume_from_checkpoint`.
 
-    A folder that was sealed is compared with its hashes. Of others it is known that the Trainer came to their end, that
-    no file is missing that another one speaks of, that none asks for more than data when the Trainer reads it, and that
-    they have the checksums that their formats carry; that is less, and a warning says so. What is skipped is logged as
-    a warning, too.
+    A sealed folder is compared with its hashes. For others the checks are weaker, which is logged as a warning: the
+    Trainer finished the save, no file is missing that another one refers to, no file that the Trainer reads has more
+    than data, and the checksums of the file formats are right. Skipped folders are logged as warnings too.
 
     Args:
-        output_dir: The Trainer's.
+        output_dir: Output folder of the Trainer.
 
     Example:
         trainer.train(resume_from_checkpoint=latest_valid(args.output_dir))
@@ -71,7 +70,7 @@ def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
             continue
         if manifest is None:
             log.warning(
-                "%s is unverified: it was not sealed, so nobody can tell whether its bytes were changed. Pass "
+                "%s is unverified: it was not sealed, so changes to its bytes cannot be detected. Pass "
                 "sealing_callback() to the Trainer.",
                 path,
             )
@@ -80,11 +79,11 @@ def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def seal_folder(folder: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> Manifest:
-    """Write the hashes of all files of a folder into its `composer_manifest.json`.
+    """Write the hashes of all files of a folder to its `composer_manifest.json`.
 
     Args:
         folder: A finished checkpoint.
-        info: What the manifest shall say besides.
+        info: Further entries of the manifest.
 
     Returns:
         The manifest.
@@ -98,16 +97,16 @@ def seal_folder(folder: str | os.PathLike[str], info: Mapping[str, Any] | None =
 
 
 def verify_folder(folder: str | os.PathLike[str]) -> Manifest | None:
-    """Check a checkpoint of a Trainer.
+    """Verify a checkpoint of a Trainer.
 
     Returns:
-        The manifest, if the folder was sealed.
+        The manifest; `None` if the folder was not sealed.
 
     Raises:
-        NoCheckpointError: If a file that each checkpoint has is missing: the save did not finish.
-        CorruptCheckpointError: If a file is damaged, or one of several is missing; the message names it, and the tensor
-            where that is known.
-        UnsafeCheckpointError: If a file that the Trainer would read asks for more than data, in a folder that was not
+        NoCheckpointError: If a file that each checkpoint has is missing, because the save did not finish.
+        CorruptCheckpointError: If a file is damaged, or one of several is missing, with the file and, where known, the
+            tensor.
+        UnsafeCheckpointError: If a file that the Trainer would read has more than data, in a folder that was not
             sealed.
     """
     root = Path(folder)
@@ -125,7 +124,7 @@ def verify_folder(folder: str | os.PathLike[str]) -> Manifest | None:
 
 
 def sealing_callback() -> "TrainerCallback":
-    """Return a callback that seals each checkpoint which a Trainer has saved.
+    """Return a callback that seals each checkpoint saved by a Trainer.
 
     Raises:
         ImportError: If transformers is not installed.
@@ -133,12 +132,12 @@ def sealing_callback() -> "TrainerCallback":
     Example:
         trainer = Trainer(model, args, train_dataset=dataset, callbacks=[sealing_callback()])
     """
-    from transformers import TrainerCallback  # optional, and slow to load
+    from transformers import TrainerCallback  # here, since it is optional and slow to import
 
     from composer_dist.collectives import barrier, is_initialized
 
     class SealCheckpoints(TrainerCallback):
-        """Seals what was saved, once all ranks have written their part."""
+        """Callback that seals a checkpoint once all ranks have written their parts."""
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if is_initialized():
@@ -165,14 +164,14 @@ def _check_unsealed(root: Path) -> None:
         )
     for name in _file_names(root):
         _check_by_format(root / name)
-    # DeepSpeed's folders hold objects of its own, which it reads itself.
+    # Folders of DeepSpeed hold objects of its own, which DeepSpeed reads itself.
     for path in root.iterdir():
         if path.suffix in _PICKLED and path.name != _ARGUMENTS_NAME:
             _check_data_only(path)
 
 
 def _check_by_format(path: Path) -> None:
-    """Compare a file with what its own format says about it."""
+    """Compare a file with the checksums and the structure of its own format."""
     if path.name.endswith((".safetensors", _SAFETENSORS_INDEX_SUFFIX)):
         verify_file(path)
     elif path.name.endswith(_BIN_INDEX_SUFFIX):
@@ -191,7 +190,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _check_bin_index(path: Path) -> None:
-    """Compare an index of `.bin` files with what they hold."""
+    """Compare an index of `.bin` files with the files' tensors."""
     raw = _read_json(path)
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -200,8 +199,7 @@ def _check_bin_index(path: Path) -> None:
         shard = path.with_name(os.path.basename(name))
         if shard.name != name or not shard.is_file():
             raise CorruptCheckpointError(
-                f"{path.parent} lacks the shard {name!r:.200}, of which {path.name} speaks. Resume from another "
-                f"checkpoint."
+                f"{path.parent} lacks the shard {name!r:.200}, which {path.name} lists. Resume from another checkpoint."
             )
         listed = {tensor for tensor, file in weight_map.items() if file == name}
         if lacking := sorted(listed - inspect_file(shard).tensors.keys()):
@@ -227,7 +225,7 @@ def _check_zip(path: Path) -> None:
             raise CorruptCheckpointError(
                 f"{path} begins with {start!r} and not as torch.save's files do. Resume from another checkpoint."
             )
-        if path.suffix == ".distcp":  # several archives one after the other, and no zip as a whole
+        if path.suffix == ".distcp":  # several archives in a row, which are not one zip file
             return
         try:
             with zipfile.ZipFile(file) as members:

@@ -1,4 +1,4 @@
-"""A `CheckpointIO` for Lightning: whole files or none, verified and safe to open."""
+"""`CheckpointIO` for Lightning with files that are whole or absent, verified and safe to open."""
 
 import errno
 import os
@@ -32,17 +32,17 @@ _ATTEMPTS = 3
 
 
 class VerifiedCheckpointIO(CheckpointIO):
-    """Saves and loads Lightning's checkpoints as `save_file` and `load_file` do.
+    """Lightning plugin that saves and loads checkpoints with `save_file` and `load_file`.
 
-    A file is there whole or not at all, its tensors have hashes that are compared when it is loaded, and nothing in it
-    is run. Files that Lightning wrote itself are read, too.
+    A file exists whole or not at all, the hashes of its tensors are compared on loading, and nothing in it is run.
+    Files that Lightning itself wrote can be read too.
 
-    For other folders than local ones, `path` is a URI that fsspec knows.
+    `path` may be a URI that fsspec supports.
 
     Args:
-        verify: Whether hashes are compared. Sizes always are.
-        trusted: Whether a file may run code of its own while it is loaded, as hyperparameters of classes of yours do.
-            Without it, such things are refused when they are saved.
+        verify: Whether to compare hashes. Sizes are always compared.
+        trusted: Whether a file may run code of its own while it is loaded, as hyperparameters of custom classes do.
+            Without it, such objects are refused on saving.
             Lightning's `weights_only` has no effect.
 
     Example:
@@ -57,26 +57,27 @@ class VerifiedCheckpointIO(CheckpointIO):
         self._trusted = trusted
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint. Replaces what has this name.
+        """Write a checkpoint, replacing an existing one of this name.
 
         Args:
             checkpoint: Lightning's dict.
-            path: The file.
-            storage_options: For fsspec, if `path` is a URI.
+            path: Path or URI of the file.
+            storage_options: Options for fsspec, if `path` is a URI.
 
         Raises:
-            UnsafeCheckpointError: If it holds more than data, and `trusted` is not set.
-            StorageError: If the disk fails, or not all arrives in the store at any of three attempts.
+            UnsafeCheckpointError: If the dict has more than data, and `trusted` is false.
+            StorageError: If the disk fails, or the store has not received all of it after three attempts.
         """
         info = {key: checkpoint[key] for key in ("epoch", "global_step") if isinstance(checkpoint.get(key), int)}
         if not is_remote(path):
             with write_atomically(path) as unfinished:
                 save_file(checkpoint, unfinished, info=info, allow_untrusted=self._trusted)
             return
-        from fsspec.core import url_to_fs  # here, so that local checkpoints do not load it
+        from fsspec.core import url_to_fs  # imported here so that local checkpoints do not load it
 
         store, remote = url_to_fs(path, **(storage_options or {}))
         with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
+            # Under the same name, from which the format follows.
             local = os.path.join(folder, os.path.basename(remote))
             save_file(checkpoint, local, info=info, allow_untrusted=self._trusted)
             store.makedirs(os.path.dirname(remote), exist_ok=True)
@@ -88,21 +89,21 @@ class VerifiedCheckpointIO(CheckpointIO):
         """Check and load a checkpoint.
 
         Raises:
-            NoCheckpointError: If there is none.
-            UnsafeCheckpointError: If it asks for more than data.
-            CorruptCheckpointError: If it is not what was written.
+            NoCheckpointError: If the checkpoint does not exist.
+            UnsafeCheckpointError: If it has more than data.
+            CorruptCheckpointError: If it differs from what was written.
         """
         with _local_file(path) as local:
             return load_file(
                 local,
                 map_location="cpu" if map_location is None else map_location,
-                mmap=not is_remote(path),
+                mmap=not is_remote(path),  # the copy of a remote file is deleted after the load
                 verify=self._verify,
                 trusted=self._trusted,
             )
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint, if it is there."""
+        """Delete a checkpoint, if it exists."""
         if is_remote(path):
             from fsspec.core import url_to_fs
 
@@ -116,9 +117,9 @@ class VerifiedCheckpointIO(CheckpointIO):
 
 
 def _put(store: Any, local: str, remote: str) -> None:
-    """Copy a file to a store, and see whether all of it has arrived."""
+    """Copy a file to a store, and compare the size that arrived."""
     store.put_file(local, remote)
-    store.invalidate_cache(os.path.dirname(remote))
+    store.invalidate_cache(os.path.dirname(remote))  # fsspec caches listings, sizes included
     expected, found = os.path.getsize(local), store.size(remote)
     if found != expected:
         raise StorageError(
@@ -129,7 +130,7 @@ def _put(store: Any, local: str, remote: str) -> None:
 
 @contextmanager
 def _local_file(path: str | Path) -> Iterator[str]:
-    """Yield the path itself, or that of a copy of a remote file."""
+    """Yield the path itself, or that of a local copy of a remote file."""
     if not is_remote(path):
         yield os.fspath(path)
         return

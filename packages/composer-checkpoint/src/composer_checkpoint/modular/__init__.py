@@ -1,10 +1,10 @@
-"""Saving and loading a model, an optimizer and what else a run needs, each by itself.
+"""Saving and loading of a model, an optimizer and the rest of a run, each on its own.
 
-- `state_dict`: what is saved, as dicts. `save`: to a folder. `load`: from there, however it was spread.
-- `state_dict_types`: such dicts by Composer's `state_dict_type`, and the way back.
+- `state_dict`: collects state dicts. `save`: writes them to a folder. `load`: reads them, with any sharding.
+- `state_dict_types`: such dicts of Composer's `state_dict_type`s, and loading of them.
 - `checkpoint_folder`: one folder for several parts, which appears whole or not at all.
-- `options`: the settings of `save_checkpoint_to_disk` and `load_checkpoint`.
-- `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.remote.fetch`: from a store, and to one.
+- `options`: settings of `save_checkpoint_to_disk` and `load_checkpoint`.
+- `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.remote.fetch`: downloads and uploads.
 """
 
 from importlib import import_module
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.remote.fetch import download_monolithic_checkpoint as download_monolithic_checkpoint
     from composer_checkpoint.remote.fetch import upload_file as upload_file
 
+# Home of each public name, imported on first use to keep the package cheap to import.
 _HOME = {
     "checkpoint_folder": "composer_checkpoint.modular.save",
     "get_model_state_dict": "composer_checkpoint.modular.state_dict",
@@ -96,6 +97,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Cached in the module, so that the next access does not come here.
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
 

@@ -1,4 +1,4 @@
-"""Loading an optimizer's state by the names of parameters, however they are spread."""
+"""Loading of weights and optimizer states by the names of parameters, with any sharding."""
 
 import os
 import posixpath
@@ -65,7 +65,7 @@ _SUFFIXES = ("pt", "safetensors", "safetensors.index.json")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, or the folder of a sharded checkpoint, with what fsspec needs to reach it."""
+    """A file, or the folder of a sharded checkpoint, with the options of fsspec for it."""
 
     path: str
     is_sharded: bool
@@ -73,17 +73,17 @@ class Source:
 
 
 def find_source(path: str | os.PathLike[str], part: str, is_sharded: bool | None) -> Source:
-    """Find out what there is at a path. Every rank must call this; rank 0 looks, for all.
+    """Find the checkpoint at a path. Every rank must call this; rank 0 searches for all.
 
     Args:
-        path: A file or a folder, here or in a store. In a folder that is not a sharded checkpoint, the file is the one
-            that the part has, such as `model.pt`.
+        path: A local path or a URI, of a file or a folder. In a folder that is not a sharded checkpoint, the file is
+            that of the part, such as `model.pt`.
         part: `'model'` or `'optim'`.
-        is_sharded: Which kind is expected; `None` for either.
+        is_sharded: Expected kind; `None` for either.
 
     Raises:
-        NoCheckpointError: If there is nothing.
-        ValueError: If there is the other kind.
+        NoCheckpointError: If there is neither a file nor a sharded checkpoint.
+        ValueError: If only the other kind exists.
     """
     ranks = Ranks()
 
@@ -91,19 +91,19 @@ def find_source(path: str | os.PathLike[str], part: str, is_sharded: bool | None
         return _look(os.fspath(path), part, is_sharded) if ranks.rank == 0 else None
 
     found = ranks.exchange(look, lambda results: results[:1] * len(results))
-    assert found is not None  # rank 0's
+    assert found is not None  # all ranks have rank 0's result
     return found
 
 
 @contextmanager
 def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any], *, trusted: bool) -> Iterator[Any]:
-    """Yield what `prepare` makes of a file's content, and on other ranks `None`. Every rank must enter it.
+    """Yield the result of `prepare` for a file's content, and `None` on other ranks. Every rank must enter it.
 
-    The tensors are the mapped file's, and must not be used after the end. What cannot be read or prepared is an error
+    The tensors are mapped from the file and must not be used after the end. An error in reading or preparing is raised
     on all ranks.
     """
     ranks = Ranks()
-    contents: list[Any] = [None] * bool(ranks.rank)
+    contents: list[Any] = [None] * bool(ranks.rank)  # rank 0 appends its own
     with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
 
         def read() -> None:
@@ -111,6 +111,7 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
             if is_uri(local):
                 local = os.path.join(folder, posixpath.basename(parse_uri(local).path))
                 get_file(path, local, progress_bar=False)
+                # An index names further files, which loading expects in the same folder.
                 if local.endswith(INDEX_SUFFIX):
                     for shard in read_index(local).shards:
                         get_file(posixpath.join(posixpath.dirname(os.fspath(path)), shard), os.path.join(folder, shard))
@@ -150,7 +151,7 @@ def _local_place() -> tuple[Callable[[str], bool], Callable[..., str], Callable[
 
 def _remote_place(uri: str) -> tuple[Callable[[str], bool], Callable[..., str], Callable[[str], Source]]:
     store = maybe_create_object_store_from_uri(uri)
-    assert store is not None  # it is no local path
+    assert store is not None  # only local paths have no store
     reach(store, uri)
 
     def exists(address: str) -> bool:
@@ -175,7 +176,7 @@ Path = tuple[str | int, ...]
 
 
 def read_entries(source: Source) -> dict[Path, Any]:
-    """Return what a folder holds by its place in the state dict: a description, or for plain data one of bytes.
+    """Return the metadata of a folder's entries by their paths in the state dict.
 
     Every rank must call this; rank 0 reads.
     """
@@ -212,9 +213,9 @@ def load_optimizer(
     *,
     trusted: bool,
 ) -> None:
-    """Load an optimizer's state from a file, which rank 0 reads, or from a folder. Every rank must call this.
+    """Load an optimizer's state from a folder, or from a file that rank 0 reads. Every rank must call this.
 
-    What is not in memory yet is made as the parameters are: the optimizer need not have stepped.
+    State without memory is allocated like the parameters, so the optimizer need not have stepped.
     """
     if source.is_sharded:
         make = _maker(model, options.cpu_offload)
@@ -227,7 +228,7 @@ def load_optimizer(
         converted = cast_state(saved["state"], as_dtype(options.precision), keep_counts=True)
         saved = {**saved, "state": _with_whole_counts(converted)}
     if "param_groups" not in saved:
-        optimizer.load_state_dict(saved)  # of another kind, with a layout of its own
+        optimizer.load_state_dict(saved)  # not a torch optimizer: the layout is its own
         return
     optimizer.load_state_dict(_with_numbers(model, optimizer, saved, strict=options.strict))
 
@@ -236,13 +237,14 @@ Maker = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
 def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
-    """Return what makes room for a tensor of a parameter's state: spread as the parameter is, if it has its shape."""
+    """Return a function that allocates state of a parameter, sharded like the parameter if the shapes agree."""
     parameters = parameters_by_name(model)
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         parameter = parameters.get(name)
         if isinstance(parameter, DTensor) and parameter.shape == shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        # Scalars, which are step counts, stay on the CPU, where torch's optimizers keep them.
         device = "cpu" if cpu_offload or parameter is None or not shape else parameter.device
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -250,12 +252,12 @@ def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
 
 
 def receive_state(sender: TensorSender, model: nn.Module, *, cpu_offload: bool) -> dict[str, Any]:
-    """Return rank 0's state with tensors spread as the parameters are that they belong to. Every rank must call this.
+    """Return rank 0's state, with tensors sharded like the parameters they belong to. Every rank must call this.
 
     Args:
-        sender: Of a state with names for parameters.
-        model: Has the parameters.
-        cpu_offload: Whether what is not sharded stays on the host.
+        sender: Sender of a state with parameters by name.
+        model: The model with the parameters.
+        cpu_offload: Whether tensors that are not sharded stay on the CPU.
     """
     make = _maker(model, cpu_offload)
 
@@ -270,7 +272,7 @@ def receive_state(sender: TensorSender, model: nn.Module, *, cpu_offload: bool) 
 
 def _read_folder(source: Source, class_name: str, make: Maker, options: CheckpointLoadOptions) -> dict[str, Any]:
     entries = read_entries(source)
-    whole_state: Path = ("state", "optimizers", class_name)  # where a whole training state has it
+    whole_state: Path = ("state", "optimizers", class_name)  # path in a whole training state
     prefix = whole_state if any(path[:3] == whole_state for path in entries) else ()
     nested: Any = {}
     for path, entry in entries.items():
@@ -284,11 +286,11 @@ def _read_folder(source: Source, class_name: str, make: Maker, options: Checkpoi
     load_folder(nested, source, strict=options.strict, planner=options.load_planner)
     for key in prefix:
         nested = nested[key]
-    return {"state": {}, **nested} if "param_groups" in nested else nested  # empty dicts are not listed
+    return {"state": {}, **nested} if "param_groups" in nested else nested  # a sharded checkpoint may lack empty dicts
 
 
 def _put(nested: Any, path: Path, value: Any) -> None:
-    """Put a value at a place in nested dicts and lists, which are made as the place needs them."""
+    """Put a value at a path of nested dicts and lists, creating those that are missing."""
     for key, following in zip(path, (*path[1:], None), strict=True):
         child = value if following is None else ([] if isinstance(following, int) else {})
         if isinstance(key, int):
@@ -312,7 +314,7 @@ def _state_of(content: Any, source: Source, class_name: str) -> dict[str, Any]:
 
 
 def _with_whole_counts(state: Any) -> Any:
-    """Give counts of steps that were saved in few bits the dtype in which optimizers count."""
+    """Convert step counts of low precision to float32, in which optimizers count without rounding."""
 
     def widen(value: Any) -> Any:
         is_count = isinstance(value, torch.Tensor) and not value.dim() and value.dtype in _NARROW
@@ -327,10 +329,10 @@ def _with_whole_counts(state: Any) -> Any:
 def _with_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, strict: bool
 ) -> dict[str, Any]:
-    """Return the state with numbers for parameters, as the optimizer counts them."""
+    """Return the state with the parameters numbered as the optimizer numbers them."""
     own: dict[str, Any] = optimizer.state_dict()
     if any(isinstance(parameter, int) for group in saved["param_groups"] for parameter in group["params"]):
-        return dict(saved)  # it has numbers
+        return dict(saved)  # numbered already
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     names = _as_saved(model, optimizer, group_of)
     if strict:
@@ -344,12 +346,12 @@ def _with_numbers(
             if name in saved["state"]:
                 state[number] = saved["state"][name]
             elif name not in group_of and number in own["state"]:
-                state[number] = own["state"][number]  # not in the checkpoint: it stays as it is
+                state[number] = own["state"][number]  # not in the checkpoint, so it is left unchanged
     return {**saved, "state": state, "param_groups": groups}
 
 
 def _as_saved(model: nn.Module, optimizer: torch.optim.Optimizer, known: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names in the groups; of a tied parameter's, the one that the checkpoint has."""
+    """Return the names in each group; for a tied parameter, its name in the checkpoint."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in parameters_by_name(model).items():
         aliases.setdefault(id(parameter), []).append(name)
@@ -375,14 +377,14 @@ _KEYWORDS = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offloa
 def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> None:
     """Shard a model with `fully_shard`, in place. Every rank must call this.
 
-    Modules are sharded by themselves if their attribute `_fsdp_wrap` is true or the model's `fsdp_wrap_fn` says so, and
-    what is left with the model. Weights on the device `meta` get memory for their shards, and what their modules'
-    `reset_parameters` draw.
+    A module is sharded on its own if its attribute `_fsdp_wrap` is true or the model's `fsdp_wrap_fn` returns true for
+    it; the rest is sharded together with the model. For weights on the device `meta`, memory is allocated for the
+    shards, and `reset_parameters` of their modules initializes them.
 
     Args:
-        model: Not wrapped.
-        options: Of which `fsdp_config` and `device_mesh` count.
-        seed: For what is drawn.
+        model: A model without wrappers.
+        options: Settings, of which `fsdp_config` and `device_mesh` apply.
+        seed: Seed for the initialization.
 
     Raises:
         ValueError: If the model is wrapped, `fsdp_config` has an unknown keyword, or a module with tensors on `meta`
@@ -394,6 +396,7 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
             f"inside. Pass the model without its wrapper."
         )
     keywords, absent = _keywords(options), _without_memory(model)
+    # Inner modules first: fully_shard() leaves out parameters that are sharded already.
     for module in reversed(list(model.modules())):
         if module is not model and _is_wrapped(module, model):
             fully_shard(module, **keywords)
@@ -403,12 +406,12 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Let an optimizer step the parameters that have taken the place of others.
+    """Replace the parameters of an optimizer by those of a model that was sharded after the optimizer was built.
 
     Args:
-        optimizer: Has no state yet.
-        model: With the new parameters.
-        before: The old ones by name.
+        optimizer: An optimizer without state.
+        model: Model with the new parameters.
+        before: Old parameters by name.
     """
     after = parameters_by_name(model)
     replaced = {id(parameter): after[name] for name, parameter in before.items()}
@@ -452,7 +455,7 @@ def _without_memory(model: nn.Module) -> list[nn.Module]:
     if unable:
         raise ValueError(
             f"modules of the classes {', '.join(unable)} have tensors on the device 'meta' and no reset_parameters(), "
-            f"so nobody can fill in what the checkpoint does not have. Give them one, or build the model on a real "
+            f"so what the checkpoint lacks cannot be initialized. Give them one, or build the model on a real "
             f"device."
         )
     return absent
@@ -471,13 +474,13 @@ log = getLogger(__name__)
 
 
 class WeightsMismatchError(IncompatibleCheckpointError, RuntimeError):
-    """The weights are those of another model."""
+    """Raised if the weights are those of another model."""
 
 
 def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOptions, *, trusted: bool) -> None:
-    """Load weights from a file, which rank 0 reads, or from a folder. Every rank must call this.
+    """Load weights from a folder, or from a file that rank 0 reads. Every rank must call this.
 
-    Nothing is changed on any rank unless all that is needed was found, whole and fitting.
+    No rank changes anything before all ranks have found everything they need to be whole and of the right shape.
     """
     if source.is_sharded:
         _load_folder(model, source, options)
@@ -491,7 +494,7 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
 
 
 def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> dict[str, Any]:
-    """Return the weights that are wanted, converted."""
+    """Return the selected weights, converted to the precision of the options."""
     state = content.get("state") if isinstance(content, Mapping) else None
     weights = state["model"] if isinstance(state, Mapping) and "model" in state else content
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
@@ -504,13 +507,13 @@ def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> d
 
 
 def _load_plain(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
-    _compare(model, weights_of(model), weights, strict)  # torch would raise when it has copied what fits
+    _compare(model, weights_of(model), weights, strict)  # first, since torch raises only after copying what fits
     own_names = names_in_model(model)
     unwrap_model(model).load_state_dict({own_names.get(name, name): w for name, w in weights.items()}, strict=False)
 
 
 def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
-    """Take each weight from rank 0, straight to where it belongs."""
+    """Receive each weight from rank 0, directly into the model."""
     targets = weights_of(model)
     _compare(model, targets, sender.outline, strict)
     extra: dict[str, Any] = {}
@@ -537,6 +540,7 @@ def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOption
     for key in reversed(prefix):
         nested = {key: nested}
     load_folder(nested, source, strict=options.strict, planner=options.load_planner)
+    # Only weights that were not read directly into the model.
     for name, target in targets.items():
         if isinstance(target, torch.Tensor) and readable[name] is not target:
             target.copy_(readable[name].to(precision))
@@ -548,18 +552,18 @@ def _below(path: tuple[str | int, ...], prefix: tuple[str, ...]) -> bool:
 
 
 def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: bool) -> Any:
-    """Return what a saved weight can be read into: the weight itself, unless its values must be converted."""
+    """Return the tensor to read a saved weight into: the weight itself, unless its values must be converted."""
     if not isinstance(target, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
         return target
     saved = entry.properties.dtype
     if saved == target.dtype and (not saved.is_floating_point or torch.promote_types(saved, precision) == precision):
         return target
-    on_host = cpu_offload and type(target) is torch.Tensor  # the shards of others stay where their mesh is
+    on_host = cpu_offload and type(target) is torch.Tensor  # shards must stay on the device of their mesh
     return torch.empty_like(target, dtype=saved, device="cpu" if on_host else None)
 
 
 def _load_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give modules back what they save besides tensors."""
+    """Restore the state of modules that is not tensors."""
     if extra:
         own_names = names_in_model(model)
         unwrap_model(model).load_state_dict({own_names[name]: value for name, value in extra.items()}, strict=False)

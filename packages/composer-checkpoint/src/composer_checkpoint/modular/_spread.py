@@ -1,4 +1,4 @@
-"""A model's and an optimizer's state by names that no wrapper changes."""
+"""State of models and optimizers under names without wrappers, and its transfer between ranks."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -45,21 +45,21 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
 
 
 def names_in_model(model: nn.Module) -> dict[str, str]:
-    """Return by the names of `weights_of` those that the unwrapped model's own `load_state_dict` takes."""
+    """Return the names in the unwrapped model's `load_state_dict`, by the names in `weights_of`."""
     return {canonical_name(name): name for name in unwrap_model(model).state_dict()}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name; a tied one by each of its names. What is sharded is given as shards."""
+    """Return the parameters by name, a tied one under each of its names. Sharded ones are returned as shards."""
     _reshard(model)
     named = unwrap_model(model).named_parameters(remove_duplicate=False)
     return {canonical_name(name): parameter for name, parameter in named}
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters in each of an optimizer's groups; of a tied one, the first.
+    """Return the names of the parameters in each of an optimizer's groups, for a tied parameter its first.
 
-    A parameter that the model does not have, such as a loss function's, is called by its place.
+    A parameter that is not of the model, such as a loss function's, is named by its position.
     """
     names: dict[int, str] = {}
     for name, parameter in parameters_by_name(model).items():
@@ -71,11 +71,11 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict with names for parameters, where it had numbers."""
+    """Return an optimizer's state dict with names instead of numbers for the parameters."""
     refuse_fsdp1(model)
     numbered: dict[str, Any] = optimizer.state_dict()
     if "param_groups" not in numbered:
-        return numbered  # an optimizer of another kind, which has its own layout
+        return numbered  # not a torch optimizer: the layout is its own
     groups: list[dict[str, Any]] = numbered["param_groups"]
     name_of = dict(_pairs(groups, group_names(model, optimizer)))
     return {
@@ -86,16 +86,16 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether any weight is spread over ranks: by FSDP, by tensor parallelism, or both."""
+    """Return whether any weight is sharded, by FSDP, tensor parallelism, or both."""
     refuse_fsdp1(model)
     _reshard(model)
     return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise if the model is one of the first FSDP, whose weights no other strategy can read."""
+    """Raise if the model is wrapped in FSDP1, whose weights no other strategy can read."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody can have wrapped a model without importing it
+    if fsdp is None:  # never imported, so no model is wrapped
         return
     if any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules()):
         raise TypeError(
@@ -105,7 +105,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Let go of what a forward pass has left gathered, such as an evaluation's, which is there in place of shards."""
+    """Free the parameters that a forward pass, such as an evaluation's, has left gathered in place of the shards."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -122,7 +122,7 @@ def _pairs(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for a tensor that rank 0 has."""
+    """Placeholder for a tensor of rank 0."""
 
     index: int
     shape: torch.Size
@@ -130,12 +130,12 @@ class Slot:
 
 
 class TensorSender:
-    """Tells all ranks what rank 0 has, and then gives them the tensors, one at a time.
+    """Transfer of a state from rank 0: first its structure to all ranks, then the tensors, one at a time.
 
-    Every rank must make one, and call `receive` for the same slots in the same order.
+    Every rank must create one, and call `receive` for the same slots in the same order.
 
     Args:
-        state: Nested dicts and lists; rank 0's is told.
+        state: Nested dicts and lists; only rank 0's is used.
     """
 
     def __init__(self, state: Any) -> None:
@@ -145,11 +145,11 @@ class TensorSender:
         self.outline: Any = self._ranks.exchange(lambda: outline, lambda outlines: outlines[:1] * len(outlines))
 
     def receive(self, slot: Slot, target: torch.Tensor) -> None:
-        """Copy this rank's part of a tensor to where it belongs."""
+        """Copy this rank's part of a tensor into its target."""
         if self._ranks.world_size == 1:
             fill(target, self._tensors[slot.index])
             return
-        # As the target's device if ranks can talk there, which is many times faster than by way of the host.
+        # On the target's device if the backend supports it, which is many times faster than through the CPU.
         direct = f"{target.device.type}:" in tdist.get_backend_config()
         device = target.device if direct else torch.device("cpu")
         if self._ranks.rank == 0:
@@ -161,7 +161,7 @@ class TensorSender:
 
 
 def _describe(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with a slot for each tensor, and put the tensors into the list."""
+    """Return the state with a slot in place of each tensor, and append the tensors to the list."""
 
     def replace(_: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -173,18 +173,18 @@ def _describe(state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def map_slots(outline: Any, change: Callable[[str, Slot], Any]) -> Any:
-    """Return the outline with each slot replaced; in the same order on all ranks."""
+    """Return the structure with each slot replaced, in the same order on all ranks."""
     return map_tree(outline, lambda name, value: change(name, value) if isinstance(value, Slot) else value)
 
 
 @torch.no_grad()
 def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a whole tensor into a tensor of its shape, or into this rank's part of one."""
+    """Copy a whole tensor into one of its shape, or its part into this rank's shard."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
     local = target.to_local()
-    # The method through which torch's own checkpoints ask a tensor which box of the whole it holds.
+    # This method, which torch's own checkpoints use, returns the box of the whole that a shard holds.
     for chunk in target.__create_chunk_list__() if local.numel() else ():
         part = whole
         for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
@@ -193,31 +193,31 @@ def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def as_dtype(precision: str | torch.dtype) -> torch.dtype:
-    """Return the dtype of a precision's name, with or without `amp_`.
+    """Return the dtype of a precision, given by name with or without `amp_`.
 
     Raises:
-        ValueError: If there is none, or it is not of floating point.
+        ValueError: If the name is unknown, or the dtype is not a floating point one.
     """
     if isinstance(precision, torch.dtype) and precision.is_floating_point:
         return precision
-    name = getattr(precision, "value", precision)  # a Precision has one
+    name = getattr(precision, "value", precision)  # a Precision is an enumeration
     dtype = STR_TO_DTYPE.get(str(name).lower().removeprefix("amp_"))
     if dtype is None:
         raise ValueError(
-            f"precision={precision!r} is no format of floating point numbers. Use one of {', '.join(STR_TO_DTYPE)}, or "
+            f"precision={precision!r} is not a floating point format. Use one of {', '.join(STR_TO_DTYPE)}, or "
             f"a dtype such as torch.float64."
         )
     return dtype
 
 
 def cast_state(state: Any, dtype: torch.dtype, *, keep_counts: bool = False) -> Any:
-    """Convert the floating point tensors of a state. Tensors that are the same memory stay so.
+    """Convert the floating point tensors of a state. Tensors that share memory remain shared.
 
     Args:
         state: Nested dicts and lists.
-        dtype: What to convert to.
-        keep_counts: Whether a single number is left alone if converting would change it, as an optimizer's count of
-            steps must be: bfloat16 cannot count beyond 256, and float16 not beyond 2048.
+        dtype: Dtype of the result.
+        keep_counts: Whether to leave a scalar unchanged if the conversion would change its value. An optimizer's step
+            count needs this: bfloat16 counts up to 256, and float16 up to 2048.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,24 +228,24 @@ def cast_state(state: Any, dtype: torch.dtype, *, keep_counts: bool = False) -> 
 
 
 def offload(state: Any) -> Any:
-    """Move the tensors of a state to the host's memory; of those that are sharded, this rank's shards."""
+    """Move the tensors of a state to the CPU; of sharded ones, this rank's shards."""
     return map_tensors(state, lambda tensor: tensor.cpu())
 
 
 def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
-    """Put the shards of each tensor together, one tensor after the other. Every rank must call this.
+    """Gather the shards of each tensor, one tensor after another. Every rank must call this.
 
     Args:
-        state: Alike on all ranks.
-        keep: Whether this rank wants the result. Others help, and get what they should not use.
-        cpu_offload: Whether the whole tensors are moved to the host's memory.
+        state: State with the same structure on all ranks.
+        keep: Whether this rank keeps the result. The result of other ranks must not be used.
+        cpu_offload: Whether to move the whole tensors to the CPU.
     """
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not keep:
-            return torch.empty(0)  # at once, so that no more than one whole tensor is held
+            return torch.empty(0)  # now rather than at the end, so that only one whole tensor exists at a time
         return tensor.cpu() if cpu_offload else tensor
 
     return map_tensors(state, whole)
@@ -253,7 +253,7 @@ def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
 
 @torch.no_grad()
 def map_tensors(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the tensors, each memory once, so that tied weights remain tied."""
+    """Change the tensors, each memory only once, so that tied weights remain tied."""
     changed: dict[Hashable, torch.Tensor] = {}
 
     def visit(_: str, value: Any) -> Any:
@@ -270,5 +270,5 @@ def map_tensors(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 def _identity(tensor: torch.Tensor) -> Hashable:
     if isinstance(tensor, DTensor):
         return tensor.placements, tensor.shape, _identity(tensor.to_local())
-    # All empty ones seem to be in one place.
+    # Empty tensors may all have the same address, so only their identity tells them apart.
     return (tensor.dtype, storage_key(tensor)) if tensor.numel() else id(tensor)

@@ -1,4 +1,4 @@
-"""Loading a model, an optimizer and what else a run needs, each from files of its own."""
+"""Loading of a model, an optimizer and the rest of a run, each from files of its own."""
 
 import os
 import posixpath
@@ -52,25 +52,25 @@ def load_checkpoint(
     *,
     trusted: bool = False,
 ) -> None:
-    """Load what `save_checkpoint_to_disk` saved, or parts of it. Every rank must call this.
+    """Load a checkpoint of `save_checkpoint_to_disk`, or parts of it. Every rank must call this.
 
-    All files are looked for before anything is changed; then the resumption state is loaded, then the model, then the
-    optimizer. Hashes are compared, and nothing that is read can run code.
+    All files are searched for before anything is changed. Then the resumption state is loaded, the model, and the
+    optimizer, in this order. Hashes are compared, and no file can run code unless `trusted` is set.
 
     Args:
-        load_path: The checkpoint's folder: a local path, or the address of one in a store.
-        load_options: What is loaded, and how.
-        model: That of the state when `None`.
-        optim: That of the state when `None`.
-        state: Needed for the resumption state.
-        model_child_path: Where in the folder the model is; `model/model.pt`, or `model` if sharded, when `None`.
-        optim_child_path: Where the optimizer is; `optim/optim.pt`, or `optim` if sharded, when `None`.
-        resumption_filename: What the file with the rest is called.
-        trusted: Whether files may run code of their own while they are loaded, which is logged as a warning. For this
-            call only, and not for sharded checkpoints.
+        load_path: Path of the checkpoint's folder, or its URI in a store.
+        load_options: Settings of the load.
+        model: The model. That of the state when `None`.
+        optim: The optimizer. That of the state when `None`.
+        state: State of the run, which the resumption state needs.
+        model_child_path: Path of the model in the folder; `model/model.pt`, or `model` if sharded, when `None`.
+        optim_child_path: Path of the optimizer in the folder; `optim/optim.pt`, or `optim` if sharded, when `None`.
+        resumption_filename: Name of the file with the resumption state.
+        trusted: Whether files may run code of their own while they are loaded, which is logged as a warning. Applies to
+            this call only, and not to sharded checkpoints.
 
     Raises:
-        ValueError: If something to load into is missing, or the checkpoint's kind does not go with the options.
+        ValueError: If a target of the load is missing, or the kind of checkpoint does not fit the options.
         NoCheckpointError: If a file is missing; a `FileNotFoundError`.
         CheckpointError: If a file is damaged, unsafe or of another model.
     """
@@ -103,20 +103,20 @@ def load_model_checkpoint(
 ) -> None:
     """Load weights. Every rank must call this.
 
-    Nothing is changed unless all that is needed was found, whole and fitting. If the model is sharded meanwhile, an
-    optimizer must be made, or made anew, afterwards; `load_checkpoint` sees to one that it is given.
+    Nothing is changed before everything needed was found to be whole and of the right shape. If this call shards the
+    model, build the optimizer, or rebuild it, afterwards; `load_checkpoint` updates the optimizer passed to it.
 
     Args:
-        model: Plain, in `DistributedDataParallel`, compiled, sharded with `fully_shard` or by tensor parallelism.
-        load_path: A file, or the folder of a sharded checkpoint, here or in a store. Of a whole training state, the
-            model is taken.
-        load_options: How it is loaded.
-        seed: For weights that are neither in memory yet (on the device `meta`) nor in the checkpoint.
-        trusted: As in `load_checkpoint`.
+        model: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.
+        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a whole training state,
+            the model is loaded.
+        load_options: Settings of the load.
+        seed: Seed for weights that have no memory yet (on the device `meta`) and are not in the checkpoint.
+        trusted: As for `load_checkpoint`.
 
     Raises:
-        ValueError: If the checkpoint's kind does not go with the options.
-        NoCheckpointError: If there is nothing; a `FileNotFoundError`.
+        ValueError: If the kind of checkpoint does not fit the options.
+        NoCheckpointError: If the checkpoint does not exist; a `FileNotFoundError`.
         RuntimeError: If the weights are those of another model.
         CheckpointError: If the checkpoint is damaged or unsafe.
 
@@ -143,16 +143,16 @@ def load_optim_checkpoint(
     """Load an optimizer's state. Every rank must call this.
 
     Args:
-        model: Owns the parameters' names.
-        optim: Need not have stepped. Groups get the settings that their parameters had.
-        load_path: A file, or the folder of a sharded checkpoint, here or in a store. Of a whole training state, the
-            optimizer of the same class is taken.
-        load_options: How it is loaded.
-        trusted: As in `load_checkpoint`.
+        model: The model, which has the parameters' names.
+        optim: The optimizer. It need not have stepped. Its groups get the saved settings of their parameters.
+        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a whole training state,
+            the optimizer of the same class is loaded.
+        load_options: Settings of the load.
+        trusted: As for `load_checkpoint`.
 
     Raises:
-        ValueError: If the checkpoint's kind does not go with the options.
-        NoCheckpointError: If there is nothing; a `FileNotFoundError`.
+        ValueError: If the kind of checkpoint does not fit the options.
+        NoCheckpointError: If the checkpoint does not exist; a `FileNotFoundError`.
         CheckpointError: If the checkpoint is damaged, unsafe or of an optimizer of other parameters.
     """
     options = _as_options(load_options)
@@ -161,19 +161,19 @@ def load_optim_checkpoint(
 
 
 def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool = False) -> None:
-    """Load what a run needs besides weights and optimizers. Every rank must call this; rank 0 reads.
+    """Load what resuming a run needs besides weights and optimizers. Every rank must call this; rank 0 reads.
 
-    That is the dataset's state, the time in training, schedulers, algorithms, callbacks, the scaler, the seed, the
-    run's name, and each rank's random state.
+    This is the state of the dataset, timestamp, schedulers, algorithms, callbacks and scaler, the seed, the run name,
+    and each rank's RNG state.
 
     Args:
-        state: The run's.
-        path: The file, if it ends in `.pkl`; otherwise the folder in which it is `resumption.pkl`.
-        trusted: As in `load_checkpoint`.
+        state: State of the run.
+        path: Path of the file, if it ends in `.pkl`; otherwise of the folder with `resumption.pkl`.
+        trusted: As for `load_checkpoint`.
 
     Raises:
-        NoCheckpointError: If there is no such file.
-        CheckpointError: If it is damaged, or asks for more than data.
+        NoCheckpointError: If the file does not exist.
+        CheckpointError: If it is damaged, or has more than data.
     """
     text = os.fspath(path)
     file = text if text.endswith(".pkl") else _join(text, "resumption.pkl")
@@ -191,10 +191,10 @@ def _targets(
     optim: torch.optim.Optimizer | None,
     state: "State | None",
 ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-    """Return what is loaded into.
+    """Return the model and the optimizer to load into.
 
     Raises:
-        ValueError: If something is missing.
+        ValueError: If one that the options need is missing.
     """
     if options.load_model and model is None and state is None:
         raise ValueError("Model or state must be provided if loading model checkpoint.")
@@ -218,6 +218,7 @@ def _shard_as_needed(
 ) -> None:
     if not options.shard_as_needed_during_load or is_sharded(model):
         return
+    # Collected first: sharding replaces the parameters.
     before = parameters_by_name(model)
     if optim is not None and optim.state:
         raise ValueError(
@@ -267,9 +268,9 @@ def _load_optim(
 
 
 def _as_options(options: CheckpointLoadOptions | Mapping[str, Any] | None) -> CheckpointLoadOptions:
-    """Return settings of ours, which are checked."""
+    """Return validated options."""
     if isinstance(options, CheckpointLoadOptions):
-        return replace(options)  # it may have been changed since it was made
+        return replace(options)  # repeats the checks, since attributes may have changed after construction
     return CheckpointLoadOptions(**(options or {}))
 
 

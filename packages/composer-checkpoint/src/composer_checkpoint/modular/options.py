@@ -1,4 +1,4 @@
-"""The settings of a modular checkpoint: what is saved, and how it is loaded."""
+"""Settings for saving and loading of modular checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ __all__ = ["CheckpointLoadOptions", "CheckpointSaveOptions"]
 
 @dataclass
 class CheckpointSaveOptions:
-    """What `save_checkpoint_to_disk` writes.
+    """Settings of `save_checkpoint_to_disk`.
 
-    `save_frequency` and `num_checkpoints_to_keep` are for the loop that calls it, which decides when to save and what
-    to delete; the function itself writes one checkpoint.
+    `save_frequency` and `num_checkpoints_to_keep` are for the training loop that calls it, which decides when to save
+    and what to delete; the function itself writes one checkpoint.
 
     Args:
-        save_frequency: How often the loop saves, as a length of training.
-        dir_prefix: The checkpoint's folder, with the placeholders of `format_name_with_dist_and_time`.
-        overwrite: Whether a checkpoint of this name may be replaced.
-        save_model: Whether the weights are saved.
-        save_optimizer: Whether the optimizer is saved, and of several the first.
-        save_resumption_state: Whether all else that a run needs to go on is saved.
-        num_checkpoints_to_keep: How many checkpoints the loop keeps; -1 for all.
+        save_frequency: Interval of the loop's saves, as a length of training.
+        dir_prefix: Name of the checkpoint's folder, with the placeholders of `format_name_with_dist_and_time`.
+        overwrite: Whether to replace an existing checkpoint of this name.
+        save_model: Whether to save the weights.
+        save_optimizer: Whether to save the optimizer, of which there must be one.
+        save_resumption_state: Whether to save everything else that resuming needs.
+        num_checkpoints_to_keep: Number of checkpoints that the loop keeps; -1 for all.
         save_format: `'pt'`, or `'safetensors'` for the weights (the rest is `'pt'`).
         sharded_checkpoint: Whether each rank writes its own shards.
-        precision: What floating point values are converted to: `'fp32'`, `'fp16'`, `'bf16'` or a dtype.
-        include_keys: Patterns of the names of the weights to save; all others are left out.
+        precision: Dtype that floating point values are converted to: `'fp32'`, `'fp16'`, `'bf16'` or a dtype.
+        include_keys: Patterns of the names of the weights to save.
         ignore_keys: Patterns of the names of the weights to leave out.
     """
 
@@ -49,26 +49,25 @@ class CheckpointSaveOptions:
 
 @dataclass
 class CheckpointLoadOptions:
-    """What `load_checkpoint` reads, and into what.
+    """Settings of `load_checkpoint`.
 
     Args:
-        load_model: Whether the weights are loaded.
-        load_optimizer: Whether the optimizer is loaded.
-        load_resumption_state: Whether all else is loaded; it needs a `State`.
-        include_keys: Patterns of the names of the weights to load; all others stay as they are.
-        ignore_keys: Patterns of the names of the weights that stay as they are. Either of the two turns `strict` off.
-        sharded_checkpoint: Whether the checkpoint was written by all ranks. Then the model must be sharded, too, and
-            otherwise it must not be. With `None` this is found out, and any checkpoint goes into any model.
-        shard_as_needed_during_load: Whether a model that is not sharded yet is, with torch's `fully_shard`, and whether
-            a checkpoint of one file may go into a sharded model.
-        strict: Whether names that are missing or too many are an error. Shapes that differ always are.
-        precision: What floating point values are converted to on their way. The model keeps its dtypes.
-        cpu_offload: Whether values wait in the host's memory if they cannot be read right into the model.
+        load_model: Whether to load the weights.
+        load_optimizer: Whether to load the optimizer.
+        load_resumption_state: Whether to load everything else, which needs a `State`.
+        include_keys: Patterns of the names of the weights to load; all others are left unchanged.
+        ignore_keys: Patterns of the names of the weights to leave unchanged. Either patterns turn `strict` off.
+        sharded_checkpoint: Whether the checkpoint was written by all ranks. The model must be sharded if true, and must
+            not be if false. When `None`, the kind is detected, and any checkpoint loads into any model.
+        shard_as_needed_during_load: Whether to shard a model that is not sharded yet, with torch's `fully_shard`, and
+            whether a checkpoint of one file may be loaded into a sharded model.
+        strict: Whether missing or unexpected names are an error. Shapes that differ always are.
+        precision: Dtype that floating point values are converted to on the way. The model keeps its dtypes.
+        cpu_offload: Whether values that cannot be read directly into the model are buffered on the CPU.
         load_planner: A planner of `torch.distributed.checkpoint` for sharded checkpoints.
-        fsdp_config: How `fully_shard` is called: its keywords in a mapping, or an object that has some of them as
-            attributes.
-        device_mesh: What the model is sharded over. That of `fsdp_config`, else all ranks, when `None`.
-        seed: For weights that are neither in memory yet (on the device `meta`) nor in the checkpoint.
+        fsdp_config: Arguments of `fully_shard`: a mapping of keywords, or an object with some of them as attributes.
+        device_mesh: Mesh over which to shard the model. When `None`, that of `fsdp_config`, or else all ranks.
+        seed: Seed for weights that have no memory yet (on the device `meta`) and are not in the checkpoint.
     """
 
     load_model: bool = True
@@ -89,12 +88,13 @@ class CheckpointLoadOptions:
     def __post_init__(self) -> None:
         if self.include_keys is not None and self.ignore_keys is not None:
             raise ValueError(both_key_filters(self.include_keys, self.ignore_keys))
+        # With a part of the names, the others are missing by intention.
         if self.include_keys is not None or self.ignore_keys is not None:
             self.strict = False
 
 
 def both_key_filters(include_keys: object, ignore_keys: object) -> str:
-    """Say that one filter excludes the other."""
+    """Return the error for two filters that exclude each other."""
     return (
         f"Only one of include_keys or ignore_keys can be specified. Got include_keys={include_keys!r} and "
         f"ignore_keys={ignore_keys!r}."

@@ -1,4 +1,4 @@
-"""Saving a model, an optimizer, and what else a run needs, each to files of its own."""
+"""Saving of a model, an optimizer and the rest of a run, each to files of its own."""
 
 import json
 import os
@@ -52,12 +52,12 @@ _FORMATS = ("pt", "safetensors")
 
 
 class AlreadyExistsError(CheckpointConflictError, ValueError):
-    """There is a file or folder of this name, and it must not be overwritten."""
+    """Raised if a file or folder exists and must not be overwritten."""
 
 
 @contextmanager
 def as_value_error(path: str, kind: str) -> Iterator[None]:
-    """Raise a conflict as an error that is a `ValueError`, too."""
+    """Raise a conflict as an error that is also a `ValueError`."""
     try:
         yield
     except CheckpointConflictError as error:
@@ -65,10 +65,10 @@ def as_value_error(path: str, kind: str) -> Iterator[None]:
 
 
 def place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_format: str, overwrite: bool) -> str:
-    """Return where a part goes. Every rank must call this.
+    """Return the path of a part of a checkpoint. Every rank must call this.
 
     Raises:
-        ValueError: On all ranks, before anything is gathered, if something is there and must not be overwritten.
+        ValueError: On all ranks, before anything is gathered, if the path exists and must not be overwritten.
     """
     folder = os.path.join(local_path(destination_dir, "destination_dir"), part)
     path = folder if sharded else os.path.join(folder, f"{part}.{save_format}")
@@ -82,17 +82,17 @@ def place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_form
 
 
 def on_rank_zero(work: Callable[[], None], path: str) -> str | None:
-    """Let rank 0 work, and return the path there, `None` on other ranks; its error is raised on all of them."""
+    """Call a function on rank 0, whose error all ranks raise. Return the path there, `None` on other ranks."""
     ranks = Ranks()
     ranks.together(work if ranks.rank == 0 else lambda: None)
     return path if ranks.rank == 0 else None
 
 
 def local_path(path: PathLike, argument: str) -> str:
-    """Return the path as text.
+    """Return the path as a string.
 
     Raises:
-        ValueError: If it is an address.
+        ValueError: If it is a URI.
     """
     if is_uri(path):
         raise ValueError(
@@ -103,19 +103,19 @@ def local_path(path: PathLike, argument: str) -> str:
 
 
 def file_in(path: PathLike, name: str) -> str:
-    """Return the path of a file: the path itself if it ends like the name, else the name in that folder."""
+    """Return the path itself if it has the suffix of the name, or else the path of that name inside it."""
     text = local_path(path, "path")
     return text if PurePath(text).suffix == PurePath(name).suffix else os.path.join(text, name)
 
 
 def without_suffixes(path: str) -> str:
-    """Return the path without what follows the first dot of its name."""
+    """Return the path without all that follows the first dot of its last part."""
     name = PurePath(path)
     return os.fspath(name.with_name(name.name.removesuffix("".join(name.suffixes))))
 
 
 def check_format(save_format: str, sharded: bool) -> None:
-    """Refuse a format that is not known, or that has no shards."""
+    """Raise if a format is unknown or does not support shards."""
     if save_format not in _FORMATS:
         raise NotImplementedError(f"save_format={save_format!r} is not known. Use one of {', '.join(_FORMATS)}.")
     if sharded and save_format != "pt":
@@ -126,7 +126,7 @@ def check_format(save_format: str, sharded: bool) -> None:
 
 
 def check_suffix(path: PathLike, save_format: str) -> None:
-    """Refuse a file name that says another format."""
+    """Raise if the suffix of a path contradicts the format."""
     if (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
         raise ValueError(
             f"path={os.fspath(path)!r} does not go with save_format={save_format!r}: names that end in .safetensors "
@@ -146,25 +146,25 @@ def save_checkpoint_to_disk(
 ) -> str:
     """Save a run to one folder, which appears whole or not at all. Every rank must call this.
 
-    Below the folder are `model/`, `optim/`, `resumption.pkl`, `composer_metadata.json`, and a manifest with the hash of
-    each file.
+    The folder has `model/`, `optim/`, `resumption.pkl`, `composer_metadata.json`, and a manifest with the hash of each
+    file.
 
     Args:
-        destination_dir: A local folder that all ranks see. The checkpoint is a folder in it.
-        state: The run's.
-        options: What is saved, and how.
+        destination_dir: A local folder that all ranks share. The checkpoint becomes a folder inside it.
+        state: State of the run.
+        options: Settings of the save.
 
     Returns:
-        The checkpoint's folder.
+        Path of the checkpoint's folder.
 
     Raises:
-        ValueError: If the folder exists and may not be replaced, an option has a wrong value, or there is nothing to
-            save.
-        StorageError: If a disk fails.
+        ValueError: If the folder exists and must not be replaced, an option is invalid, or there is nothing to save.
+        StorageError: If the disk fails.
     """
     if not isinstance(options, CheckpointSaveOptions):
         options = CheckpointSaveOptions(**(options or {}))
     check_format(options.save_format, options.sharded_checkpoint)
+    # Before anything is gathered or written, which may take minutes.
     if options.save_optimizer and len(state.optimizers) != 1:
         raise ValueError(
             f"save_optimizer=True saves one optimizer, and the state has {len(state.optimizers)}. Pass "
@@ -196,23 +196,23 @@ def save_model_to_disk(
     """Save the weights below `destination_dir/model`. Every rank must call this.
 
     Args:
-        model: As in `get_model_state_dict`.
-        destination_dir: A local folder; for a sharded checkpoint, one that all ranks see.
+        model: As for `get_model_state_dict`.
+        destination_dir: A local folder; for a sharded checkpoint, one that all ranks share.
         sharded_checkpoint: Whether each rank writes its shards to `model/`. Otherwise rank 0 writes `model/model.pt`.
-        precision: What floating point tensors are converted to.
-        include_keys: Patterns of names; others are left out.
-        ignore_keys: Patterns of names to leave out.
-        overwrite: Whether what is there may be replaced.
+        precision: Dtype that floating point tensors are converted to.
+        include_keys: Patterns of the names to save.
+        ignore_keys: Patterns of the names to leave out.
+        overwrite: Whether to replace existing files.
         save_format: `'pt'`, or `'safetensors'` for `model/model.safetensors`.
-        max_shard_bytes: With `'safetensors'`, how large a file's tensors may be together. If they are larger, rank 0
-            writes several files and their index, `model/model.safetensors.index.json`, as Hugging Face does.
+        max_shard_bytes: With `'safetensors'`, maximum size of a file's tensors. Larger weights go to
+            several files and their index, `model/model.safetensors.index.json`, as in Hugging Face.
 
     Returns:
-        As `save_state_dict_to_disk`; of several files, the index.
+        As for `save_state_dict_to_disk`; of several files, the path of the index.
 
     Raises:
-        ValueError: If something is there and `overwrite` is false, or an argument has a wrong value.
-        StorageError: If a disk fails.
+        ValueError: If the path exists and `overwrite` is false, or an argument is invalid.
+        StorageError: If the disk fails.
 
     Example:
         >>> import tempfile
@@ -249,23 +249,23 @@ def save_optim_to_disk(
     """Save an optimizer below `destination_dir/optim`. Every rank must call this.
 
     Args:
-        model: Owns the parameters' names.
-        optimizer: Is not changed.
-        destination_dir: As in `save_model_to_disk`.
+        model: The model, which has the parameters' names.
+        optimizer: The optimizer, which is not changed.
+        destination_dir: As for `save_model_to_disk`.
         sharded_checkpoint: Whether each rank writes its shards to `optim/`. Otherwise rank 0 writes `optim/optim.pt`.
-        precision: What the floating point tensors of its `state` are converted to.
-        include_keys: Not for optimizers.
-        ignore_keys: Not for optimizers.
-        overwrite: Whether what is there may be replaced.
-        save_format: `'pt'`; safetensors has no form for an optimizer.
+        precision: Dtype that the floating point tensors of its `state` are converted to.
+        include_keys: Not supported for optimizers.
+        ignore_keys: Not supported for optimizers.
+        overwrite: Whether to replace existing files.
+        save_format: `'pt'`; safetensors does not support optimizers.
 
     Returns:
-        As `save_state_dict_to_disk`.
+        As for `save_state_dict_to_disk`.
 
     Raises:
-        NotImplementedError: If there are patterns.
-        ValueError: If something is there and `overwrite` is false, or an argument has a wrong value.
-        StorageError: If a disk fails.
+        NotImplementedError: If patterns are passed.
+        ValueError: If the path exists and `overwrite` is false, or an argument is invalid.
+        StorageError: If the disk fails.
     """
     check_format(save_format, sharded_checkpoint)
     if save_format != "pt":
@@ -276,18 +276,19 @@ def save_optim_to_disk(
 
 
 def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: bool = True) -> str | None:
-    """Save what a run needs besides weights and optimizers to `resumption.pkl`. Every rank must call this.
+    """Save what resuming a run needs besides weights and optimizers. Every rank must call this; rank 0 writes.
 
-    Rank 0 writes. Despite its name, which is Composer's, the file is one that `load_file` reads.
+    Despite its name `resumption.pkl`, which is Composer's, the file can be read with `load_file`.
 
     Args:
-        state: The run's.
-        path: The file, if it ends in `.pkl`; otherwise the folder for it.
-        overwrite: Whether a file that is there may be replaced.
+        state: State of the run.
+        path: Path of the file, if it ends in `.pkl`; otherwise of the folder for it.
+        overwrite: Whether to replace an existing file.
 
     Returns:
-        The file on rank 0, `None` on the others.
+        Path of the file on rank 0, `None` on the others.
     """
+    # On all ranks, since it gathers their RNG states.
     resumption = get_resumption_state_dict(state)
     file = file_in(path, RESUMPTION_FILENAME)
     return on_rank_zero(lambda: _write_file(resumption, file, overwrite), file)
@@ -301,18 +302,18 @@ def save_composer_metadata_to_disk(
     device: "str | Device | None" = None,
     device_train_microbatch_size: int | float | None = None,
 ) -> str | None:
-    """Save what `get_metadata_state_dict` tells to `composer_metadata.json`. Every rank must call this; rank 0 writes.
+    """Save the result of `get_metadata_state_dict` as JSON. Every rank must call this; rank 0 writes.
 
     Args:
-        path: The file, if it ends in `.json`; otherwise the folder for it.
-        model: As in `get_metadata_state_dict`, and so are the others.
+        path: Path of the file, if it ends in `.json`; otherwise of the folder for `composer_metadata.json`.
+        model: As for `get_metadata_state_dict`, like the other arguments.
         sharded_state_dict: Whether the checkpoint is sharded.
-        precision: The precision of the checkpoint.
-        device: Whose backend is told.
-        device_train_microbatch_size: How many samples go through the model at a time.
+        precision: Precision of the checkpoint.
+        device: Device whose communication backend is included.
+        device_train_microbatch_size: Number of samples in a microbatch.
 
     Returns:
-        The file on rank 0, `None` on the others.
+        Path of the file on rank 0, `None` on the others.
     """
     metadata = get_metadata_state_dict(model, sharded_state_dict, precision, device, device_train_microbatch_size)
     file = file_in(path, METADATA_FILENAME)
@@ -327,23 +328,24 @@ def save_composer_metadata_to_disk(
 def save_state_dict_to_disk(
     state_dict: Mapping[str, Any], path: PathLike, overwrite: bool = False, save_format: str = "pt"
 ) -> str | None:
-    """Save a state dict: to a folder if it holds `DTensor`s, else to a file. Every rank must call this.
+    """Save a state dict: to a folder if it has `DTensor`s, or else to a file. Every rank must call this.
 
     Args:
-        state_dict: Tensors, DTensors and plain data. If it is not sharded, rank 0's is written.
-        path: The file or folder. Of a folder's name the suffixes, such as `.pt`, are left out, with a warning.
-        overwrite: Whether what is there may be replaced.
+        state_dict: Tensors, DTensors and plain data. If it is not sharded, that of rank 0 is written.
+        path: Path of the file or folder. Suffixes of a folder's name, such as `.pt`, are removed with a warning.
+        overwrite: Whether to replace an existing file or folder.
         save_format: `'pt'`, or `'safetensors'` for a file `.safetensors` with weights only.
 
     Returns:
-        Where it was written: the file on rank 0, or in the folder `__{rank}_0.distcp`, with the placeholder for the
-            rank; `None` on ranks that had nothing to write.
+        Path of the file on rank 0, or of `__{rank}_0.distcp` in the folder, with the placeholder for the rank; `None`
+            on ranks that had nothing to write.
 
     Raises:
-        ValueError: If something is there and `overwrite` is false, or the format is not that of the name.
-        StorageError: If a disk fails.
+        ValueError: If the path exists and `overwrite` is false, or the format does not fit the suffix.
+        StorageError: If the disk fails.
     """
     ranks = Ranks()
+    # Agreed among the ranks, since a rank without shards would take the other branch.
     sharded = not ranks.all(not any(isinstance(leaf, DTensor) for _, leaf in named_leaves(dict(state_dict))))
     check_format(save_format, sharded)
     if not sharded:
@@ -414,22 +416,22 @@ METADATA_FILENAME = "composer_metadata.json"
 def checkpoint_folder(
     path: str | os.PathLike[str], *, overwrite: bool = False, info: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """Yield a folder for the parts of a checkpoint; at the end it gets a manifest and its real name, in one step.
+    """Yield a folder for the parts of a checkpoint, which at the end gets a manifest and its final name in one step.
 
-    Every rank must enter and leave it. After an exception, which must be raised on all ranks, nothing is left.
+    Every rank must enter and leave it. After an exception, which must be raised on all ranks, the folder is deleted.
 
     Args:
-        path: The real name, on a disk that all ranks see.
-        overwrite: Whether a folder of this name may be replaced.
-        info: What the manifest shall say about the run, such as `{"timestamp": {"epoch": 3}}`, by which `find_newest`
-            goes. Values that JSON knows.
+        path: Final path, on a disk that all ranks share.
+        overwrite: Whether to replace an existing folder of this name.
+        info: Entries of the manifest about the run, with values that JSON supports. `find_newest` uses the entry
+            `{"timestamp": {"epoch": 3}}`.
 
     Yields:
-        The folder's name until then. What is in it has hashes in the manifest, whoever wrote it.
+        Temporary path of the folder. The manifest has the hashes of all files in it, whichever program wrote them.
 
     Raises:
-        CheckpointConflictError: If there is something of this name and `overwrite` is false; also a `FileExistsError`.
-        StorageError: If a disk fails.
+        CheckpointConflictError: If the path exists and `overwrite` is false; also a `FileExistsError`.
+        StorageError: If the disk fails.
 
     Example:
         >>> import tempfile, torch
@@ -441,7 +443,7 @@ def checkpoint_folder(
         ['composer_manifest.json', 'composer_metadata.json', 'model']
     """
     ranks = Ranks()
-    with ExitStack() as unfinished:  # of rank 0, and empty on the others
+    with ExitStack() as unfinished:  # used on rank 0 only
 
         def begin() -> str:
             if ranks.rank:
@@ -460,13 +462,13 @@ def checkpoint_folder(
 
 
 def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
-    """Compare all files of a modular checkpoint with its manifest; without one, its parts with theirs.
+    """Compare all files of a modular checkpoint with its manifest, or, without one, with the manifests of its parts.
 
     Returns:
         The manifest, or `None` if there is none.
 
     Raises:
-        CorruptCheckpointError: If a file is missing, or not what was written.
+        CorruptCheckpointError: If a file is missing or differs from what was written.
     """
     root = Path(folder)
     if not (root / MANIFEST_NAME).exists():
@@ -480,7 +482,7 @@ def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
         if not path.exists():
             raise CorruptCheckpointError(f"{root} lacks {name}, which was saved with it. Load another checkpoint.")
         if _entry(path) != entry:
-            _verify_part(path)  # it knows which tensor was damaged
+            _verify_part(path)  # raises an error that names the damaged tensor, if the part has hashes of its own
             raise CorruptCheckpointError(f"{path} is not what was written. Load another checkpoint.")
     return manifest
 
@@ -496,8 +498,8 @@ def _verify_part(path: Path) -> None:
 
 
 def _seal(folder: Path, info: Mapping[str, Any]) -> None:
-    """Write the hashes of all files; where manifests inside have them, they are taken from there."""
-    if not (folder / METADATA_FILENAME).exists():  # by which the folder is known
+    """Write the hashes of all files to a manifest, taking those that the manifests of parts already have."""
+    if not (folder / METADATA_FILENAME).exists():  # the file by which a modular checkpoint is recognized
         (folder / METADATA_FILENAME).write_text(json.dumps(get_metadata_state_dict(), indent=4))
     known: dict[str, FileEntry] = {}
     for manifest in folder.glob(f"*/{MANIFEST_NAME}"):

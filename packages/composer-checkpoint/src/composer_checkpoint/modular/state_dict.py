@@ -1,4 +1,4 @@
-"""What is saved of a model, an optimizer and a run, as dicts."""
+"""State dicts of a model, an optimizer and a run."""
 
 import platform
 import sys
@@ -54,19 +54,19 @@ def get_model_state_dict(
 ) -> dict[str, Any]:
     """Collect the weights and buffers by name, without the prefixes of wrappers. Every rank must call this.
 
-    What need not be gathered, moved or converted is the model's own memory.
+    Tensors that need not be gathered, moved or converted share the model's memory.
 
     Args:
-        model: Plain, in `DistributedDataParallel`, compiled, sharded with `fully_shard` or by tensor parallelism.
-        sharded_state_dict: Whether each rank gets its shards, as `DTensor`s. Otherwise rank 0 gets the whole tensors,
-            and the others an empty dict.
-        precision: What floating point tensors are converted to: `'fp32'`, `'fp16'`, `'bf16'` or a dtype.
-        include_keys: Patterns as `fnmatch` has them, such as `'encoder.*'`; other names are left out.
-        ignore_keys: Patterns of names to leave out.
-        cpu_offload: Whether the tensors are moved to the host's memory; where not given, if they are not sharded.
+        model: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.
+        sharded_state_dict: Whether each rank gets its shards, as `DTensor`s. Otherwise rank 0 gets whole tensors, and
+            the other ranks an empty dict.
+        precision: Dtype that floating point tensors are converted to: `'fp32'`, `'fp16'`, `'bf16'` or a dtype.
+        include_keys: `fnmatch` patterns of the names to collect, such as `'encoder.*'`.
+        ignore_keys: `fnmatch` patterns of the names to leave out.
+        cpu_offload: Whether to move the tensors to the CPU. When `None`, only if they are not sharded.
 
     Raises:
-        ValueError: If there are both kinds of patterns, or the precision is not known.
+        ValueError: If both kinds of patterns are passed, or the precision is unknown.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -88,21 +88,21 @@ def get_optim_state_dict(
     ignore_keys: Patterns = None,
     cpu_offload: bool | None = None,
 ) -> dict[str, Any]:
-    """Collect an optimizer's state, parameters by name. Every rank must call this.
+    """Collect an optimizer's state, with parameters by name. Every rank must call this.
 
     Args:
-        model: Owns the names.
-        optimizer: May not have stepped yet; it is not changed.
-        sharded_state_dict: As in `get_model_state_dict`.
-        precision: What the floating point tensors of `state` are converted to. Counts of steps that the precision
-            could not tell apart stay as they are.
-        include_keys: Not for optimizers.
-        ignore_keys: Not for optimizers.
-        cpu_offload: As in `get_model_state_dict`.
+        model: The model, which has the parameters' names.
+        optimizer: The optimizer, which is not changed. It need not have stepped.
+        sharded_state_dict: As for `get_model_state_dict`.
+        precision: Dtype that the floating point tensors of `state` are converted to. Step counts that it cannot
+            represent exactly are not converted.
+        include_keys: Not supported for optimizers.
+        ignore_keys: Not supported for optimizers.
+        cpu_offload: As for `get_model_state_dict`.
 
     Raises:
-        NotImplementedError: If there are patterns.
-        ValueError: If the precision is not known.
+        NotImplementedError: If patterns are passed.
+        ValueError: If the precision is unknown.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -112,7 +112,7 @@ def get_optim_state_dict(
     if include_keys is not None or ignore_keys is not None:
         raise NotImplementedError(
             f"include_keys={include_keys!r} and ignore_keys={ignore_keys!r} are for weights: an optimizer with a part "
-            f"of its state would go on wrongly. Save all of it, and choose on loading which weights to take."
+            f"of its state would train wrongly. Save all of it, and choose on loading which weights to take."
         )
     dtype = as_dtype(precision)
     named = named_optimizer_state(model, optimizer)
@@ -129,14 +129,14 @@ def get_metadata_state_dict(
     device: "str | Device | None" = None,
     device_train_microbatch_size: int | float | None = None,
 ) -> dict[str, Any]:
-    """Describe machine, versions and settings in values that JSON can hold. It is for people, and loads nothing.
+    """Return information about machine, versions and settings as JSON values. It is for people; loading ignores it.
 
     Args:
-        model: Whose class is told, and what a Hugging Face model says of itself.
+        model: Model whose class name, and Hugging Face metadata if any, are included.
         sharded_state_dict: Whether the checkpoint is sharded.
-        precision: The precision of the checkpoint, `'fp32'` where not given.
-        device: Whose backend for communication is told while there is no process group.
-        device_train_microbatch_size: How many samples go through the model at a time.
+        precision: Precision of the checkpoint; `'fp32'` when `None`.
+        device: Device whose communication backend is included if there is no process group.
+        device_train_microbatch_size: Number of samples in a microbatch.
     """
     metadata: dict[str, Any] = {
         **get_composer_env_dict(),
@@ -151,7 +151,7 @@ def get_metadata_state_dict(
     if model is not None:
         innermost: Any = unwrap_model(model)
         metadata["model_name"] = _class_name(innermost)
-        # By name: the class belongs to a package on a floor above.
+        # By name, since this package must not import the higher-level package of the class.
         if any(base.__name__ == "HuggingFaceModel" for base in type(innermost).__mro__):
             metadata["huggingface"] = innermost.get_metadata()
     if is_initialized():
@@ -162,13 +162,13 @@ def get_metadata_state_dict(
 
 
 def get_resumption_state_dict(state: "State") -> dict[str, Any]:
-    """Collect what a run needs to go on, besides weights and optimizers. Every rank must call this.
+    """Collect what resuming a run needs besides weights and optimizers. Every rank must call this.
 
     Args:
-        state: The run's.
+        state: State of the run.
 
     Returns:
-        `timestamp`, `rank_zero_seed`, `run_name`, `rng` with each rank's random state, and, unless they are empty,
+        `timestamp`, `rank_zero_seed`, `run_name`, `rng` with each rank's RNG state, and, unless they are empty,
             `stopped_duration`, `dataset_state`, `schedulers` and `scaler` by class, `callbacks` and `algorithms` as
             pairs of class and state.
     """
@@ -188,7 +188,7 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
 
 
 def named_by_class(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the state of each object with the name of its class; the second of one class is `Name#1`."""
+    """Yield each object's state with the name of its class; further objects of a class are `Name#1` and so on."""
     seen: dict[str, int] = {}
     for item in objects:
         name = type(item).__qualname__
@@ -197,10 +197,10 @@ def named_by_class(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys: Patterns) -> dict[str, Any]:
-    """Return the weights whose names match, or do not match.
+    """Return the weights whose names match the one kind of patterns, or do not match the other.
 
     Raises:
-        ValueError: If there are both kinds of patterns.
+        ValueError: If both kinds of patterns are passed.
     """
     if include_keys is not None and ignore_keys is not None:
         raise ValueError(both_key_filters(include_keys, ignore_keys))
@@ -218,13 +218,14 @@ def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys:
 def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -> dict[str, Any]:
     if sharded:
         return offload(state) if cpu_offload else state
+    # All ranks take part in the gathering, but only rank 0 keeps the result.
     keep = get_global_rank() == 0
     gathered = gather(state, keep=keep, cpu_offload=True if cpu_offload is None else cpu_offload)
     return gathered if keep else {}
 
 
 def _class_name(model: nn.Module) -> str:
-    """Return the class of the model as it was written: `fully_shard` puts `FSDP` before it, in a class of its own."""
+    """Return the name of the model's own class, without the `FSDP` class that `fully_shard` derives from it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FSDPModule):
         return next(base for base in type(model).__mro__[1:] if not issubclass(base, fsdp.FSDPModule)).__name__
@@ -241,25 +242,25 @@ _TYPES = ("full", "sharded", "local")
 
 
 def check_type(state_dict_type: object) -> None:
-    """Refuse what is none of the three types.
+    """Raise if a state dict type is unknown.
 
     Raises:
-        ValueError: With the types.
+        ValueError: If so, with the known types.
     """
     if state_dict_type not in _TYPES:
         raise ValueError(
-            f"state_dict_type={state_dict_type!r} is none that there is. Use 'full' for whole tensors on rank 0, "
+            f"state_dict_type={state_dict_type!r} is not a type. Use 'full' for whole tensors on rank 0, "
             f"'sharded' for DTensors, or 'local' for the tensors of each rank."
         )
 
 
 def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = True) -> dict[str, Any]:
-    """Return a state that is of `DTensor`s as another type has it. Every rank must call this for `'full'`.
+    """Convert a state of `DTensor`s to another type. Every rank must call this for `'full'`.
 
     Args:
-        state: Nested dicts and lists, alike on all ranks.
-        state_dict_type: Only whole tensors are moved to the host.
-        rank0_only: Whether other ranks get nothing of what is whole.
+        state: Nested dicts and lists of the same structure on all ranks.
+        state_dict_type: Type of the result. Only whole tensors are moved to the CPU.
+        rank0_only: Whether ranks other than 0 get an empty dict instead of whole tensors.
     """
     if state_dict_type == "sharded":
         return state
@@ -272,15 +273,15 @@ def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = T
 
 @torch.no_grad()
 def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
-    """Return a rank's tensor spread as the one is that it shall replace.
+    """Shard a tensor like the one it replaces.
 
     Args:
-        name: For the error.
-        own: What it replaces.
-        value: This rank's part, or the whole; a `DTensor` stays as it is.
+        name: Name for the error.
+        own: The tensor to be replaced.
+        value: This rank's shard, or the whole tensor; a `DTensor` is returned unchanged.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the shape is that of neither.
     """
     if not isinstance(own, DTensor) or isinstance(value, DTensor):
         return value
@@ -300,7 +301,7 @@ def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
 
 
 def room_for(own: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return a tensor with any values, spread as another one is, on a device that has memory."""
+    """Return an uninitialized tensor, sharded like another one, on a device with memory."""
     on_host = own.device_mesh.device_type if isinstance(own, DTensor) else "cpu"
     return torch.empty_like(own, dtype=dtype, device=on_host if own.is_meta else None, requires_grad=False)
 

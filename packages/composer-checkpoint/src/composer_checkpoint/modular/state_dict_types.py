@@ -1,12 +1,12 @@
-"""State dicts of sharded models in the three types that Composer has: `'full'`, `'sharded'` and `'local'`.
+"""State dicts of sharded models in Composer's three types: `'full'`, `'sharded'` and `'local'`.
 
-| type | a rank gets | fits |
+| type | a rank gets | loads on |
 |---|---|---|
-| `'full'` | whole tensors on the host, on rank 0; other ranks an empty dict | any number of ranks |
+| `'full'` | whole tensors on the CPU, on rank 0; other ranks an empty dict | any number of ranks |
 | `'sharded'` | `DTensor`s | the same mesh |
-| `'local'` | the tensors that this rank has of them | as many ranks, sharded alike |
+| `'local'` | this rank's part of the tensors | as many ranks, sharded in the same way |
 
-What need not be gathered or moved is the memory of the model or the optimizer itself.
+Tensors that need not be gathered or moved share the memory of the model or the optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,24 +43,24 @@ T = TypeVar("T")
 _MAX_LISTED = 10
 
 _types: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
-"""Of which type the state dicts of a module are now, by the innermost context; `None` for PyTorch's own."""
+"""Type of a module's state dicts in the innermost context; `None` for PyTorch's own."""
 
 
 @contextmanager
 def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full") -> Iterator[None]:
-    """Let a module's `state_dict()` give, and its `load_state_dict()` take, a type of state dict inside the context.
+    """Set the type of a module's `state_dict()` and `load_state_dict()` inside the context.
 
-    Names are those of the model without wrappers. Every rank must call them together; of a `'full'` state, rank 0's is
-    loaded on all ranks, whatever the others pass.
+    Names are those of the model without wrappers. Every rank must call the two together; a `'full'` state is that of
+    rank 0, which is loaded on all ranks, whatever the other ranks pass.
 
     Args:
-        module: Sharded with `fully_shard`, by tensor parallelism, in `DistributedDataParallel`, compiled, or plain.
+        module: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.
         state_dict_type: `'full'`, `'sharded'` or `'local'`, see above.
 
     Raises:
-        ValueError: If there is no such type; on loading, on every rank, if what is given is of another type, or a
-            `'local'` state of another number of ranks.
-        TypeError: If the module is wrapped in FSDP's first version.
+        ValueError: If the type is unknown; on loading, on every rank, if the state is of another type, or a `'local'`
+            state is of another number of ranks.
+        TypeError: If the module is wrapped in FSDP1.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -73,7 +73,7 @@ def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full
     """
     check_type(state_dict_type)
     refuse_fsdp1(module)
-    if _types.get(module) is not None:  # the hooks of the outer context do
+    if _types.get(module) is not None:  # the hooks of the outer context are active already
         with _type_of(module, state_dict_type):
             yield
         return
@@ -89,16 +89,16 @@ def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full
 def fsdp_get_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, state_dict_type: str = "full"
 ) -> dict[str, Any]:
-    """Return an optimizer's state with names for parameters. Every rank must call this.
+    """Return an optimizer's state with parameters by name. Every rank must call this.
 
     Args:
-        model: Owns the names.
-        optim: May not have stepped yet.
-        state_dict_type: `'full'`, `'sharded'` or `'local'`, see above. `get_fsdp_sharded_optim_state_dict` makes of
-            each what the optimizer loads.
+        model: The model, which has the parameters' names.
+        optim: The optimizer. It need not have stepped.
+        state_dict_type: `'full'`, `'sharded'` or `'local'`, see above. `get_fsdp_sharded_optim_state_dict` converts
+            each of them to what the optimizer loads.
 
     Raises:
-        ValueError: If there is no such type.
+        ValueError: If the type is unknown.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -112,11 +112,11 @@ def fsdp_get_optim_state_dict(
 def get_fsdp_full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, rank0_only: bool = True
 ) -> dict[str, Any]:
-    """Return an optimizer's whole state with names for parameters, on the host. Every rank must call this.
+    """Return an optimizer's whole state with parameters by name, on the CPU. Every rank must call this.
 
     Args:
-        model: Owns the names.
-        optim: May not have stepped yet.
+        model: The model, which has the parameters' names.
+        optim: The optimizer. It need not have stepped.
         rank0_only: Whether ranks other than 0 get an empty dict.
     """
     return of_type(named_optimizer_state(model, optim), "full", rank0_only=rank0_only)
@@ -125,18 +125,18 @@ def get_fsdp_full_optim_state_dict(
 def get_fsdp_sharded_optim_state_dict(
     full_optim_state_dict: Mapping[str, Any] | None, model: nn.Module
 ) -> dict[str, Any]:
-    """Cut an optimizer's whole state into what each rank's optimizer loads. Every rank must call this.
+    """Shard an optimizer's whole state for the optimizer of each rank. Every rank must call this.
 
-    Parameters have numbers in the result, in the order in which the state lists their names: `load_state_dict` takes it
-    in an optimizer that was made in the same way.
+    The result numbers the parameters in the order of their names in the state, so that `load_state_dict` of an
+    optimizer that was built in the same way accepts it.
 
     Args:
-        full_optim_state_dict: What `get_fsdp_full_optim_state_dict` returned, or `fsdp_get_optim_state_dict`, of any
-            type. Of whole tensors rank 0's are taken, and the others may pass `{}` or `None`.
-        model: Sharded in any way, or not at all: each rank gets of a tensor what it has of the parameter.
+        full_optim_state_dict: Result of `get_fsdp_full_optim_state_dict`, or of `fsdp_get_optim_state_dict` with any
+            type. Whole tensors are taken from rank 0, and the other ranks may pass `{}` or `None`.
+        model: A model with any sharding, or none. The state of a parameter is sharded like the parameter.
 
     Raises:
-        ValueError: On every rank, if parameters are not called by names, or the model does not have them.
+        ValueError: On every rank, if the state does not name its parameters, or names some that the model lacks.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -146,6 +146,7 @@ def get_fsdp_sharded_optim_state_dict(
     """
     parameters = parameters_by_name(model)
     given = dict(full_optim_state_dict or {})
+    # All ranks must take the same branch, since both have collectives.
     if Ranks().all(_is_whole(given, parameters)):
         saved = receive_state(TensorSender(given), model, cpu_offload=False)
         _check_names(saved, parameters)
@@ -166,7 +167,7 @@ def _type_of(module: nn.Module, state_dict_type: str | None) -> Iterator[None]:
 
 
 def _give(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put a module's tensors, of the type that is wanted, in the place of its own in a state dict."""
+    """Replace a module's own tensors in a state dict by those of the type in effect."""
     wanted = _types.get(module)
     if wanted is None:
         return
@@ -177,12 +178,12 @@ def _give(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) ->
 
 
 def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put what a module loads by itself in the place of what it was given."""
-    if _types.get(module) is None:  # a copy that was made of a module in a context has its hooks, too
+    """Replace the tensors passed to a module by those that it loads itself."""
+    if _types.get(module) is None:  # a module that was copied inside a context has its hooks too
         return
     given = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     wrapper = _prefix_of_wrappers(module)
-    with _type_of(module, None):
+    with _type_of(module, None):  # so that the call below returns PyTorch's own
         own = module.state_dict()
     names = {canonical_name(name.removeprefix(wrapper)): name for name in own}
     if _types.get(module) == "full":
@@ -193,16 +194,16 @@ def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -
 
 
 def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return of what rank 0 was given this rank's part."""
+    """Return this rank's part of the state that rank 0 passed."""
     _on_all_ranks(lambda: _refuse_shards(given))
     sender = TensorSender(dict(given))
 
     def take(name: str, slot: Slot) -> torch.Tensor:
         target = own.get(names.get(name, name))
-        if not isinstance(sender.outline.get(name), Slot):  # a part of what a module saves besides tensors
+        if not isinstance(sender.outline.get(name), Slot):  # a tensor inside a module's extra state
             target = torch.empty(slot.shape)
         if not isinstance(target, torch.Tensor) or target.shape != slot.shape:
-            return torch.empty(slot.shape, dtype=slot.dtype, device="meta")  # for PyTorch's error, which tells shapes
+            return torch.empty(slot.shape, dtype=slot.dtype, device="meta")  # PyTorch's error then names the shapes
         room = room_for(target, slot.dtype)
         sender.receive(slot, room)
         return room
@@ -220,7 +221,7 @@ def _refuse_shards(given: Mapping[str, Any]) -> None:
 
 
 def _parts(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return what this rank was given, spread as its own is."""
+    """Return the state that this rank passed, sharded like the module's own."""
     return {
         name: own_part(name, own.get(names.get(name, name)), value) if isinstance(value, torch.Tensor) else value
         for name, value in given.items()
@@ -228,21 +229,21 @@ def _parts(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str,
 
 
 def _on_all_ranks(work: Callable[[], T]) -> T:
-    """Return what came of a rank's work, if no rank failed; else raise the error on all of them."""
+    """Return the result of a function; if it fails on any rank, raise the error on all of them."""
     done: list[T] = []
     Ranks().together(lambda: done.append(work()))
     return done[0]
 
 
 def _prefix_of_wrappers(module: nn.Module) -> str:
-    """Return what the names of the innermost model begin with in the state dict of what is wrapped around it."""
+    """Return the prefix of the innermost model's names in the state dict of its wrapper."""
     inner = unwrap_model(module)
     name = next(name for name, part in module.named_modules() if part is inner)
     return f"{name}." if name else ""
 
 
 def _is_whole(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Say whether nothing in an optimizer's state is only a part of what belongs to a parameter."""
+    """Return whether an optimizer's state has no shards of a parameter's state."""
     return not any(
         isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and _is_part(parameters.get(name), value))
         for name, entries in state.get("state", {}).items()
@@ -256,7 +257,7 @@ def _is_part(owner: object, value: torch.Tensor) -> bool:
 
 
 def _spread_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return an optimizer's state, of which each rank has its part, spread as the parameters are."""
+    """Return an optimizer's state, of which each rank has its part, sharded like the parameters."""
 
     def spread(name: str, key: str, value: Any) -> Any:
         owner = parameters.get(name)
@@ -280,7 +281,7 @@ def _check_names(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter
             f"get_fsdp_full_optim_state_dict(model, optim) returned, on rank 0 at least."
         )
     names = [name for group in groups for name in group["params"]]
-    # What belongs to no model, such as a loss function's, is called by its place.
+    # Parameters of no model, such as those of a loss function, are named by their position.
     foreign = [
         n for n in names if not isinstance(n, str) or (n not in parameters and not n.startswith("param_groups."))
     ]
@@ -293,7 +294,7 @@ def _check_names(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter
 
 
 def _with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with numbers for parameters, as an optimizer counts them."""
+    """Return the state with the parameters numbered as in an optimizer's own state dict."""
     number_of: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     for group in saved["param_groups"]:
