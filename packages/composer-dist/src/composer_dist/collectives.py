@@ -190,6 +190,7 @@ def gather_objects(obj: object, group: "ProcessGroup | None") -> list[Any]:
     payload = pickle.dumps(obj)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(tdist.get_world_size(group))]
     tdist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
+    # all_gather needs tensors of one size, so shorter payloads are padded.
     longest = max(int(size) for size in sizes)
     buffers = [bytearray(longest) for _ in sizes]
     tdist.all_gather([_view(buffer) for buffer in buffers], _view(bytearray(payload.ljust(longest))), group=group)
@@ -205,7 +206,7 @@ def send_objects(object_list: list[Any], src: int, group: "ProcessGroup | None")
     buffer = bytearray(pickle.dumps(object_list)) if is_source else bytearray()
     size = torch.tensor([len(buffer)])
     tdist.broadcast(size, src=src, group=group)
-    buffer = buffer or bytearray(int(size))
+    buffer = buffer or bytearray(int(size))  # receivers know the size only now
     tdist.broadcast(_view(buffer), src=src, group=group)
     if not is_source:
         object_list[:] = pickle.loads(buffer)
@@ -221,6 +222,7 @@ def cpu_group(group: "ProcessGroup | None") -> "ProcessGroup | None":
 
     The companion is made at a group's first need of it, which all of its ranks reach together.
     """
+    # Objects are exchanged as CPU tensors, which NCCL alone cannot carry.
     if "cpu:" in tdist.get_backend_config(group):
         return group
     key = group or tdist.group.WORLD

@@ -1,4 +1,4 @@
-"""Data parallelism: each rank holds the whole model, and the gradients are averaged."""
+"""Data parallel training: each rank holds the whole model, and gradients are averaged over the ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 _COMM_HOOKS = ("bf16_compress", "fp16_compress", "powersgd")
-_NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
+_NOTHING = nullcontext()  # stateless and reentrant, so one instance serves every microbatch
 
 
 class DDPSyncStrategy(StringEnum):
-    """When the ranks average the gradients of a step that has several microbatches.
+    """The points of a step with several microbatches at which gradients are averaged over the ranks.
 
-    - `SINGLE_AUTO_SYNC`: during the last microbatch's backward pass.
-    - `MULTI_AUTO_SYNC`: during every microbatch's. It costs more, and serves models that use other parameters in one
-      microbatch than in the next. All ranks must cut their batches into equally many microbatches.
-    - `FORCED_SYNC`: after the last microbatch, outside of `DistributedDataParallel`. It serves models whose ranks use
-      different parameters, without a search for unused ones.
+    - `SINGLE_AUTO_SYNC`: in the last microbatch's backward pass.
+    - `MULTI_AUTO_SYNC`: in every microbatch's backward pass. It costs more, and suits models that use different
+      parameters in each microbatch. All ranks must split their batches into equally many microbatches.
+    - `FORCED_SYNC`: after the last microbatch, outside of `DistributedDataParallel`. It suits models that use different
+      parameters on each rank, without a search for unused ones.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -53,17 +53,17 @@ class DDPSyncStrategy(StringEnum):
 
 
 def prepare_ddp_module(module: "Module", find_unused_parameters: bool) -> "Module":
-    """Wrap a module in `DistributedDataParallel`. Every rank must call this; all get rank 0's weights.
+    """Wrap a module in `DistributedDataParallel`. Every rank must call this; all ranks get rank 0's weights.
 
     Args:
-        module: On its device already.
-        find_unused_parameters: Whether some parameters may be without gradient in some steps.
+        module: A module that is on its device already.
+        find_unused_parameters: Whether some parameters may have no gradient in some steps.
 
     Returns:
-        The wrapped module, or the module itself if it has nothing to train.
+        The wrapped module, or the module itself if it has no trainable parameters.
 
     Raises:
-        RuntimeError: If there is no process group.
+        RuntimeError: Without a process group.
     """
     if not (tdist.is_available() and tdist.is_initialized()):
         raise RuntimeError(
@@ -71,20 +71,21 @@ def prepare_ddp_module(module: "Module", find_unused_parameters: bool) -> "Modul
             "or has not been initialized. Call initialize_dist() first, in processes started by the `composer` "
             "launcher or by torchrun."
         )
+    # DistributedDataParallel raises on a module without trainable parameters.
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
+    # gradient_as_bucket_view saves the memory of one copy of all gradients.
     return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
 
 
 def share_buffers(model: "Module") -> None:
-    """Give every rank the buffers of rank 0, if the model is wrapped for DDP. Every rank must call this.
+    """Broadcast rank 0's buffers if the model is wrapped for DDP. Every rank must call this.
 
-    Since the last forward pass of training each rank has its own, such as running statistics of its part of the batch,
-    and a checkpoint has rank 0's. Before an evaluation this makes all ranks evaluate the same model, that of the
-    checkpoint.
+    After a training step each rank has its own buffers, such as running statistics of its part of the batch, and a
+    checkpoint holds rank 0's. Call this before an evaluation, so that all ranks evaluate the model of the checkpoint.
 
     Args:
-        model: As `prepare_ddp_module` returned it. Nothing happens to any other.
+        model: The result of `prepare_ddp_module`. Other models are left unchanged.
     """
     if isinstance(model, DistributedDataParallel):
         broadcast_tensors(model.module.buffers(), model.process_group)
@@ -93,16 +94,15 @@ def share_buffers(model: "Module") -> None:
 def ddp_sync_context(
     state: Any, is_final_microbatch: bool, sync_strategy: str | DDPSyncStrategy
 ) -> AbstractContextManager[Any]:
-    """Return the context in which one microbatch runs forward and backward.
+    """Return the context manager for the forward and backward pass of one microbatch.
 
     Args:
-        state: An object whose `model` is what `prepare_ddp_module` returned; any other model gets a context that does
-            nothing.
-        is_final_microbatch: Whether the gradients of the ranks must agree after it.
-        sync_strategy: When they are averaged.
+        state: An object with an attribute `model`. If that is not a wrapped model, the context does nothing.
+        is_final_microbatch: Whether this is the last microbatch of a step, after which gradients must be averaged.
+        sync_strategy: The points at which gradients are averaged.
 
     Raises:
-        ValueError: If there is no such strategy.
+        ValueError: If `sync_strategy` is unknown.
     """
     sync_strategy = DDPSyncStrategy(sync_strategy)
     model = state.model
@@ -123,32 +123,32 @@ def _sync_context(
 
 @contextmanager
 def _sync_afterwards(model: DistributedDataParallel) -> Iterator[None]:
-    """Average the gradients on leaving, unless an error is the reason for it: then the other ranks must not wait."""
+    """Average the gradients on leaving without an error; after one, the other ranks may not reach the collective."""
     with model.no_sync():
         yield
     average_gradients(model.parameters(), model.process_group)
-    # Without a synchronised backward pass DDP would not broadcast the buffers before the next forward pass.
+    # Without a synchronized backward pass DDP would skip the buffer broadcast of the next forward pass.
     model.require_forward_param_sync = True
 
 
 class DDP(SingleDevice):
-    """Every rank holds the whole model, computes on a part of the batch, and takes the same step.
+    """Data parallel training with `DistributedDataParallel`: every rank holds the whole model and takes the same step.
 
-    Each rank for itself does what a single device does. The gradients after the last microbatch of a step are the
-    mean over the ranks. Buffers, such as BatchNorm's running statistics, are those of rank 0, broadcast before the
-    first forward pass of a step. A model that has nothing to train is not wrapped.
+    Each rank computes on its part of the batch. After the last microbatch of a step, gradients are the mean over the
+    ranks. Buffers, such as BatchNorm's running statistics, are broadcast from rank 0 before the first forward pass of a
+    step. A model without trainable parameters is not wrapped.
 
     Args:
         device: This rank's device.
-        sync_strategy: When gradients are averaged. By default `multi_auto_sync` with `find_unused_parameters`, else
-            `single_auto_sync`.
-        find_unused_parameters: Whether some parameters may be without gradient in some steps on some ranks.
-        comm_hook: How gradients travel: `'bf16_compress'` or `'fp16_compress'` for half the bytes, `'powersgd'` for
-            matrices of low rank (it needs NumPy). As they are when `None`.
+        sync_strategy: The points at which gradients are averaged. By default `multi_auto_sync` with
+            `find_unused_parameters`, else `single_auto_sync`.
+        find_unused_parameters: Whether some parameters may have no gradient in some steps on some ranks.
+        comm_hook: Compression of gradients on the wire: `'bf16_compress'` or `'fp16_compress'` for half the bytes,
+            `'powersgd'` for low-rank matrices (it needs NumPy). No compression when `None`.
 
     Raises:
-        ValueError: If there is no such strategy or hook, or if the two exclude each other.
-        ImportError: If the hook needs NumPy and it is not installed.
+        ValueError: If the strategy or the hook is unknown, or if the two exclude each other.
+        ImportError: If the hook needs NumPy, which is not installed.
 
     Reference:
         Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
@@ -170,20 +170,20 @@ class DDP(SingleDevice):
         self.find_unused_parameters = find_unused_parameters
         self.comm_hook = comm_hook
         self._model: DistributedDataParallel | None = None
-        self._postpones = False  # whether gradients wait for the end of an attempt
+        self._postpones = False  # True inside `attempt`, which averages gradients at its end
         _check_comm_hook(comm_hook, self.sync_strategy)
 
     @property
     def world_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # constant once there is a group
-        """Over how many ranks the gradients are a mean."""
+        """The number of ranks that gradients are averaged over."""
         return tdist.get_world_size()
 
     def prepare(self, model: "Module", optimizers: Sequence[Optimizer]) -> "tuple[Module, Sequence[Optimizer]]":
-        """Move model and optimizers to the device, in place, and return the model wrapped. Every rank calls this.
+        """Move model and optimizers to the device, in place, and return the wrapped model. Every rank must call this.
 
         Raises:
-            ValueError: If `forced_sync` is asked for and an embedding of the model has sparse gradients.
-            RuntimeError: If there is no process group, or if the ranks' parameters have different shapes.
+            ValueError: If `forced_sync` is set and an embedding of the model has sparse gradients.
+            RuntimeError: Without a process group, or if the ranks' parameters have different shapes.
         """
         if self.sync_strategy is DDPSyncStrategy.FORCED_SYNC:
             _refuse_sparse_gradients(model)
@@ -196,25 +196,25 @@ class DDP(SingleDevice):
         return model, optimizers
 
     def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
-        """Return the context in which one microbatch runs forward and backward."""
+        """Return the context manager for the forward and backward pass of one microbatch."""
         if self._model is None:
             return _NOTHING
         if not sync or self._postpones:
             return self._model.no_sync()
-        # Ranks with fewer microbatches would not be there for every one of `multi_auto_sync`.
+        # With unequal numbers of microbatches, `multi_auto_sync` would wait for ranks that have finished.
         meet_once = not is_aligned and self.sync_strategy is DDPSyncStrategy.MULTI_AUTO_SYNC
         return _sync_context(self._model, is_last, DDPSyncStrategy.FORCED_SYNC if meet_once else self.sync_strategy)
 
     @contextmanager
     def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
-        """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
+        """Return the context manager for the microbatches of a step that all ranks repeat if any rank fails.
 
-        The ranks meet at its begin, where rank 0 sends its buffers, if there are any, and at its end, where the
-        gradients are averaged as with `forced_sync`. In between each computes for itself, so that the averaging does
-        not overlap with the backward pass.
+        Ranks synchronize at its start, where rank 0 broadcasts its buffers, if any, and at its end, where gradients are
+        averaged as with `forced_sync`. In between no rank depends on another, so the averaging does not overlap with
+        the backward pass.
 
         Raises:
-            ValueError: If there is a communication hook, which such an averaging goes past.
+            ValueError: If a communication hook is set, which this averaging bypasses.
         """
         if self.comm_hook is not None:
             raise ValueError(
@@ -228,8 +228,8 @@ class DDP(SingleDevice):
             return
         sends_buffers = model.require_forward_param_sync
         buffers = list(model.module.buffers())
-        if sends_buffers and buffers:  # before the forward pass, in which DDP would do it, but a rank may be missing
-            check()  # one may have given up already, between two evaluations of one step
+        if sends_buffers and buffers:  # DDP's own broadcast in the forward pass would hang if a rank fails
+            check()  # a rank may have failed between two evaluations of one step
             broadcast_tensors(buffers, model.process_group)
         model.require_forward_param_sync = False
         self._postpones = True
@@ -237,7 +237,7 @@ class DDP(SingleDevice):
             yield
             check()
         except BaseException:
-            model.require_forward_param_sync = sends_buffers  # the next attempt begins with what was there before
+            model.require_forward_param_sync = sends_buffers  # the next attempt starts from the same state
             raise
         finally:
             self._postpones = False
@@ -248,30 +248,30 @@ class DDP(SingleDevice):
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
     ) -> Any:
-        """Let an optimizer move the weights, by way of the scaler if one scaled the losses."""
+        """Take an optimizer step, through the gradient scaler if one scaled the losses."""
         try:
             return super().step(optimizer, closure, scaler=scaler)
         except BaseException:
-            if self._model is not None:  # whoever repeats the step begins before its first closure
+            if self._model is not None:  # a repeated step starts before its first closure
                 self._model.require_forward_param_sync = True
             raise
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
-        """Return, for each of a few counts below 2**53, its sum over all ranks. Every rank calls this."""
+        """Return the sum over all ranks of each of a few counts below 2**53. Every rank must call this."""
         return sum_counts(values)
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the mean of each value over all ranks, by way of one collective that nobody waits for."""
+        """Return the mean of each value over all ranks, without a device synchronization. Every rank must call this."""
         return average_values(values)
 
     def model_state_dict(self, model: "Module") -> dict[str, Any]:
-        """Return the state dict of the model that was wrapped, which shares the weights' memory."""
+        """Return the state dict of the unwrapped model, which shares the weights' memory."""
         return unwrap_model(model).state_dict()
 
     def load_model_state_dict(
         self, model: "Module", state_dict: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load weights into the model that was wrapped, and return the names that were missing and not expected."""
+        """Load weights into the unwrapped model, and return the missing and the unexpected names."""
         return super().load_model_state_dict(unwrap_model(model), state_dict, strict=strict)
 
 
@@ -296,14 +296,14 @@ def _check_comm_hook(name: str | None, sync_strategy: DDPSyncStrategy) -> None:
 
 
 def _register_comm_hook(model: DistributedDataParallel, name: str) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # slow, and seldom asked for
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # slow to import and rarely needed
 
     if name == "bf16_compress":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif name == "fp16_compress":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     else:
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # needs NumPy
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # imports NumPy
 
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
 
@@ -318,7 +318,7 @@ def _refuse_sparse_gradients(model: "Module") -> None:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""How many bytes of gradients travel together."""
+"""Bytes of gradients per collective."""
 
 
 def average_gradients(
@@ -326,13 +326,13 @@ def average_gradients(
 ) -> None:
     """Replace each gradient by its mean over the ranks, in place. Every rank of the group must call this.
 
-    A parameter that a rank has no gradient for counts as zero there, and gets the mean. Where no rank has one, there
-    is none afterwards. A rank waits for its device only if it has no gradient for some parameter.
+    A missing gradient counts as zero and is replaced by the mean; if it is missing on every rank, it stays missing.
+    Only a rank with missing gradients synchronizes with its device.
 
     Args:
-        parameters: The same on every rank, in the same order. Those that need no gradient are left out.
+        parameters: The same parameters in the same order on every rank. Those without `requires_grad` are skipped.
         group: The ranks to average over. All of them when `None`.
-        bucket_bytes: About how many bytes travel in one collective.
+        bucket_bytes: Approximate number of bytes per collective.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     for bucket in _buckets(trainable, bucket_bytes):
@@ -340,18 +340,19 @@ def average_gradients(
 
 
 def average_values(values: Mapping[str, torch.Tensor], group: "ProcessGroup | None" = None) -> dict[str, torch.Tensor]:
-    """Return the mean of each value over the ranks, by way of one collective. Every rank of the group must call this.
+    """Return the mean of each value over the ranks, with one collective. Every rank of the group must call this.
 
-    Nobody waits for the device. The names must be the same on every rank; their order does not matter.
+    The device is not synchronized. Names must be the same on every rank, in any order.
 
     Args:
-        values: Floating-point tensors on one device; they are not changed.
+        values: Floating-point tensors on one device; left unchanged.
         group: The ranks to average over. All of them when `None`.
     """
     if not values:
         return {}
-    names = sorted(values)
+    names = sorted(values)  # ranks may have recorded the values in different orders
     flat = torch.cat([values[name].detach().reshape(-1) for name in names])
+    # Divided before the sum, and in float32 at least, so that half precision cannot overflow.
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32)).div(tdist.get_world_size(group))
     tdist.all_reduce(flat, group=group)
     parts = flat.split([values[name].numel() for name in names])
@@ -365,12 +366,12 @@ def average_values(values: Mapping[str, torch.Tensor], group: "ProcessGroup | No
 def broadcast_tensors(
     tensors: Iterable[torch.Tensor], group: "ProcessGroup | None" = None, *, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Replace each tensor by that of the group's first rank, in place. Every rank of the group must call this.
+    """Replace each tensor with that of the group's first rank, in place. Every rank of the group must call this.
 
     Args:
-        tensors: The same shapes and dtypes on every rank, in the same order.
+        tensors: Tensors of the same shapes and dtypes on every rank, in the same order.
         group: The ranks that take part. All of them when `None`.
-        bucket_bytes: About how many bytes travel in one collective.
+        bucket_bytes: Approximate number of bytes per collective.
     """
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -380,7 +381,7 @@ def broadcast_tensors(
 
 
 def sum_counts(values: Sequence[TNumber], group: "ProcessGroup | None" = None) -> list[TNumber]:
-    """Return the sum of each number over the ranks, by way of one collective between the hosts.
+    """Return the sum of each number over the ranks, with one collective on the CPU.
 
     Every rank of the group must call this. Integers are exact below 2**53.
     """
@@ -390,7 +391,7 @@ def sum_counts(values: Sequence[TNumber], group: "ProcessGroup | None" = None) -
 
 
 def _buckets(parameters: Iterable[torch.Tensor], size_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Cut the parameters into lists of one device and dtype each, by what all ranks know alike."""
+    """Split the parameters into lists of one device and dtype, by facts that are equal on all ranks."""
     open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], int]] = {}
     for parameter in parameters:
         key = (parameter.device, parameter.dtype)
@@ -408,7 +409,7 @@ def _buckets(parameters: Iterable[torch.Tensor], size_bytes: int) -> Iterator[li
 def _average_bucket(bucket: list[torch.Tensor], group: "ProcessGroup | None") -> None:
     """Average the gradients of a few parameters with one collective.
 
-    Behind the gradients travels a number for each parameter, which is above 0 if any rank has a gradient for it.
+    Appends one number per parameter to the gradients: after the sum it is above 0 if any rank has a gradient for it.
     """
     numel = sum(parameter.numel() for parameter in bucket)
     flat = torch.zeros(numel + len(bucket), dtype=bucket[0].dtype, device=bucket[0].device)

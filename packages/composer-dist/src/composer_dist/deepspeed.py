@@ -1,4 +1,4 @@
-"""DeepSpeed: its engine owns model, gradients and optimizer, and shards them over the ranks (ZeRO)."""
+"""DeepSpeed: an engine that owns model, gradients and optimizer, and shards them over the ranks (ZeRO)."""
 
 import atexit
 import copy
@@ -35,23 +35,23 @@ __all__ = ["DeepSpeed", "check_deepspeed_fits", "parse_deepspeed_config", "Unuse
 
 
 class DeepSpeed:
-    """ZeRO: every rank computes on a part of the batch, and the engine shards what they would all hold alike.
+    """Data parallel training with DeepSpeed's engine, which shards what the ranks would hold in common (ZeRO).
 
-    Stage 0 shards nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too. A batch has the same
-    weights as on a single device, also if it is cut into fewer or less even microbatches than the configuration says:
-    the loop weighs each microbatch's loss and says which is the last, and the engine follows. The engine clips the
-    gradients, scales losses in float16 and drops the gradients after a step, all by itself.
+    Stage 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also weights. Every batch has the weight that
+    it has on a single device, even if it is split into fewer or less even microbatches than configured: the loop weighs
+    each microbatch's loss and marks the last one. The engine itself clips gradients, scales losses in float16 and drops
+    the gradients after a step.
 
     Args:
         device: This rank's device.
-        config: What `parse_deepspeed_config` returned. It is copied.
-        find_unused_parameters: Whether some parameters may be without gradient in some steps. They then stay as they
-            are, as under `DDP`; otherwise momentum and weight decay move them. At stages 1 and 2 every rank must use
-            the same parameters. Without effect at stage 3.
+        config: The result of `parse_deepspeed_config`. It is copied.
+        find_unused_parameters: Whether some parameters may have no gradient in some steps. They then keep their values,
+            as under `DDP`; otherwise momentum and weight decay change them. At stages 1 and 2 every rank must use the
+            same parameters. No effect at stage 3.
 
     Raises:
         ImportError: If the package `deepspeed` is not installed.
-        ValueError: If float16 is asked for on a CPU.
+        ValueError: If float16 is requested on a CPU.
 
     Reference:
         Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
@@ -69,7 +69,7 @@ class DeepSpeed:
                 "precision='amp_bf16' (section 'bf16') or 'fp32' there."
             )
         self.device = device
-        # Left out it is 1.0 in DeepSpeed 0.19, and gradients would be clipped that no other strategy clips.
+        # DeepSpeed 0.19 defaults to 1.0, which would clip gradients that no other strategy clips.
         self._config: dict[str, Any] = {"gradient_clipping": 0.0, **copy.deepcopy(dict(config))}
         self.find_unused_parameters = find_unused_parameters
         self._engine: Any = None
@@ -78,17 +78,17 @@ class DeepSpeed:
 
     @property
     def world_size(self) -> int:
-        """Over how many ranks the gradients are a mean."""
+        """The number of ranks that gradients are averaged over."""
         return tdist.get_world_size()
 
     @property
     def meets_in_forward(self) -> bool:
-        """Whether the weights are gathered, layer by layer, in each forward pass: at stage 3."""
+        """Return whether each forward pass gathers the weights of its layers: at stage 3."""
         return self._config.get("zero_optimization", {}).get("stage", 0) == 3
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine, which `prepare` makes.
+        """The DeepSpeed engine that `prepare` creates.
 
         Raises:
             RuntimeError: Before `prepare`.
@@ -98,21 +98,21 @@ class DeepSpeed:
         return self._engine
 
     def place(self, model: "Module", optimizers: Sequence[Optimizer]) -> None:
-        """Leave the model where it is: the engine moves only what a rank keeps of it."""
+        """Leave the model where it is: the engine moves only this rank's part of it."""
 
     def prepare(self, model: "Module", optimizers: Sequence[Optimizer]) -> "tuple[Module, Sequence[Optimizer]]":
         """Return the engine in place of the model, and the engine's optimizer. Every rank must call this.
 
-        The engine puts the model on the device, converts it to the precision, in place, and gives all ranks the
-        weights of rank 0. Its optimizer has the `param_groups` of the one that it wraps, so that schedulers of either
-        reach the other.
+        The engine moves the model to the device, converts it to the precision, in place, and broadcasts the weights of
+        rank 0. Its optimizer shares its `param_groups` with the one that it wraps, so a scheduler of either changes
+        both.
 
         Raises:
-            ValueError: If there is not exactly one optimizer, or if it evaluates the loss itself.
+            ValueError: Unless there is exactly one optimizer, which does not evaluate the loss itself.
         """
         optimizer = _the_one(optimizers)
         deepspeed = _start(self.device)
-        # Noted down before the engine flattens them.
+        # Recorded now, since the engine flattens the parameters.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         with _without_advice():
             self._engine, wrapped, _, _ = deepspeed.initialize(
@@ -125,18 +125,18 @@ class DeepSpeed:
         return self._engine, [wrapped]
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return the batch with its float32 tensors in the dtype that the engine computes with."""
+        """Return the batch with its float32 tensors in the engine's dtype."""
         dtype = self.engine.get_data_types()[0]
         if dtype is torch.float32:
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 
     def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
-        """Return the context in which one microbatch runs forward and backward.
+        """Return the context manager for the forward and backward pass of one microbatch.
 
         Raises:
-            ValueError: If the ranks shall keep their own gradients, which the engine shards, or if they have unequally
-                many microbatches.
+            ValueError: If `sync` is false, since the engine shards gradients, or if the ranks have different numbers of
+                microbatches.
         """
         if not is_aligned:
             raise ValueError(
@@ -152,13 +152,13 @@ class DeepSpeed:
 
     @contextmanager
     def _microbatch(self, is_last: bool) -> Iterator[None]:
-        self.engine.set_gradient_accumulation_boundary(is_last)
+        self.engine.set_gradient_accumulation_boundary(is_last)  # overrides the count of the configuration
         yield
         if not is_last:
-            self.engine.step()  # moves no weights here; the engine counts the microbatches
+            self.engine.step()  # does not update weights; the engine counts microbatches
 
     def attempt(self, check: Callable[[], None], *, sync: bool = True) -> AbstractContextManager[Any]:
-        """Refuse: the engine counts the microbatches of a step, and cannot go back to its begin.
+        """Raise: the engine counts the microbatches of a step and cannot return to its start.
 
         Raises:
             ValueError: Always.
@@ -169,23 +169,23 @@ class DeepSpeed:
         )
 
     def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
-        """Add the gradients of a loss, which already has its weight within the batch, to the engine's.
+        """Accumulate the gradients of a loss that already has its weight within the batch.
 
         Raises:
-            ValueError: If the graph of the gradients shall be kept.
+            ValueError: If `create_graph` is true.
         """
         if create_graph:
             raise ValueError(
                 "create_graph=True keeps the graph of the gradients, which DeepSpeed's engine cannot. Leave out the "
                 "algorithm that needs it (its backwards_create_graph is True), or train without DeepSpeed."
             )
-        # The weight is in the loss, so the engine does not divide by its number of microbatches once more.
+        # The loss has its weight already, so the engine must not divide by its number of microbatches.
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def has_finite_gradients(self) -> bool:
-        """Return whether the gradients of a batch are finite, before its step. Every rank must call this.
+        """Return whether a batch's gradients are finite, before its step. Every rank must call this.
 
-        It gathers one whole gradient after another, so call it only where there is a reason to.
+        It gathers one full gradient after another, which is slow: call it only for a reason.
         """
         get = _start(self.device).utils.safe_get_full_grad
         parameters = (parameter for group in self._parameters for parameter in group if parameter.requires_grad)
@@ -196,7 +196,7 @@ class DeepSpeed:
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Refuse: the engine clips inside its step, by the configuration's `gradient_clipping`.
+        """Raise: the engine clips inside its step, by the configuration's `gradient_clipping`.
 
         Raises:
             RuntimeError: Always.
@@ -209,10 +209,10 @@ class DeepSpeed:
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
     ) -> Any:
-        """Let the engine move the weights and drop the gradients; a closure is called once, before.
+        """Take the engine's optimizer step, which also drops the gradients; a closure is called once, before.
 
         Raises:
-            ValueError: If a scaler is given: the engine scales by itself.
+            ValueError: If a scaler is given, since the engine scales losses itself.
         """
         if scaler is not None:
             raise ValueError("scaler was given, but DeepSpeed's engine scales losses itself. Leave the scaler out.")
@@ -226,48 +226,48 @@ class DeepSpeed:
         return result
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Leave the gradients to the engine, which drops them in each step."""
+        """Do nothing: the engine drops the gradients in each step."""
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
-        """Return, for each of a few counts below 2**53, its sum over all ranks. Every rank calls this."""
+        """Return the sum over all ranks of each of a few counts below 2**53. Every rank must call this."""
         return sum_counts(values)
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the mean of each value over all ranks, by way of one collective that nobody waits for."""
+        """Return the mean of each value over all ranks, without a device synchronization. Every rank must call this."""
         return average_values(values)
 
     def model_state_dict(self, model: "Module") -> dict[str, Any]:
-        """Return the whole weights, in float32 where the engine keeps them so. Every rank must call this.
+        """Return the full weights, in float32 if the engine keeps such a copy. Every rank must call this.
 
-        At stage 3 they are gathered one after the other, as copies on the host.
+        At stage 3 they are gathered one after the other and copied to the host.
         """
         return deepspeed_state.gather_weights(self.engine)
 
     def load_model_state_dict(
         self, model: "Module", state_dict: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load whole weights, in place, and return the names that were missing and those that were not expected.
+        """Load full weights, in place, and return the missing and the unexpected names.
 
         Every rank must call this with the same weights.
         """
         return deepspeed_state.scatter_weights(self.engine, state_dict, strict=strict)
 
     def parameter_names(self, model: "Module") -> list[list[str]]:
-        """Return the names of the parameters in each of the optimizer's groups, in the order that it got them."""
+        """Return the names of the parameters in each of the optimizer's groups, in their original order."""
         names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
         return [[names.get(id(parameter), "") for parameter in group] for group in self._parameters]
 
     def optimizer_state_dict(self, model: "Module", optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state as the optimizer before `prepare` would have it. Every rank must call this."""
+        """Return the full state as the optimizer before `prepare` would have it. Every rank must call this."""
         return deepspeed_state.gather_optimizer(self.engine, self._parameters)
 
     def load_optimizer_state_dict(self, model: "Module", optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load such a whole state, in place. Every rank must call this with the same state."""
+        """Load such a full state, in place. Every rank must call this with the same state."""
         deepspeed_state.scatter_optimizer(self.engine, self._parameters, state_dict)
 
 
 def _check_installed() -> None:
-    if find_spec("deepspeed") is None:
+    if find_spec("deepspeed") is None:  # an import would take a second
         raise ImportError(
             "deepspeed_config was given, but the package 'deepspeed' is not installed. It comes with the extra "
             "'deepspeed': run `pip install 'composer-dist[deepspeed]'`.",
@@ -276,12 +276,13 @@ def _check_installed() -> None:
 
 
 def _the_one(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """Return the only optimizer, of those kinds that take the gradients as they find them."""
+    """Return the only optimizer; raise if there are several, or if it evaluates the loss itself."""
     if len(optimizers) != 1:
         raise ValueError(
             f"{len(optimizers)} optimizers were given, and DeepSpeed's engine takes exactly one. Give one optimizer "
             "with several parameter groups instead."
         )
+    # A closure without a default, as in LBFGS, means that step() evaluates the loss.
     step = inspect.signature(type(optimizers[0]).step).parameters.get("closure")
     if step is not None and step.default is inspect.Parameter.empty:
         raise ValueError(
@@ -292,22 +293,22 @@ def _the_one(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def _start(device: Device) -> Any:
-    """Import the package, and let it use the process group that there is."""
+    """Import DeepSpeed and connect it to the existing process group."""
     if isinstance(device, DeviceCPU):
-        # Read at its import; on a machine with GPUs it would choose one.
+        # DeepSpeed reads this when it is imported, and would choose a GPU if the machine has one.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    deepspeed: Any = importlib.import_module("deepspeed")  # takes a second, and few ask for it
+    deepspeed: Any = importlib.import_module("deepspeed")  # takes a second, so only where it is used
     if isinstance(device, DeviceCPU):
-        # A collective for inference that it would compile now, which takes a minute and a compiler.
+        # A CPU collective for inference that it would compile here, which takes a minute and a compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    initialize_dist(device)
+    initialize_dist(device)  # first, so that DeepSpeed does not create a group of its own
     deepspeed.init_distributed(dist_backend=device.dist_backend or "gloo", verbose=False)
     return deepspeed
 
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keep DeepSpeed from warning of every optimizer that is not its own, which the configuration has allowed."""
+    """Suppress DeepSpeed's warnings about untested optimizers, which the configuration has allowed."""
     logger = logging.getLogger("DeepSpeed")
 
     def is_not_advice(record: logging.LogRecord) -> bool:
@@ -322,7 +323,7 @@ def _without_advice() -> Iterator[None]:
 
 @cache
 def _destroy_group_at_exit() -> None:
-    """Destroy the process group when the interpreter ends, whoever made it: runs on a CPU hang or abort otherwise."""
+    """Destroy the process group at exit, even if DeepSpeed did not create it: runs on a CPU hang or abort otherwise."""
     atexit.register(_destroy_group)
 
 
@@ -331,7 +332,7 @@ def _destroy_group() -> None:
         tdist.destroy_process_group()
 
 
-# https://www.deepspeed.ai/docs/config-json/; for finding misspelt names only, so that newer ones still pass.
+# https://www.deepspeed.ai/docs/config-json/; used only to find misspelled names, so that newer names still pass.
 _KNOWN_KEYS = """
     activation_checkpointing aio amp autotuning bf16 check_grad_overflow checkpoint comms_logger communication_data_type
     compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
@@ -342,21 +343,21 @@ _KNOWN_KEYS = """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
 _PRECISION_SECTIONS = {"fp16": Precision.AMP_FP16, "bf16": Precision.AMP_BF16, "amp": Precision.AMP_FP16}
-_TO_FILL = "auto"  # how configurations written for other trainers leave a value open
+_TO_FILL = "auto"  # the placeholder in configurations written for other trainers
 
 
 def check_deepspeed_fits(
     *, parallelism_config: object, has_train_dataloader: bool, callbacks: Iterable[object] = ()
 ) -> None:
-    """Refuse what cannot go together with a DeepSpeed configuration.
+    """Validate that nothing else contradicts a DeepSpeed configuration.
 
     Args:
-        parallelism_config: The configuration of FSDP or tensor parallelism, `None` without one.
-        has_train_dataloader: Whether the training data is known already: batch sizes are read from it.
-        callbacks: What listens to the run; `OptimizerMonitor` reads gradients that DeepSpeed has taken away.
+        parallelism_config: The configuration of FSDP or tensor parallelism, or `None`.
+        has_train_dataloader: Whether the training data is known already; batch sizes are read from it.
+        callbacks: Callbacks of the run; `OptimizerMonitor` would read gradients that DeepSpeed has dropped.
 
     Raises:
-        ValueError: If one of them does not fit.
+        ValueError: If one of them is incompatible with DeepSpeed.
     """
     if parallelism_config is not None:
         raise ValueError(
@@ -368,7 +369,7 @@ def check_deepspeed_fits(
             "deepspeed_config needs the train_dataloader when the Trainer is constructed, since DeepSpeed's batch "
             "sizes are inferred from it. Pass train_dataloader to the constructor and not to fit()."
         )
-    # By name: the class belongs to a package on a floor above.
+    # Compared by name: importing the class would reverse the packages' dependency order.
     if any(base.__name__ == "OptimizerMonitor" for callback in callbacks for base in type(callback).__mro__):
         raise ValueError(
             "the callback OptimizerMonitor cannot be used with deepspeed_config: DeepSpeed's engine owns the gradients "
@@ -385,14 +386,14 @@ def parse_deepspeed_config(
     precision: str | Precision,
     clip: tuple[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed configuration with what follows from the run filled in.
+    """Return a copy of a DeepSpeed configuration with the values that follow from the run filled in.
 
     Args:
-        config: As DeepSpeed documents it; `{}` and `'auto'` for a batch size or the clipping leave it to the run.
-        batch_size: Of the training dataloader, on each rank; `None` if the dataloader does not say.
-        microbatch_size: How many samples go through the model at a time; `None` for the whole batch.
-        world_size: How many ranks train.
-        precision: The run's.
+        config: As DeepSpeed documents it. Missing keys and `'auto'`, for a batch size or the clipping, are filled in.
+        batch_size: Batch size of the training dataloader on each rank; `None` if the dataloader has no such attribute.
+        microbatch_size: Number of samples per forward pass; `None` for the whole batch.
+        world_size: Number of ranks.
+        precision: Precision of the run.
         clip: Type and threshold of the run's gradient clipping.
 
     Returns:
@@ -401,9 +402,9 @@ def parse_deepspeed_config(
 
     Raises:
         ValueError: If the configuration contradicts the run, if it has a section for the optimizer or the scheduler,
-            if a name is misspelt, or if the microbatch size does not divide the batch size.
-        RuntimeError: If the dataloader does not say its batch size.
-        NotImplementedError: If gradients shall be clipped in another way than by norm.
+            if a name is misspelled, or if the microbatch size does not divide the batch size.
+        RuntimeError: If the dataloader's batch size is unknown.
+        NotImplementedError: If gradient clipping is of another type than `'norm'`.
 
     Example:
         >>> config = parse_deepspeed_config({}, batch_size=8, microbatch_size=2, world_size=4, precision="fp32")
@@ -418,7 +419,7 @@ def parse_deepspeed_config(
     if clip is not None:
         _fill_clipping(parsed, *clip)
     elif parsed.get("gradient_clipping") == _TO_FILL:
-        del parsed["gradient_clipping"]
+        del parsed["gradient_clipping"]  # `DeepSpeed` then sets 0.0, which clips nothing
     return parsed
 
 
@@ -432,7 +433,7 @@ def _refuse_names(config: Mapping[str, Any]) -> None:
     known = _KNOWN_KEYS.split()
     for name in config:
         near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.85)
-        if name not in known and near:
+        if name not in known and near:  # an unknown name without a near match may be a new one
             raise ValueError(
                 f"deepspeed_config has {name!r}, which DeepSpeed does not know. Did you mean {' or '.join(near)}?"
             )
@@ -442,6 +443,7 @@ def _fill_batch_sizes(
     config: dict[str, Any], batch_size: int | None, microbatch_size: int | float | str | None, world_size: int
 ) -> None:
     total = config.get("train_batch_size", _TO_FILL)
+    # The configuration may give what the dataloader does not.
     if batch_size is None and total != _TO_FILL and total % world_size == 0:
         batch_size = total // world_size
     if batch_size is None:
@@ -450,7 +452,7 @@ def _fill_batch_sizes(
             f"batch_sampler has an attribute batch_size. Give deepspeed_config['train_batch_size'], the number of "
             f"samples on all {world_size} ranks together, got {total!r}; or use a torch DataLoader."
         )
-    if isinstance(microbatch_size, str):
+    if isinstance(microbatch_size, str):  # "auto" changes the size during training
         raise ValueError(
             f"device_train_microbatch_size={microbatch_size!r} (or grad_accum) cannot be used with deepspeed_config: "
             "DeepSpeed has to know the size before it starts. Set it to a number of samples that divides the batch "
@@ -470,7 +472,7 @@ def _fill_batch_sizes(
 
 
 def _fill(config: dict[str, Any], key: str, value: float, because: str) -> None:
-    """Set a key that is open, and refuse one that says something else."""
+    """Set a missing or `'auto'` key, and raise if it has another value."""
     if config.get(key, _TO_FILL) == _TO_FILL:
         config[key] = value
     elif config[key] != value:
@@ -502,6 +504,7 @@ def _fill_precision(config: dict[str, Any], precision: Precision) -> None:
 
 
 def _allow_any_optimizer(config: dict[str, Any]) -> None:
+    # The Trainer builds the optimizer, which DeepSpeed accepts only with this key.
     if config.get("zero_allow_untested_optimizer") is False:
         warnings.warn(
             "deepspeed_config['zero_allow_untested_optimizer']=False was set to True: the Trainer's optimizers are "
@@ -527,14 +530,14 @@ def _fill_clipping(config: dict[str, Any], clipping_type: str, threshold: float)
 
 
 class UnusedParameters:
-    """Keep an engine's optimizer from moving parameters that got no gradient in a step, and their optimizer state.
+    """Parameters without a gradient in a step, whose values and optimizer state the step must not change.
 
-    At stage 0 a gradient on any rank counts for all; above, every rank must use the same parameters. One count of
-    steps that the optimizer keeps for a whole flat tensor, as Adam does, goes on for all that is in it.
+    At stage 0 a gradient on any rank counts for all ranks; above, every rank must use the same parameters. A step count
+    that the optimizer keeps for a whole flat tensor, as Adam does, still advances for all parameters in it.
 
     Args:
-        engine: At stage 0, 1 or 2.
-        parameters: Those of its optimizer, before the engine flattened them.
+        engine: An engine at stage 0, 1 or 2.
+        parameters: The optimizer's parameters, before the engine flattened them.
     """
 
     def __init__(self, engine: Any, parameters: Iterable[Parameter]) -> None:
@@ -551,13 +554,13 @@ class UnusedParameters:
         engine.basic_optimizer.register_step_post_hook(self._put_back)
 
     def begin_step(self) -> None:
-        """Agree on what is used, before the engine's step. Every rank must call this."""
+        """Agree over the ranks on the used parameters, before the engine's step. Every rank must call this."""
         if self._is_whole:
             counts = sum_counts([int(parameter in self._used) for parameter in self._parameters])
             self._used.update(each for each, count in zip(self._parameters, counts, strict=True) if count)
 
     def end_step(self) -> None:
-        """Forget what was used."""
+        """Clear the record of used parameters."""
         self._used.clear()
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
@@ -566,8 +569,8 @@ class UnusedParameters:
                 if parameter in self._used:
                     continue
                 if self._is_whole:
-                    tensor.grad = None
-                else:
+                    tensor.grad = None  # torch's optimizers skip such parameters
+                else:  # only a slice of a flat tensor, which the optimizer cannot skip
                     values = {"": tensor, **_state_like(tensor, optimizer)}
                     self._before.append((tensor, where, {key: each[where].clone() for key, each in values.items()}))
 
@@ -575,7 +578,7 @@ class UnusedParameters:
     def _put_back(self, optimizer: Optimizer, *_: Any) -> None:
         for tensor, where, before in self._before:
             for key, value in {"": tensor, **_state_like(tensor, optimizer)}.items():
-                value[where] = before.get(key, 0.0)  # a state that this step has made begins with zeros
+                value[where] = before.get(key, 0.0)  # a state created in this step starts at zero
         self._before.clear()
 
 
@@ -584,6 +587,6 @@ def _tensors(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _state_like(tensor: torch.Tensor, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return what the optimizer keeps for each number of a tensor."""
+    """Return the optimizer's per-element state of a tensor."""
     state = optimizer.state.get(tensor, {})
     return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == tensor.shape}

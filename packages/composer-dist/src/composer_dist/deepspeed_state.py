@@ -1,16 +1,16 @@
-"""The whole weights and optimizer state of a DeepSpeed engine, of which each rank has a part.
+"""Full weights and optimizer state of a DeepSpeed engine, gathered from and scattered to the ranks.
 
-What each stage keeps where:
+Contents of each rank by stage:
 
 | stage | weights | optimizer state |
 |---|---|---|
-| 0 | whole | of each parameter; in half precision of a float32 copy of it |
-| 1, 2 | whole | of the rank's slice of all parameters of a group, laid end to end, in float32 |
-| 3 | a slice of each parameter | of the rank's slices of all parameters of a group, laid end to end, in float32 |
+| 0 | full | of each parameter, or of its float32 copy in half precision |
+| 1, 2 | full | of the rank's slice of a group's concatenated parameters, in float32 |
+| 3 | a slice of each parameter | of the rank's slices of a group's concatenated parameters, in float32 |
 
 DeepSpeed's public functions (`deepspeed.utils.safe_get_full_fp32_param` and its siblings) gather and set one parameter
-at a time at stages 1 to 3. Three things are reached past them, in `_Zero` and `_Whole`: where the state is before the
-first step, the float32 copies of stage 0, and where in a flat tensor a parameter is.
+at a time at stages 1 to 3. `_Zero` and `_Whole` bypass them for three things: creating the state before the first
+step, the float32 copies of stage 0, and a parameter's position in a flat tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,19 +31,19 @@ __all__ = [
 ]
 
 ParameterGroups = list[list[Parameter]]
-"""The parameters of an optimizer's groups, in the order that it got them."""
+"""The parameters of each of an optimizer's groups, in their original order."""
 
-_PER_PARAMETER = "step"  # one number for all of a tensor, also where the tensor is itself one number
+_PER_PARAMETER = "step"  # a scalar per tensor, even if the tensor is a scalar itself
 
 
 def gather_weights(engine: Any) -> dict[str, Any]:
-    """Return the whole weights by name. Every rank must call this.
+    """Return the full weights by name. Every rank must call this.
 
-    Trained weights are in float32 if the engine keeps them so. Where a tensor is whole and in its own dtype on every
-    rank, the result shares its memory; what is gathered at stage 3 is on the host.
+    Trained weights are in float32 if the engine keeps such a copy. If every rank has a tensor in full and in its own
+    dtype, the result shares its memory; weights gathered at stage 3 are on the host.
     """
     masters = _masters(engine)
-    gathered: dict[int, torch.Tensor] = {}  # tied weights once
+    gathered: dict[int, torch.Tensor] = {}  # by identity, so that tied weights are gathered once
     weights: dict[str, Any] = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
@@ -56,21 +56,23 @@ def gather_weights(engine: Any) -> dict[str, Any]:
 
 
 def scatter_weights(engine: Any, weights: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-    """Load whole weights, in place, and return the names that were missing and those that were not expected.
+    """Load full weights, in place, and return the missing and the unexpected names.
 
     Every rank must call this with the same weights.
 
     Raises:
-        RuntimeError: If `strict` and there are any such names, or if a shape does not fit.
+        RuntimeError: If `strict` and a name is missing or unexpected, or if a shape differs.
     """
     module, masters = engine.module, _masters(engine)
     own: dict[str, Any] = module.state_dict(keep_vars=True)
     if masters.are_sliced:
         missing = [name for name in own if name not in weights]
         unexpected = [name for name in weights if name not in own]
+        # A parameter's own shape is only that of its slice, so load_state_dict cannot check it.
         _check_names_and_shapes(
             type(module).__name__, own, weights, missing if strict else [], unexpected if strict else []
         )
+        # Buffers, which are full on every rank.
         module.load_state_dict({name: weights[name] for name in weights if not _is_parameter(own, name)}, strict=False)
     else:
         keys = module.load_state_dict(dict(weights), strict=strict)
@@ -83,7 +85,7 @@ def scatter_weights(engine: Any, weights: Mapping[str, Any], *, strict: bool) ->
 
 
 def gather_optimizer(engine: Any, groups: ParameterGroups) -> dict[str, Any]:
-    """Return the state that the engine's optimizer would have had without it. Every rank must call this."""
+    """Return the state as the original optimizer would have it. Every rank must call this."""
     masters = _masters(engine)
     parameters = [parameter for group in groups for parameter in group]
     state = {
@@ -102,7 +104,7 @@ def scatter_optimizer(engine: Any, groups: ParameterGroups, state_dict: Mapping[
     """Load such a state, in place. Every rank must call this with the same state.
 
     Raises:
-        ValueError: If its groups are not those of the engine's optimizer.
+        ValueError: If its groups differ in size from those of the engine's optimizer.
     """
     sizes, own_sizes = [len(group["params"]) for group in state_dict["param_groups"]], [len(group) for group in groups]
     if sizes != own_sizes:
@@ -121,7 +123,7 @@ def scatter_optimizer(engine: Any, groups: ParameterGroups, state_dict: Mapping[
     }
     masters = _masters(engine)
     with torch.no_grad():
-        masters.make_room(states)
+        masters.make_room(states)  # before the first step the optimizer has no state to set
         for parameter, values in states.items():
             for key, value in values.items():
                 if _is_whole(key, value, _shape(parameter)):
@@ -129,9 +131,9 @@ def scatter_optimizer(engine: Any, groups: ParameterGroups, state_dict: Mapping[
 
 
 def find_in_optimizer(engine: Any, parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, torch.Tensor, slice]]:
-    """Return each parameter with the tensor that this rank's optimizer moves for it, and where in that it is.
+    """Yield each parameter with the tensor that this rank's optimizer updates for it, and its slice of that tensor.
 
-    At stages 0 to 2. Parameters of which this rank moves nothing are left out.
+    For stages 0 to 2. Parameters that this rank does not update are left out.
     """
     masters = _masters(engine)
     for parameter in parameters:
@@ -140,9 +142,9 @@ def find_in_optimizer(engine: Any, parameters: Iterable[Parameter]) -> Iterator[
 
 
 def forget_trial_step(engine: Any) -> None:
-    """Undo the step without gradients by which an engine at stage 0 in half precision makes its optimizer's state.
+    """Undo the step without gradients in which a stage 0 engine in half precision creates its optimizer's state.
 
-    Weight decay has moved the float32 copies in it, and has begun the momentum.
+    In that step weight decay changes the float32 copies and starts the momentum.
     """
     masters = _masters(engine)
     if isinstance(masters, _Whole):
@@ -154,19 +156,19 @@ def _is_parameter(own: Mapping[str, Any], name: str) -> bool:
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    """Return the shape of the whole tensor, also where the rank has only a slice of it."""
+    """Return the full shape of a tensor, even if the rank has only a slice of it."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def _is_whole(key: str, value: object, shape: torch.Size) -> bool:
-    """Say whether an entry of an optimizer's state has a number for each of the parameter's."""
+    """Return whether an entry of an optimizer's state has one number per element of the parameter."""
     return key != _PER_PARAMETER and isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _check_names_and_shapes(
     model: str, own: Mapping[str, Any], weights: Mapping[str, Any], missing: list[str], unexpected: list[str]
 ) -> None:
-    """Raise as torch's `load_state_dict` does, on every rank alike."""
+    """Raise as torch's `load_state_dict` does, on every rank."""
     faults = [f"Missing key(s) in state_dict: {missing}."] if missing else []
     faults += [f"Unexpected key(s) in state_dict: {unexpected}."] if unexpected else []
     faults += [
@@ -179,10 +181,10 @@ def _check_names_and_shapes(
 
 
 class _Masters(Protocol):
-    """The tensors that the engine's optimizer moves, seen as one whole tensor for each parameter."""
+    """The tensors that the engine's optimizer updates, viewed as one full tensor per parameter."""
 
     are_sliced: bool
-    """Whether a parameter itself is only a slice."""
+    """Whether the parameters of the model are only slices."""
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
@@ -204,7 +206,7 @@ def _masters(engine: Any) -> _Masters:
 
 
 class _Whole:
-    """Stage 0: each rank has all."""
+    """Stage 0: each rank has everything."""
 
     are_sliced = False
 
@@ -212,7 +214,7 @@ class _Whole:
         self._optimizer: torch.optim.Optimizer = engine.basic_optimizer
         self._copies: dict[Parameter, torch.Tensor] = {}
         wrapper = engine.optimizer
-        if wrapper is self._optimizer:
+        if wrapper is self._optimizer:  # float32: the optimizer updates the parameters themselves
             return
         if not hasattr(wrapper, "fp32_groups"):
             raise RuntimeError(
@@ -227,7 +229,7 @@ class _Whole:
         return tensor if copy is None else copy
 
     def begin_again(self) -> None:
-        if self._copies:
+        if self._copies:  # half precision; in float32 the engine takes no such step
             self._optimizer.state.clear()
         for half, copy in self._copies.items():
             copy.data.copy_(half.data)
@@ -258,10 +260,10 @@ class _Whole:
 
 
 class _Zero:
-    """Stages 1 to 3: the optimizer sees one flat tensor for each group, of what belongs to this rank."""
+    """Stages 1 to 3: the optimizer has one flat tensor per group, with this rank's part."""
 
     def __init__(self, engine: Any) -> None:
-        from deepspeed import utils, zero  # loaded, or there would be no engine
+        from deepspeed import utils, zero  # loaded already, since an engine exists
 
         self._functions: Any = utils
         self._zero: Any = zero
@@ -275,9 +277,9 @@ class _Zero:
         self._link_states()
 
     def _link_states(self) -> None:
-        """Let DeepSpeed's functions find the state of each parameter in the flat tensors, at stages 1 and 2.
+        """Connect each parameter to its state in the flat tensors for DeepSpeed's functions, at stages 1 and 2.
 
-        The engine does so only once, when its optimizer has moved the first group, and misses the others (0.19).
+        The engine does so only once, after its optimizer has updated the first group, and misses the others (0.19).
         """
         if not self.are_sliced and self._optimizer.state:
             self._wrapper._hp_optimizer_states_linked = False
@@ -286,19 +288,22 @@ class _Zero:
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, Parameter):
             return tensor.detach()
+        # Frozen weights have no float32 copy.
         if not self.are_sliced and (tensor.dtype is torch.float32 or not self._is_moved(tensor)):
             return tensor.detach()
         if self._is_moved(tensor):
             whole = self._functions.safe_get_full_fp32_param(tensor)
+            # On the host, since the full model may not fit on the device.
             return whole.cpu() if self.are_sliced else whole
         with self._zero.GatheredParameters([tensor]):
             return tensor.detach().cpu().clone()
 
     def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None:
         if self.are_sliced:
+            # Rank 0's value is scattered to all slices on leaving.
             with self._zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
-        if not self._is_moved(parameter):
+        if not self._is_moved(parameter):  # frozen: no float32 copy to set
             return
         if self.are_sliced:
             self._functions.safe_set_local_fp32_param(parameter, _slice(parameter, value))
@@ -318,7 +323,7 @@ class _Zero:
     def state(self, parameter: Parameter, key: str) -> Any:
         flat = self._flat(parameter)
         value = self._optimizer.state[flat][key]
-        if not _is_whole(key, value, flat.shape):
+        if not _is_whole(key, value, flat.shape):  # not sliced, such as a step count
             return value
         whole = self._functions.safe_get_full_optimizer_state(parameter, key)
         return whole.cpu() if self.are_sliced else whole
@@ -327,7 +332,7 @@ class _Zero:
         self._optimizer.state.clear()
         for parameter, values in states.items():
             flat = self._flat(parameter)
-            if flat in self._optimizer.state:
+            if flat in self._optimizer.state:  # the parameters of a group share one flat tensor
                 continue
             self._optimizer.state[flat] = {
                 key: torch.zeros_like(flat) if _is_whole(key, value, _shape(parameter)) else _copy(value)
@@ -342,13 +347,12 @@ class _Zero:
             self._functions.safe_set_full_optimizer_state(parameter, _like(parameter, value), key)
 
     def _is_moved(self, parameter: Parameter) -> bool:
-        """Say whether the optimizer moves the parameter: it may be frozen, or not in the optimizer at all."""
+        """Return whether the optimizer updates the parameter; it may be frozen or not in the optimizer."""
         if self.are_sliced:
             return self._wrapper.get_param_id(parameter) in self._wrapper.grad_position
         return parameter in self._flats
 
     def _flat(self, parameter: Parameter) -> torch.Tensor:
-        """Return the flat tensor of the parameter's group."""
         if self.are_sliced:
             index = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)][0]
             return self._wrapper.fp32_partitioned_groups_flat[index]
@@ -360,14 +364,14 @@ def _copy(value: Any) -> Any:
 
 
 def _like(parameter: Parameter, value: torch.Tensor) -> torch.Tensor:
-    """Return the value as the engine's functions take it."""
+    """Return the value in the form that the engine's functions expect."""
     return value.detach().to(device=parameter.device, dtype=torch.float32)
 
 
 def _slice(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice of a whole tensor; all slices are equally long, so the last ones are padded.
+    """Return this rank's slice of a full tensor; all slices have equal length, so the last ones are padded.
 
-    DeepSpeed's own function for whole tensors fails where they do not divide evenly.
+    DeepSpeed's own function for full tensors fails if they do not divide evenly.
     """
     size, rank = parameter.ds_tensor.numel(), tdist.get_rank(parameter.ds_process_group)
     flat = _like(parameter, value).flatten()[rank * size : (rank + 1) * size]

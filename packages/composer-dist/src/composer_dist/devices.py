@@ -147,7 +147,7 @@ class DeviceGPU(_TorchDevice):
                 "many processes as there are devices, or choose one below that number."
             )
         self._device = torch.device("cuda", index)
-        torch.accelerator.set_device_index(index)
+        torch.accelerator.set_device_index(index)  # NCCL, and tensors made without an index, use the current device
         # The older of torch's two interfaces: after the newer one, reading these flags raises.
         torch.backends.cuda.matmul.allow_tf32 = allow_tf32
         torch.backends.cudnn.allow_tf32 = allow_tf32
@@ -201,6 +201,7 @@ class DeviceNeuron(_TorchDevice):
 
     def __init__(self) -> None:
         _require_xla(self.name)
+        # Set before the device is opened, when the compiler reads them.
         os.environ["NEURON_CC_FLAGS"] = "--auto-cast=none"
         os.environ["PJRT_DEVICE"] = "NEURON"
         self._device = _xla_device(self.name)
@@ -229,7 +230,7 @@ class DeviceHPU(_TorchDevice):
 _DEVICES: dict[str, Callable[[], Device]] = {
     "cpu": DeviceCPU,
     "gpu": DeviceGPU,
-    "cuda": DeviceGPU,
+    "cuda": DeviceGPU,  # torch's name for it
     "mps": DeviceMPS,
     "tpu": DeviceTPU,
     "neuron": DeviceNeuron,
@@ -294,7 +295,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if type(batch) is tuple:  # the common types first: isinstance of an ABC is slow
-        return tuple([map_tensors(item, function) for item in batch])
+        return tuple([map_tensors(item, function) for item in batch])  # a list: tuple() is slower on a generator
     if type(batch) is list:
         return [map_tensors(item, function) for item in batch]
     if isinstance(batch, PackedSequence):
@@ -411,13 +412,14 @@ def get_precision_context(
         torch.bfloat16
     """
     precision = Precision(precision)
-    if precision is Precision.AMP_FP8:
+    if precision is Precision.AMP_FP8:  # before the lookup below, which float8 does not need
         return _fp8_context(precision_config, fp8_autocast_enabled)
     device_type = device_type or _device_type_in_use()
-    if precision is Precision.FP32:
+    if precision is Precision.FP32:  # a disabled autocast costs time, so only inside an active one
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
     if precision is Precision.AMP_BF16:
         return torch.autocast(device_type, dtype=torch.bfloat16)
+    # On a CPU float16 would need loss scaling and is slow: see validate_precision.
     return _NOTHING if device_type == "cpu" else torch.autocast(device_type, dtype=torch.float16)
 
 
@@ -438,7 +440,7 @@ def validate_precision(precision: str | Precision, device: Device) -> None:
             f"precision={precision.value!r} is not supported for CPU training. A CPU trains in 'fp32' or 'amp_bf16'. "
             "Choose one of them, or pass device='gpu' where there is one."
         )
-    if precision is Precision.AMP_FP8:
+    if precision is Precision.AMP_FP8:  # raises now, not in the first step
         _require_fp8()
 
 

@@ -137,6 +137,7 @@ def _number(variable: str) -> int:
     tdist = _torch_distributed()
     if tdist is not None and not tdist.is_available():
         return int(SINGLE_RANK[variable])
+    # A variable that changed after the group was made must not go unnoticed.
     initialized = tdist is not None and tdist.is_initialized()
     text = os.environ.get(variable)
     if initialized and variable in _TORCH_ACCESSORS:

@@ -66,7 +66,7 @@ def tidy_shared_memory() -> None:
     if stale:
         _log.warning(
             "No process here uses %s, which is all that a killed run leaves behind, but one of another container may. "
-            'If there is none, run: python -c "from composer_dist.stale_memory import clean_stale_shared_memory as '
+            'If none does, run: python -c "from composer_dist.stale_memory import clean_stale_shared_memory as '
             'clean; clean()"',
             ", ".join(map(str, stale)),
         )
@@ -80,6 +80,7 @@ def find_stale_shared_memory() -> list[Path]:
     if not segments:
         return []
     found: list[Path] = []
+    # The locks of the datasets are files in the temporary folder, not in shared memory.
     for number in sorted(segments.keys() - _numbers_in_use(segments)):
         locks = (Path(tempfile.gettempdir(), f"{number}_{name}") for name in _LOCKS)
         found += [*sorted(segments[number]), *filter(_is_own, locks)]

@@ -1,4 +1,4 @@
-"""How a model is spread over devices: the one thing of a training loop that knows of other ranks."""
+"""The interface of a distributed strategy, its single-device implementation, and tests for wrapped models."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 TNumber = TypeVar("TNumber", int, float)
-_NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
+_NOTHING = nullcontext()  # stateless and reentrant, so one instance serves every microbatch
 
 
 @runtime_checkable
 class Strategy(Protocol):
-    """What a training loop asks of the way in which a model is spread.
+    """The interface between a training loop and a model that may be distributed.
 
-    A loop prepares once, then runs each step in this order, and never asks which strategy it holds:
+    A loop calls `prepare` once, then runs each step in this order, whichever strategy it has:
 
         model, optimizers = strategy.prepare(model, optimizers)
         for batch in loader:
@@ -49,83 +49,83 @@ class Strategy(Protocol):
             for optimizer in optimizers:
                 strategy.step(optimizer)
 
-    What each method owes to the loop: after the last microbatch of a step the gradients are the mean over all ranks,
-    norms are those of the whole gradient, and state dicts have the names of the model as it was before `prepare`.
+    Strategies guarantee that after the last microbatch of a step gradients are the mean over all ranks, that norms are
+    those of the whole gradient, and that state dicts have the names of the model before `prepare`.
 
     Attributes:
-        world_size: Over how many ranks the gradients are a mean. Where the ranks' batches weigh differently, the loop
-            gives each microbatch the weight `its size * world_size / strategy.sum([size of the rank's batch])`.
-        has_own_precision: Whether the model that `prepare` returns computes in the precision of the run by itself, so
-            that the loop needs neither autocast nor a `GradScaler`.
-        prepares_before_load: Whether a checkpoint is loaded into the model that `prepare` returns. Where it is not,
-            what a checkpoint says about the model's layers may still change them.
-        meets_in_forward: Whether the ranks meet in each forward pass of the model, also in an evaluation, so that
-            every rank must run as many of them as the others.
+        world_size: Number of ranks that gradients are averaged over. If the ranks' batches differ in size, the loop
+            weighs each microbatch by `its size * world_size / strategy.sum([size of the rank's batch])`.
+        has_own_precision: Whether the prepared model applies the run's precision itself, so that the loop uses neither
+            autocast nor a `GradScaler`.
+        prepares_before_load: Whether checkpoints are loaded into the prepared model. If not, a checkpoint may still
+            change the model's layers before `prepare`.
+        meets_in_forward: Whether each forward pass has collectives, also in an evaluation, so that all ranks must run
+            equally many.
     """
 
     @property
     def world_size(self) -> int:
-        """Over how many ranks the gradients are a mean."""
+        """The number of ranks that gradients are averaged over."""
         ...
 
     @property
     def has_own_precision(self) -> bool:
-        """Whether the prepared model needs neither autocast nor a `GradScaler` around it."""
+        """Return whether the prepared model needs neither autocast nor a `GradScaler`."""
         ...
 
     @property
     def prepares_before_load(self) -> bool:
-        """Whether a checkpoint is loaded into the model that `prepare` returns."""
+        """Return whether checkpoints are loaded into the prepared model."""
         ...
 
     @property
     def meets_in_forward(self) -> bool:
-        """Whether every rank must run as many forward passes as the others."""
+        """Return whether all ranks must run equally many forward passes."""
         ...
 
     def place(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Put model and optimizers where they may wait for `prepare`, in place: other things may change them yet."""
+        """Place model and optimizers before `prepare`, in place, while the model may still change."""
         ...
 
     def prepare(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer]
     ) -> tuple[torch.nn.Module, Sequence[Optimizer]]:
-        """Return model and optimizers ready to train, on their devices and perhaps wrapped. Every rank calls this.
+        """Return model and optimizers ready to train, on their devices and possibly wrapped. Every rank must call this.
 
-        The loop uses what is returned from here on. The optimizers go on to own the parameters of the model returned.
+        The loop uses the returned objects only. The optimizers own the parameters of the returned model.
         """
         ...
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return a batch, which is on the device, in the dtypes that the model computes with."""
+        """Return a batch, which is on the device already, in the dtypes of the model's computation."""
         ...
 
     def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
-        """Return the context in which one microbatch runs forward and backward.
+        """Return the context manager for the forward and backward pass of one microbatch.
 
         Args:
-            is_last: Whether this is the step's last microbatch, after which gradients must agree between the ranks.
-                Before it, a strategy may save the communication.
-            sync: Whether they must agree at all. An optimizer that looks at a batch several times may want each rank's
-                own gradients first.
-            is_aligned: Whether every rank has as many microbatches in this step, so that they may meet in each.
+            is_last: Whether this is the step's last microbatch, after which gradients must agree between the ranks. A
+                strategy may save the communication of earlier ones.
+            sync: Whether gradients must agree at all. An optimizer that evaluates a batch several times may need each
+                rank's own gradients first.
+            is_aligned: Whether every rank has as many microbatches in this step, so that each may have collectives.
         """
         ...
 
     def attempt(self, check: Callable[[], None], *, sync: bool = True) -> AbstractContextManager[Any]:
-        """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
+        """Return the context manager for the microbatches of a step that all ranks repeat if any rank fails.
 
-        A rank that leaves it by an error must not keep the others waiting for it. So in this context the ranks do not
-        meet without having called `check` before, equally often on all of them; a rank that fails calls it once in its
-        handler instead, and then it raises on all the others. On leaving without an error, every rank calls `check`
-        a last time before the gradients are made to agree. After an error the model may be run again as if it had not
-        been run; what is left of gradients is the loop's to drop.
+        A failing rank must not leave the others in a collective. Inside the context, ranks therefore call `check`
+        before each collective, equally often on all ranks. A failing rank calls it once in its handler instead, and
+        `check` then raises on all other ranks. On leaving without an error, every rank calls `check` once more before
+        gradients are synchronized. After an error the model may run again as if the attempt had not happened; the loop
+        drops remaining gradients.
 
         An evaluation, which has no gradients (`torch.no_grad`), uses it in the same way.
 
         Args:
             check: Raises if any rank has failed. Every rank must call it equally often.
-            sync: Whether the gradients must agree at all; see `microbatch`.
+            sync: Whether gradients must agree at all; see `microbatch`.
 
         Raises:
             ValueError: If this strategy cannot repeat a step.
@@ -133,36 +133,36 @@ class Strategy(Protocol):
         ...
 
     def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
-        """Add the gradients of a loss, which already has its weight within the batch, to those of the parameters.
+        """Accumulate the gradients of a loss that already has its weight within the batch.
 
         Args:
             loss: A scalar.
-            create_graph: Keep a graph of the gradients themselves, for methods that differentiate twice.
+            create_graph: Whether to keep the graph of the gradients, for methods that differentiate twice.
         """
         ...
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale the gradients, in place, so that their joint norm is at most `max_norm`.
+        """Scale the gradients, in place, so that their total norm is at most `max_norm`.
 
         Returns:
-            The norm before, over all ranks' parts, left on its device so that nobody waits for it.
+            The total norm before clipping, over all ranks, as a tensor on the device to avoid a synchronization.
         """
         ...
 
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
     ) -> Any:
-        """Let an optimizer move the weights.
+        """Take an optimizer step.
 
         Args:
             optimizer: One that `prepare` returned.
-            closure: Computes loss and gradients anew, for optimizers that want several looks at a batch.
-            scaler: What scaled the losses, which skips the step where a gradient overflowed.
+            closure: A function that recomputes loss and gradients, for optimizers that evaluate a batch several times.
+            scaler: The scaler of the losses, which skips the step if a gradient overflowed.
 
         Returns:
-            What the closure returned, if there was one and it was called.
+            The closure's result, if it was called.
         """
         ...
 
@@ -171,29 +171,29 @@ class Strategy(Protocol):
         ...
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
-        """Return, for each of a few counts on the host, its sum over all ranks. Every rank calls this."""
+        """Return the sum over all ranks of each of a few counts on the host. Every rank must call this."""
         ...
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return each value's mean over all ranks, left on its device. Every rank calls this, with the same keys."""
+        """Return each value's mean over all ranks, on its device. Every rank must call this, with the same keys."""
         ...
 
     def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the weights under the names that the model had before `prepare`."""
+        """Return the weights under the model's names before `prepare`."""
         ...
 
     def load_model_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load such weights, in place, and return the names that were missing and those that were not expected.
+        """Load such weights, in place, and return the missing and the unexpected names.
 
         Raises:
-            RuntimeError: If `strict` and there are any such names, or if a shape does not fit.
+            RuntimeError: If `strict` and a name is missing or unexpected, or if a shape differs.
         """
         ...
 
     def optimizer_state_dict(self, model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, whole, as the optimizer of an unwrapped model has it."""
+        """Return an optimizer's whole state, as the optimizer of an unwrapped model has it."""
         ...
 
     def load_optimizer_state_dict(
@@ -204,10 +204,10 @@ class Strategy(Protocol):
 
 
 class SingleDevice:
-    """One process, one device: the whole model where it computes.
+    """Training in one process on one device.
 
     Args:
-        device: Where the model goes.
+        device: The device of the model.
 
     Example:
         >>> from composer_dist import get_device
@@ -232,9 +232,9 @@ class SingleDevice:
         """Move the model and the optimizers' states to the device, in place.
 
         Raises:
-            ValueError: If the model has weights without values.
+            ValueError: If a weight is on the meta device.
         """
-        _refuse_meta(model, self.device)
+        _refuse_meta(model, self.device)  # before the move, whose error would not name the weights
         self.device.module_to_device(model)
         for optimizer in optimizers:
             self.device.optimizer_to_device(optimizer)
@@ -247,33 +247,35 @@ class SingleDevice:
         return model, optimizers
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return the batch as it is."""
+        """Return the batch unchanged."""
         return batch
 
     def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
-        """Return a context that does nothing, the same one each time: there is nobody to synchronise with."""
+        """Return a context manager that does nothing, the same object each time."""
         return _NOTHING
 
     @contextmanager
     def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
-        """Return a context that calls `check` at its end: nobody waits for this rank."""
+        """Return a context manager that calls `check` at its end."""
         yield
         check()
 
     def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
-        """Add the gradients of a loss to those of the parameters."""
+        """Accumulate the gradients of a loss."""
         loss.backward(create_graph=create_graph)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale the gradients, in place, to a joint norm of at most `max_norm`, and return the norm before."""
+        """Scale the gradients, in place, to a total norm of at most `max_norm`, and return the norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
     ) -> Any:
-        """Let an optimizer move the weights, by way of the scaler if one scaled the losses."""
+        """Take an optimizer step, through the gradient scaler if one scaled the losses."""
+        # A scaler skips the step if a gradient overflowed, so it must call the optimizer itself.
+        # Without PyTorch's profiler range, which costs more than a small model's forward pass.
         step = unwatched_step(optimizer) if scaler is None else partial(scaler.step, optimizer)
         return step() if closure is None else step(closure=closure)
 
@@ -282,12 +284,12 @@ class SingleDevice:
         zero_grad(optimizer)
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
-        """Return the counts as they are."""
+        """Return the counts unchanged."""
         return values
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the values as they are."""
-        return dict(values)
+        """Return the values unchanged."""
+        return dict(values)  # a new dict, as with several ranks
 
     def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the model's own state dict, which shares the weights' memory."""
@@ -296,7 +298,7 @@ class SingleDevice:
     def load_model_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load weights, in place, and return the names that were missing and those that were not expected."""
+        """Load weights, in place, and return the missing and the unexpected names."""
         keys = model.load_state_dict(state_dict, strict=strict)
         return keys.missing_keys, keys.unexpected_keys
 
@@ -308,12 +310,13 @@ class SingleDevice:
         self, model: torch.nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         """Load an optimizer's state, in place."""
-        optimizer.load_state_dict(dict(state_dict))
+        optimizer.load_state_dict(dict(state_dict))  # torch requires a dict
 
 
 def _refuse_meta(model: torch.nn.Module, device: Device) -> None:
     names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if names and device.torch_device.type != "meta":
+        # Usually the whole model is on the meta device, so only a few names are shown.
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
             f"the model's {', '.join(map(repr, names[:3]))}{more} are on the meta device, where they have no values to "
@@ -321,30 +324,30 @@ def _refuse_meta(model: torch.nn.Module, device: Device) -> None:
         )
 
 
-# Under which torch.compile, activation checkpointing and FSDP1 keep the module that they wrap. DDP's "module" is not
-# here, since models have attributes of that name themselves.
+# Attributes under which torch.compile, activation checkpointing and FSDP1 keep the wrapped module. DDP's "module" is
+# missing, since models use that name themselves.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def is_model_ddp(model: object) -> bool:
-    """Answer whether the model is a `DistributedDataParallel`.
+    """Return whether the model is a `DistributedDataParallel`.
 
-    Only the outermost wrapper counts: a model that was compiled after it was wrapped is not one.
+    Only the outermost wrapper counts: a wrapped model that was compiled afterwards is not one.
 
     Example:
         >>> import torch
         >>> is_model_ddp(torch.nn.Linear(2, 1))
         False
     """
-    from torch.nn.parallel import DistributedDataParallel  # slow: torch, which the rest of the module does not need
+    from torch.nn.parallel import DistributedDataParallel  # slow to import
 
     return isinstance(model, DistributedDataParallel)
 
 
 def is_model_deepspeed(model: object) -> bool:
-    """Answer whether the model is DeepSpeed's engine.
+    """Return whether the model is a DeepSpeed engine.
 
-    DeepSpeed is not imported for it: who has not loaded it has no engine.
+    DeepSpeed is not imported for this: without it loaded, an engine cannot exist.
 
     Example:
         >>> import torch
@@ -356,7 +359,7 @@ def is_model_deepspeed(model: object) -> bool:
 
 
 def is_model_fsdp(model: object) -> bool:
-    """Answer whether the model, or one of its direct children, is a `FullyShardedDataParallel` (FSDP version 1).
+    """Return whether the model or one of its direct children is a `FullyShardedDataParallel` (FSDP version 1).
 
     Example:
         >>> import torch
@@ -367,7 +370,7 @@ def is_model_fsdp(model: object) -> bool:
 
 
 def is_model_fsdp2(model: object) -> bool:
-    """Answer whether the model, or one of its direct children, was given to `fully_shard` (FSDP version 2).
+    """Return whether the model or one of its direct children was passed to `fully_shard` (FSDP version 2).
 
     Example:
         >>> import torch
@@ -378,9 +381,9 @@ def is_model_fsdp2(model: object) -> bool:
 
 
 def unwrap_model(model: "Module") -> "Module":
-    """Return the model inside DDP, `DataParallel`, DeepSpeed's engine and `torch.compile`, in whatever order.
+    """Return the model inside DDP, `DataParallel`, DeepSpeed's engine and `torch.compile`, in any nesting.
 
-    What `fully_shard` shards is no wrapper, and stays the model that it is.
+    `fully_shard` does not wrap, so its modules are returned as they are.
 
     Example:
         >>> import torch
@@ -388,34 +391,35 @@ def unwrap_model(model: "Module") -> "Module":
         >>> unwrap_model(torch.compile(layer)) is layer
         True
     """
-    from torch.nn.parallel import DataParallel  # as above
+    from torch.nn.parallel import DataParallel  # slow to import, as above
 
-    while True:
+    while True:  # wrappers nest in any order
         if is_model_ddp(model) or isinstance(model, DataParallel) or is_model_deepspeed(model):
             model = model.get_submodule("module")
-        elif getattr(model, "_orig_mod", None) is not None:  # where `torch.compile` keeps it
+        elif getattr(model, "_orig_mod", None) is not None:  # set by `torch.compile`
             model = model.get_submodule("_orig_mod")
         else:
             return model
 
 
 def canonical_name(name: str) -> str:
-    """Return the name that a parameter, buffer or module has in a model without wrappers inside it.
+    """Return the name of a parameter, buffer or module without the wrappers in its path.
 
     Args:
-        name: Its name now.
+        name: The current name.
 
     Example:
         >>> canonical_name("blocks.0._checkpoint_wrapped_module.weight")
         'blocks.0.weight'
     """
     parts = name.split(".")
+    # Most names contain no wrapper and need no new string.
     return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def _is_or_has(model: object, wrapper: str) -> bool:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # slow to import, and who has not done so has sharded nothing
+    if fsdp is None:  # slow to import; unloaded, it cannot have sharded the model
         return False
-    children: Any = getattr(model, "children", tuple)
+    children: Any = getattr(model, "children", tuple)  # any object may be passed, not only a module
     return any(isinstance(part, getattr(fsdp, wrapper)) for part in (model, *children()))

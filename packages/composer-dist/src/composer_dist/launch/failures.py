@@ -49,7 +49,7 @@ def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witn
         lines.append(f"composer: what rank {ending.rank} wrote is above: the first rank of a node has the console.")
         words, after_s = _last_words(witness), witness.time - ending.time
         lines.append(f"composer: rank {witness.rank} ended {after_s:.1f} s later{_during(witness)} with:")
-    return "\n".join(lines) + "\n" + words
+    return "\n".join(lines) + "\n" + words  # last, where a terminal keeps it in view
 
 
 def is_on_console(ending: "Ending") -> bool:
@@ -88,7 +88,7 @@ def _last_words(ending: "Ending") -> str:
     lines = _tail(ending.stderr)[0].splitlines(keepends=True) if ending.stderr else []
     starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
     if not starts:
-        return "".join(lines[-_LAST_LINES:])
+        return "".join(lines[-_LAST_LINES:])  # no traceback, as after a crash in C++
     start = starts.pop()
     # Go back to the first traceback of a chain: the cause comes before its consequences.
     while starts and any(_is_link(line) for line in lines[starts[-1] : start]):
@@ -122,7 +122,7 @@ def _tail(path: str) -> tuple[str, bool]:
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _MAX_BYTES))
+            file.seek(max(0, size - _MAX_BYTES))  # logs can be large
             text = file.read().decode(errors="replace")
     except OSError:
         return "", False
